@@ -1,0 +1,48 @@
+# Needs Python >= 3.11 and make, nothing else. Each target makes `.venv` itself.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+SETUP := pyproject.toml constraints.txt
+
+# Nothing is worth a log line below an error from XLA or TensorFlow.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export KERAS_BACKEND := jax
+
+.PHONY: quickstart test test-full lint bench clean
+
+quickstart: .venv/.installed
+	$(BIN)/python guides/quickstart.py
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS) -m "not full"
+
+test-full: lint
+	$(BIN)/pytest -n $(WORKERS) -m ""
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/sft.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache
+
+.venv/.created:
+	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) \
+	and 'Python >= 3.11 is needed: make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.installed: .venv/.created $(SETUP)
+	@echo "Installing keras_posttrain into .venv (a few minutes, once) ..."
+	$(PIP) -e ".[plot]"
+	touch $@
+
+.venv/.installed-test: .venv/.installed
+	@echo "Installing what the tests compare with ..."
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[test]"
+	touch $@
