@@ -1,0 +1,104 @@
+"""What the scripts share: their arguments, and the one line they print."""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import time
+from importlib import metadata
+
+import workloads
+
+MARK = "RESULT "
+_TICK = os.sysconf("SC_CLK_TCK")
+_import_gb = None
+
+
+def _cpu_seconds():
+    """`(wall, CPU time of the machine, CPU time of this process)`."""
+    with open("/proc/stat") as f:
+        fields = [int(v) for v in f.readline().split()[1:8]]
+    idle, iowait = fields[3:5]
+    t = os.times()
+    own = t.user + t.system + t.children_user + t.children_system
+    return time.time(), (sum(fields) - idle - iowait) / _TICK, own
+
+
+_START = _cpu_seconds()
+
+
+def other_cpus():
+    """CPUs that other processes kept busy on average since the import."""
+    wall, machine, own = (
+        b - a for a, b in zip(_START, _cpu_seconds(), strict=True)
+    )
+    return max((machine - own) / wall, 0.0)
+
+
+def peak_gb():
+    """Most memory this process ever held, libraries included, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def arguments(packing=True):
+    """The command line of every script; call it when the imports are done.
+
+    Args:
+        packing: bool. Whether the library can pack rows.
+
+    Returns:
+        The parsed arguments, with `rows` as `workloads.sft_rows` makes them
+        and `shape`, the `Workload`.
+    """
+    global _import_gb
+    _import_gb = peak_gb()
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--workload", choices=list(workloads.WORKLOADS), default="w1"
+    )
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--rows", type=int, help="of the workload, per pass")
+    parser.add_argument("--passes", type=int, default=2)
+    if packing:
+        parser.add_argument("--packing", action="store_true")
+    args = parser.parse_args()
+    args.shape = workloads.WORKLOADS[args.workload]
+    args.rows = workloads.sft_rows(args.workload, args.rows)
+    return args
+
+
+def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
+    """Prints the figures of a run as one line of JSON.
+
+    Args:
+        args: what `arguments` returned.
+        packages: names of installed packages whose versions matter.
+        first_loss: float, the mean loss of the first step's loss tokens.
+        first_step_s: float, seconds from the call that trains to the end of
+            its first step, compilation included.
+        pass_s: list of floats, seconds of each pass over all rows after the
+            warm-up.
+        steps: int, optimizer steps a pass.
+        extra: further figures.
+    """
+    tokens = sum(len(ids) for ids, _ in args.rows)
+    seconds = statistics.median(pass_s)
+    result = {
+        "tokens_per_s": tokens / seconds,
+        "step_s": seconds / steps,
+        "first_step_s": first_step_s,
+        "first_loss": float(first_loss),
+        "peak_gb": peak_gb(),
+        "import_gb": _import_gb,
+        "other_cpus": other_cpus(),
+        "pass_s": pass_s,
+        "steps": steps,
+        "tokens": tokens,
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+        **extra,
+    }
+    print(MARK + json.dumps(result), flush=True)

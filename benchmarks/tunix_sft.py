@@ -1,0 +1,166 @@
+"""Tunix: `PeftTrainer` on JAX. It has no packing for SFT: done here."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import qwix
+import report
+import workloads
+from flax import nnx
+from tunix.models.llama3 import model as llama3
+from tunix.sft import peft_trainer, utils
+
+
+def build(model, lora):
+    config = llama3.ModelConfig(
+        vocab_size=model.vocab,
+        num_layers=model.layers,
+        embed_dim=model.hidden,
+        hidden_dim=model.intermediate,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        rope_theta=int(model.rope_theta),
+        norm_eps=model.norm_eps,
+        weight_tying=model.tied,
+    )
+    net = llama3.Llama3(config, rngs=nnx.Rngs(0))
+    for name, value in model.weights().items():
+        param = find(net, name)
+        shape = param.get_value().shape
+        # Kernels are (in, out), with heads as an axis of their own.
+        if not name.endswith("embed_tokens.weight"):
+            value = value.T.reshape(shape)
+        param.set_value(jnp.asarray(value))
+    if not lora:
+        return net
+    provider = qwix.LoraProvider(
+        module_path=".*(" + "|".join(workloads.LINEARS) + ")",
+        rank=workloads.LORA_RANK,
+        alpha=workloads.LORA_ALPHA,
+    )
+    return qwix.apply_lora_to_model(
+        net, provider, rngs=nnx.Rngs(0), **net.get_model_input()
+    )
+
+
+def find(net, name):
+    """The parameter of a Hugging Face tensor name."""
+    if name == "model.embed_tokens.weight":
+        return net.embedder.input_embedding
+    if name == "model.norm.weight":
+        return net.final_norm.w
+    if name == "lm_head.weight":
+        return net.lm_head.w
+    _, _, i, *part, last, _ = name.split(".")
+    layer = net.layers[int(i)]
+    if part == ["self_attn"]:
+        return getattr(layer.attn, last).w
+    if part == ["mlp"]:
+        return getattr(layer.mlp, last).kernel
+    return getattr(layer, last).w
+
+
+def packed(rows, length, batch):
+    """Packed columns, with empty rows up to a whole number of batches."""
+    bins = workloads.pack([len(ids) for ids, _ in rows], length)
+    shape = (-(-len(bins) // batch) * batch, length)
+    names = ("ids", "segments", "positions", "loss_mask")
+    out = {name: np.zeros(shape, np.int32) for name in names}
+    for b, members in enumerate(bins):
+        at = 0
+        for k, i in enumerate(members):
+            ids, prompt = rows[i]
+            where = slice(at, at + len(ids))
+            out["ids"][b, where] = ids
+            out["segments"][b, where] = k + 1
+            out["positions"][b, where] = np.arange(len(ids))
+            out["loss_mask"][b, at + prompt : at + len(ids)] = 1
+            at += len(ids)
+    return out
+
+
+def packed_inputs(x):
+    same = x["segments"][:, :, None] == x["segments"][:, None, :]
+    length = same.shape[-1]
+    return {
+        "input_tokens": x["ids"],
+        "input_mask": x["loss_mask"],
+        "positions": x["positions"],
+        "attention_mask": same & jnp.tril(jnp.ones((length, length), bool)),
+    }
+
+
+def padded_inputs(x):
+    mask = x["mask"].astype(bool)
+    return {
+        "input_tokens": x["ids"],
+        "input_mask": x["loss_mask"],
+        "positions": utils.build_positions_from_mask(mask),
+        "attention_mask": utils.make_causal_attn_mask(mask),
+    }
+
+
+def batches(args):
+    length, batch = args.shape.length, args.shape.batch
+    if args.packing:
+        columns = packed(args.rows, length, batch)
+    else:
+        arrays = workloads.padded(args.rows, length)
+        names = ("ids", "mask", "loss_mask")
+        columns = dict(zip(names, arrays, strict=True))
+    return [
+        {k: v[i : i + batch] for k, v in columns.items()}
+        for i in range(0, len(columns["ids"]), batch)
+    ]
+
+
+def keep_losses(trainer):
+    """The list that the trainer's losses are added to as it logs them."""
+    losses, log = [], trainer.metrics_logger.log
+
+    def spy(prefix, name, value, *args, **kwargs):
+        if name == "loss":
+            losses.append(float(np.asarray(value)))
+        return log(prefix, name, value, *args, **kwargs)
+
+    trainer.metrics_logger.log = spy
+    return losses
+
+
+def main():
+    args = report.arguments()
+    data = batches(args)
+    trainer = peft_trainer.PeftTrainer(
+        build(args.shape.model, args.lora),
+        optax.adamw(
+            workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
+        ),
+        peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=None),
+    ).with_gen_model_input_fn(packed_inputs if args.packing else padded_inputs)
+    trainer.is_managed_externally = True  # `train` may be called again
+    losses = keep_losses(trainer)
+
+    def train(some):
+        start = time.perf_counter()
+        trainer.train(some)
+        jax.block_until_ready(jax.tree.leaves(nnx.state(trainer.model)))
+        return time.perf_counter() - start
+
+    first_step_s = train(data[:1])
+    pass_s = [train(data) for _ in range(args.passes)]
+    report.emit(
+        args,
+        ("google-tunix", "flax", "jax", "optax", "qwix"),
+        first_loss=losses[0],
+        first_step_s=first_step_s,
+        pass_s=pass_s,
+        steps=len(data),
+    )
+
+
+if __name__ == "__main__":
+    main()

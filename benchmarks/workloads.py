@@ -1,0 +1,153 @@
+"""What every library trains on: sizes, token ids, first weights (numpy only).
+
+All of it comes from seeded generators, so that each library starts from the
+same numbers and the first losses must agree. Token ids 0, 1 and 2 are padding,
+begin and end; the others are drawn uniformly.
+"""
+
+import dataclasses
+
+import numpy as np
+
+PAD, BOS, EOS, FIRST = 0, 1, 2, 3
+
+LORA_RANK, LORA_ALPHA = 16, 32.0
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+PROMPT_SHARE = 0.4
+PROJECTIONS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+LINEARS = PROJECTIONS["self_attn"] + PROJECTIONS["mlp"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder of the Llama type."""
+
+    vocab: int
+    layers: int
+    tied: bool = False
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 1024
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e6  # Tunix 0.1.7 uses it whatever it is told
+
+    @property
+    def head_dim(self):
+        return self.hidden // self.heads
+
+    def weights(self, seed=0):
+        """First float32 weights, by their Hugging Face names and shapes."""
+        rng = np.random.default_rng(seed)
+        d, kv = self.hidden, self.kv_heads * self.head_dim
+        shapes = {
+            "q_proj": (d, d),
+            "k_proj": (kv, d),
+            "v_proj": (kv, d),
+            "o_proj": (d, d),
+            "gate_proj": (self.intermediate, d),
+            "up_proj": (self.intermediate, d),
+            "down_proj": (d, self.intermediate),
+        }
+
+        def normal(*shape):
+            return np.float32(0.02) * rng.standard_normal(shape, np.float32)
+
+        out = {"model.embed_tokens.weight": normal(self.vocab, d)}
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            for part, names in PROJECTIONS.items():
+                for name in names:
+                    key = f"{layer}.{part}.{name}.weight"
+                    out[key] = normal(*shapes[name])
+            for norm in ("input", "post_attention"):
+                key = f"{layer}.{norm}_layernorm.weight"
+                out[key] = np.ones(d, np.float32)
+        out["model.norm.weight"] = np.ones(d, np.float32)
+        if not self.tied:
+            out["lm_head.weight"] = normal(self.vocab, d)
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model, the static length of its rows, and the rows of a step."""
+
+    model: Model
+    length: int
+    batch: int
+    rows: int  # how many a pass takes by default
+
+    def steps(self, rows):
+        return -(-len(rows) // self.batch)
+
+
+WORKLOADS = {
+    # Mixed lengths: what packing and projecting fewer tokens are for.
+    "w1": Workload(Model(32_000, layers=4), length=512, batch=8, rows=64),
+    # A large vocabulary: what the memory of the logits is for.
+    "w2": Workload(
+        Model(262_144, layers=2, tied=True), length=1024, batch=2, rows=4
+    ),
+}
+
+
+def sft_rows(name, count=None):
+    """`(token ids, prompt length)` a row; the loss is on the completion.
+
+    W1 has 256 rows of log-normal length (median 164 before the cut at 512);
+    the rows of W2 are all as long as they may be.
+    """
+    workload = WORKLOADS[name]
+    count = count or workload.rows
+    if name == "w1":
+        rng = np.random.default_rng(1)
+        sigma = 0.7
+        mean = np.log(210) - sigma**2 / 2
+        lengths = np.exp(rng.normal(mean, sigma, 256)).astype(int)
+        lengths = np.clip(lengths, 16, workload.length)
+        if count > len(lengths):
+            raise ValueError(
+                f"W1 has {len(lengths)} rows. Received: count={count}."
+            )
+        lengths = lengths[:count]
+    else:
+        rng = np.random.default_rng(2)
+        lengths = [workload.length] * count
+    rows = []
+    for n in lengths:
+        ids = rng.integers(FIRST, workload.model.vocab, n)
+        ids[-1] = EOS
+        rows.append((ids.tolist(), int(PROMPT_SHARE * n)))
+    return rows
+
+
+def padded(rows, length):
+    """Right-padded int32 `(ids, mask, loss mask)`, each `(rows, length)`."""
+    ids = np.full((len(rows), length), PAD, np.int32)
+    mask, loss_mask = np.zeros_like(ids), np.zeros_like(ids)
+    for i, (row, prompt) in enumerate(rows):
+        ids[i, : len(row)] = row
+        mask[i, : len(row)] = 1
+        loss_mask[i, prompt : len(row)] = 1
+    return ids, mask, loss_mask
+
+
+def pack(lengths, capacity):
+    """Best fit decreasing, for libraries that leave packing to the user.
+
+    Returns lists of indices into `lengths`, a list a packed row.
+    """
+    bins = []  # [room left, indices]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        open_bins = [b for b in bins if b[0] >= lengths[i]]
+        best = min(open_bins, key=lambda b: b[0], default=None)
+        if best is None:
+            best = [capacity, []]
+            bins.append(best)
+        best[0] -= lengths[i]
+        best[1].append(i)
+    return [members for _, members in bins]
