@@ -24,7 +24,14 @@ def load(name):
 
 @pytest.fixture(scope="module")
 def sft():
-    return load("sft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield load("sft")
+
+
+@pytest.fixture(scope="module")
+def summary(sft):
+    return sft.summary
 
 
 @pytest.fixture(scope="module")
@@ -74,45 +81,51 @@ def test_padding_puts_the_loss_on_the_completion(workloads):
     np.testing.assert_array_equal(loss_mask, [[0, 1, 1, 0]])
 
 
-def test_medians_leave_failures_out(sft):
-    row = sft.medians(
+def test_medians_leave_failures_out(summary):
+    row = summary.medians(
         [figures(100, other_cpus=0.3), {"error": "x"}, figures(300)]
     )
     assert row["tokens_per_s"] == 200
     assert (row["slowest"], row["fastest"]) == (100, 300)
     assert row["other_cpus"] == 0.3
     assert row["repeats"] == 2
-    assert sft.medians([{"error": "x"}]) is None
+    assert summary.medians([{"error": "x"}]) is None
 
 
-def test_first_losses_must_agree(sft):
-    ours, trl = sft.Run("ours", "w1"), sft.Run("trl", "w1", lora=True)
-    packed = sft.Run("ours", "w1", packing=True)
+def test_first_losses_must_agree(summary):
+    ours, trl = summary.Run("ours", "w1"), summary.Run("trl", "w1", lora=True)
+    packed = summary.Run("ours", "w1", packing=True)
     sound = {
         ours: [figures(1, 10.4297)],
         trl: [figures(1, 10.4303)],
         packed: [figures(1, 10.41)],
     }
-    assert list(sft.disagreements(sound)) == []
+    assert list(summary.disagreements(sound)) == []
     wrong = {**sound, trl: [figures(1, 10.432)]}
-    (line,) = sft.disagreements(wrong)
+    (line,) = summary.disagreements(wrong)
     assert "w1, padded" in line and "w1-lora-trl-padded 10.432" in line
     nan = {**sound, trl: [figures(1, float("nan"))]}
-    assert len(list(sft.disagreements(nan))) == 1
+    assert len(list(summary.disagreements(nan))) == 1
 
 
-def test_ratios_take_our_best_row_over_theirs(sft):
+def test_ratios_take_our_best_row_over_theirs(summary):
     """Ours 900 packed, 500 padded; Tunix 600; KerasHub 300: 1.5 and 3."""
     rows = {
-        sft.Run("ours", "w1", packing=True): sft.medians([figures(900)]),
-        sft.Run("ours", "w1"): sft.medians([figures(500)]),
-        sft.Run("tunix", "w1", packing=True): sft.medians([figures(600)]),
-        sft.Run("keras_hub", "w1"): sft.medians([figures(300)]),
-        sft.Run("ours", "w1", lora=True): sft.medians([figures(1200)]),
-        sft.Run("ours", "w2"): sft.medians([figures(100, peak_gb=3.0)]),
-        sft.Run("trl", "w2"): sft.medians([figures(80, peak_gb=4.0)]),
+        summary.Run("ours", "w1", packing=True): summary.medians(
+            [figures(900)]
+        ),
+        summary.Run("ours", "w1"): summary.medians([figures(500)]),
+        summary.Run("tunix", "w1", packing=True): summary.medians(
+            [figures(600)]
+        ),
+        summary.Run("keras_hub", "w1"): summary.medians([figures(300)]),
+        summary.Run("ours", "w1", lora=True): summary.medians([figures(1200)]),
+        summary.Run("ours", "w2"): summary.medians(
+            [figures(100, peak_gb=3.0)]
+        ),
+        summary.Run("trl", "w2"): summary.medians([figures(80, peak_gb=4.0)]),
     }
-    found = dict(sft.ratios(rows))
+    found = dict(summary.ratios(rows))
     assert found["w1 full: tokens/s over the fastest other"] == 1.5
     assert found["w1 full: tokens/s over KerasHub fit"] == 3.0
     assert found["w1: our LoRA over our full"] == pytest.approx(4 / 3)
@@ -120,13 +133,13 @@ def test_ratios_take_our_best_row_over_theirs(sft):
     assert not any(what.startswith("w1 lora") for what in found)
 
 
-def test_the_report_names_what_failed(sft):
+def test_the_report_names_what_failed(summary):
     options = types.SimpleNamespace(repeats=1, passes=2)
-    text, problems = sft.markdown(
+    text, problems = summary.markdown(
         {
-            sft.Run("ours", "w1"): [figures(900, other_cpus=0.5)],
-            sft.Run("tunix", "w1"): [figures(600, 10.5)],
-            sft.Run("trl", "w1"): [{"error": "Traceback\nValueError: no"}],
+            summary.Run("ours", "w1"): [figures(900, other_cpus=0.5)],
+            summary.Run("tunix", "w1"): [figures(600, 10.5)],
+            summary.Run("trl", "w1"): [{"error": "Traceback\nValueError: no"}],
         },
         options,
     )
