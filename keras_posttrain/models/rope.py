@@ -1,0 +1,332 @@
+"""Rotary embeddings with the frequencies of a Hugging Face config."""
+
+import math
+
+import keras
+import numpy as np
+from keras import ops
+
+# The fields each type of `rope_scaling` is made of, beside its base.
+FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+    ),
+}
+REASONS = {
+    "dynamic": "its frequencies change with the length of the sequence",
+    "longrope": "it has two sets of frequencies, chosen by the length",
+}
+
+
+def rope_parameters(config, layer_type=None):
+    """What rotates the queries and keys of a layer, in one form.
+
+    Configs keep it in `rope_scaling` beside `rope_theta` (until
+    transformers 4), or all in `rope_parameters` (transformers 5), with an
+    entry for each type of layer where these differ.
+
+    Args:
+        config: dict, a Hugging Face `config.json` with defaults filled in.
+        layer_type: `"full_attention"` or `"sliding_attention"` in a family
+            whose layers rotate differently (Gemma 3), else `None`.
+
+    Returns:
+        A dict of `rope_type`, `rope_theta` and the fields of that type.
+
+    Raises:
+        ValueError: if the rotation is no function of the position alone, or
+            a field that its type needs is missing.
+
+    Example:
+
+    ```python
+    rope_parameters({"rope_theta": 5e5, "rope_scaling": None})
+    # {'rope_type': 'default', 'rope_theta': 500000.0}
+    ```
+    """
+    if layer_type is None:
+        found = _shared(config)
+    else:
+        found = _by_layer_type(config, layer_type)
+    rope_type = found["rope_type"]
+    if rope_type not in FIELDS:
+        reason = REASONS.get(rope_type, "its formula is not known here")
+        raise ValueError(
+            "The config's `rope_scaling` (or `rope_parameters`) has a type "
+            f"that cannot be represented: {reason}. Supported are "
+            f"{sorted(FIELDS)}. Received: rope_type={rope_type!r}"
+        )
+    partial = found.get("partial_rotary_factor")
+    if partial is None:
+        partial = config.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        raise ValueError(
+            "KerasHub's layers rotate whole heads; a part of a head cannot "
+            f"be represented. Received: partial_rotary_factor={partial}"
+        )
+    if rope_type == "yarn":
+        _complete_yarn(found, config)
+    known = {
+        "rope_type": rope_type,
+        "rope_theta": float(found["rope_theta"]),
+    }
+    for field in FIELDS[rope_type]:
+        if found.get(field) is None:
+            raise ValueError(
+                f"`rope_scaling` of type {rope_type!r} needs `{field}`. "
+                f"Received: {field}=None in {found}"
+            )
+        known[field] = found[field]
+    return known
+
+
+def _shared(config):
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found = dict(found)
+    nested = {"full_attention", "sliding_attention"} & set(found)
+    if nested:
+        raise ValueError(
+            f"Layers of model_type={config.get('model_type')!r} share one "
+            "rotation, so `rope_parameters` must not have an entry for each "
+            f"type of layer. Received: rope_parameters={found}"
+        )
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = config.get("rope_theta") or 10_000.0
+    found.setdefault("rope_type", found.get("type", "default"))
+    # A field of the config itself outranks the one in the dict, as
+    # transformers has it.
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = found.get("original_max_position_embeddings")
+    if original is None:
+        original = config.get("max_position_embeddings")
+    found["original_max_position_embeddings"] = original
+    return found
+
+
+def _by_layer_type(config, layer_type):
+    found = (config.get("rope_parameters") or {}).get(layer_type)
+    found = dict(found or {"rope_type": "default"})
+    if layer_type == "full_attention":
+        # The old style scales the global layers only.
+        found.update(config.get("rope_scaling") or {})
+        theta = config.get("rope_theta") or 1_000_000.0
+    else:
+        theta = config.get("rope_local_base_freq") or 10_000.0
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = theta
+    found.setdefault("rope_type", found.get("type", "default"))
+    if found.get("original_max_position_embeddings") is None:
+        found["original_max_position_embeddings"] = config.get(
+            "max_position_embeddings"
+        )
+    # transformers looks for this one outside the entry, and so never at it.
+    found.pop("truncate", None)
+    return found
+
+
+def _complete_yarn(found, config):
+    original = found["original_max_position_embeddings"]
+    if found.get("factor") is None and original:
+        found["factor"] = config["max_position_embeddings"] / original
+    found["beta_fast"] = found.get("beta_fast") or 32
+    found["beta_slow"] = found.get("beta_slow") or 1
+    found["truncate"] = found.get("truncate", True)
+    if found.get("attention_factor") is None and found.get("factor"):
+
+        def temperature(scale):
+            if found["factor"] <= 1:
+                return 1.0
+            return 0.1 * scale * math.log(found["factor"]) + 1.0
+
+        above, below = found.get("mscale"), found.get("mscale_all_dim")
+        if above and below:
+            factor = temperature(above) / temperature(below)
+        else:
+            factor = temperature(1.0)
+        found["attention_factor"] = float(factor)
+
+
+def inverse_frequencies(parameters, head_dim):
+    """The radians per position of each pair of features.
+
+    Args:
+        parameters: dict, as `rope_parameters` returns it.
+        head_dim: int, even.
+
+    Returns:
+        A pair `(frequencies, attention_factor)`: a float32 array of shape
+        `(head_dim // 2,)`, and the number that the cosines and sines are
+        multiplied with.
+    """
+    theta = parameters["rope_theta"]
+    exponents = np.arange(0, head_dim, 2, dtype="float32") / head_dim
+    wavelengths = np.power(np.float32(theta), exponents)
+    frequencies = np.float32(1) / wavelengths
+    rope_type = parameters["rope_type"]
+    if rope_type == "linear":
+        frequencies = frequencies / np.float32(parameters["factor"])
+    elif rope_type == "llama3":
+        frequencies = _llama3(parameters, frequencies)
+    elif rope_type == "yarn":
+        frequencies = _yarn(parameters, wavelengths, head_dim)
+    factor = parameters.get("attention_factor", 1.0)
+    return frequencies.astype("float32"), float(factor)
+
+
+def _llama3(parameters, frequencies):
+    """Long waves are stretched by `factor`, short ones kept."""
+    factor = np.float32(parameters["factor"])
+    low = parameters["low_freq_factor"]
+    high = parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    stretched = frequencies / factor
+    share = (np.float32(original) / wavelengths - low) / (high - low)
+    between = (1 - share) * stretched + share * frequencies
+    out = np.where(wavelengths > original / low, stretched, between)
+    return np.where(wavelengths < original / high, frequencies, out)
+
+
+def _yarn(parameters, wavelengths, head_dim):
+    """Interpolates where a wave turns seldom within the trained length."""
+    theta = parameters["rope_theta"]
+    original = parameters["original_max_position_embeddings"]
+
+    def pair_of(turns):
+        ratio = original / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(theta))
+
+    first = pair_of(parameters["beta_fast"])
+    last = pair_of(parameters["beta_slow"])
+    if parameters["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = np.arange(head_dim // 2, dtype="float32")
+    ramp = np.clip((pairs - first) / (last - first), 0, 1).astype("float32")
+    factor = np.float32(parameters["factor"])
+    kept = np.float32(1) / wavelengths
+    stretched = np.float32(1) / (factor * wavelengths)
+    return stretched * ramp + kept * (1 - ramp)
+
+
+class RotaryEmbedding(keras.layers.Layer):
+    """Rotates the two halves of each head by its token's position.
+
+    A drop-in for the rotary layers of KerasHub's attention layers that takes
+    the frequencies of a Hugging Face config, which theirs cannot all express.
+    It has no variables. Angles are float32 whatever the dtype of the inputs.
+
+    Args:
+        head_dim: int, the features of a head.
+        parameters: dict, as `rope_parameters` returns it.
+        **kwargs: see `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: float tensor of shape `(batch, length, heads, head_dim)` or
+            `(batch, length, head_dim)`.
+        start_index: int or int scalar tensor, the position of the first
+            token. Ignored where `positions` are given.
+        positions: int tensor of shape `(length,)` or `(batch, length)`.
+
+    Example:
+
+    ```python
+    layer = RotaryEmbedding(
+        64, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    )
+    rotated = layer(np.ones((2, 5, 8, 64), "float32"))
+    ```
+    """
+
+    def __init__(self, head_dim, parameters, **kwargs):
+        super().__init__(**kwargs)
+        self.head_dim = head_dim
+        self.parameters = dict(parameters)
+        frequencies, factor = inverse_frequencies(parameters, head_dim)
+        self.frequencies = frequencies
+        self.attention_factor = factor
+        self.built = True
+
+    def call(self, inputs, start_index=0, positions=None):
+        if positions is None:
+            positions = ops.arange(ops.shape(inputs)[1], dtype="float32")
+            positions = positions + ops.cast(start_index, "float32")
+        positions = ops.cast(positions, "float32")
+        if len(positions.shape) == 1:
+            positions = ops.expand_dims(positions, 0)
+        angles = ops.expand_dims(positions, -1) * self.frequencies
+        if len(inputs.shape) == 4:
+            angles = ops.expand_dims(angles, 2)
+        cos = ops.cast(ops.cos(angles) * self.attention_factor, inputs.dtype)
+        sin = ops.cast(ops.sin(angles) * self.attention_factor, inputs.dtype)
+        first, second = ops.split(inputs, 2, axis=-1)
+        # Stacked and reshaped, as KerasHub does: the partitioner of XLA has
+        # had bugs with the concatenation.
+        rotated = ops.stack(
+            (first * cos - second * sin, second * cos + first * sin), axis=-2
+        )
+        return ops.reshape(rotated, ops.shape(inputs))
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+    def get_config(self):
+        config = super().get_config()
+        config["head_dim"] = self.head_dim
+        config["parameters"] = dict(self.parameters)
+        return config
+
+
+def parameters_of(layer):
+    """The parameters that a rotary layer, KerasHub's or ours, computes with.
+
+    Args:
+        layer: a `RotaryEmbedding`, or the rotary layer of a KerasHub
+            attention layer.
+
+    Returns:
+        A dict, as `rope_parameters` returns it.
+    """
+    if isinstance(layer, RotaryEmbedding):
+        return dict(layer.parameters)
+    theta = float(layer.max_wavelength)
+    found = {"rope_type": "default", "rope_theta": theta}
+    if hasattr(layer, "low_freq_factor"):
+        # Llama's; it leaves its `position_scaling_factor` out.
+        if layer.low_freq_factor is not None:
+            found = {
+                "rope_type": "llama3",
+                "rope_theta": theta,
+                "factor": layer.frequency_adjustment_factor,
+                "low_freq_factor": layer.low_freq_factor,
+                "high_freq_factor": layer.high_freq_factor,
+                "original_max_position_embeddings": (
+                    layer.pretraining_sequence_length
+                ),
+            }
+        return found
+    if layer.rope_type != "linear":
+        raise ValueError(
+            "Only KerasHub rotary layers with rope_type='linear' can be "
+            f"described. Received: rope_type={layer.rope_type!r}"
+        )
+    if layer.scaling_factor != 1:
+        found["rope_type"] = "linear"
+        found["factor"] = float(layer.scaling_factor)
+    return found
