@@ -1,0 +1,1 @@
+"""Rows to batches, on the host: tokens, chat templates, packing, order."""

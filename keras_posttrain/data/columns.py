@@ -1,0 +1,166 @@
+"""The columns of a row: which type it is, and checks of their values."""
+
+import difflib
+import math
+
+import numpy as np
+
+# The required columns of each row type.
+KINDS = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "token_pairs": ("prompt_ids", "completion_ids"),
+    "masked_tokens": ("token_ids", "completion_mask"),
+}
+OPTIONAL = ("weight", "tools")
+
+
+def describe(kind):
+    """A row type as the user writes it."""
+    return "{" + ", ".join(f"'{column}'" for column in KINDS[kind]) + "}"
+
+
+def row_kind(row, where):
+    """Which type of row this is, by its columns.
+
+    Args:
+        row: dict.
+        where: string that names the row in an error.
+
+    Returns:
+        A key of `KINDS`.
+
+    Raises:
+        ValueError: no dict, or the columns of no type or of several.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(
+            "A row must be a dict of columns. Received: "
+            f"{where} is {row!r:.200} of type {type(row).__name__}."
+        )
+    given = {column for column, value in row.items() if value is not None}
+    complete = [
+        kind for kind, needed in KINDS.items() if given.issuperset(needed)
+    ]
+    types = ", ".join(map(describe, KINDS))
+    if len(complete) > 1:
+        raise ValueError(
+            "A row must have the columns of one type. Received: "
+            f"{where} has those of "
+            f"{' and '.join(map(describe, complete))}. Remove one of them. "
+            f"Row types: {types}."
+        )
+    if not complete:
+        raise ValueError(
+            f"A row must have the columns of one of {types}. Received: "
+            f"{where} with the columns {list(map(str, row))}."
+            + _suggestion(row, given)
+        )
+    for column in given.difference(OPTIONAL):
+        # An optional column that is nearly spelt right would be ignored.
+        plain = str(column).lower()
+        for optional in OPTIONAL:
+            if {plain, plain + "s", plain.rstrip("s")} & {optional}:
+                if optional not in given:
+                    raise ValueError(
+                        f"Did you mean the column '{optional}'? Received: "
+                        f"{where} with the column {column!r}. Rename it, or "
+                        "remove it if it is something else."
+                    )
+    return complete[0]
+
+
+def _suggestion(row, given):
+    known = sorted({column for needed in KINDS.values() for column in needed})
+    text = ""
+    for column in row:
+        if column in known:
+            if column not in given:
+                text += f" The column '{column}' is None."
+            continue
+        close = difflib.get_close_matches(str(column).lower(), known, n=1)
+        if close:
+            text += f" Did you mean '{close[0]}' by {column!r}?"
+    for needed in KINDS.values():
+        missing = set(needed) - set(row)
+        if len(needed) == 2 and len(missing) == 1:
+            there = next(column for column in needed if column in row)
+            text += f" The column '{there}' goes with '{missing.pop()}'."
+        elif len(needed) == 2 and not missing:
+            continue
+    return text
+
+
+def wrong_type(where, column, expected, value):
+    """The error for a value of the wrong type."""
+    return ValueError(
+        f"The column '{column}' must be {expected}. Received: {where}, "
+        f"{column}={value!r:.200} of type {type(value).__name__}."
+    )
+
+
+def int_array(value, where, column):
+    """A column of token ids as an int64 array of shape `(length,)`."""
+    array = _array(value, where, column, "a list of integers")
+    if array.dtype.kind not in "iu":
+        raise wrong_type(where, column, "a list of integers", value)
+    return array.astype(np.int64)
+
+
+def weight_array(value, where, column):
+    """A column of token weights as a float32 array of shape `(length,)`."""
+    array = _array(value, where, column, "a list of numbers")
+    if array.dtype.kind not in "iufb":
+        raise wrong_type(where, column, "a list of numbers", value)
+    array = array.astype(np.float32)
+    bad = np.flatnonzero(~np.isfinite(array) | (array < 0))
+    if bad.size:
+        raise ValueError(
+            f"The column '{column}' must hold finite numbers of at least 0. "
+            f"Received: {where}, {column}[{bad[0]}]={value[bad[0]]}."
+        )
+    return array
+
+
+def _array(value, where, column, expected):
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__len__"):
+        raise wrong_type(where, column, expected, value)
+    if len(value) == 0:
+        return np.zeros((0,), np.int64)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise wrong_type(where, column, expected, value) from None
+    if array.ndim != 1:
+        raise wrong_type(where, column, expected, value)
+    return array
+
+
+def check_token_ids(ids, vocabulary_size, where):
+    """Raises where a token id is not in the model's vocabulary."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
+    if bad.size:
+        raise ValueError(
+            "A token id must be at least 0 and less than the model's "
+            f"vocabulary size. Received: {where}, token id {ids[bad[0]]} at "
+            f"position {bad[0]}, vocabulary_size={vocabulary_size}. Was the "
+            "row tokenised for another model?"
+        )
+
+
+def weight(row, where):
+    """The row's weight, 1 where it has none."""
+    value = row.get("weight")
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(
+        value, (int, float, np.integer, np.floating)
+    ):
+        raise wrong_type(where, "weight", "a number", value)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(
+            "The column 'weight' must be a finite number of at least 0. "
+            f"Received: {where}, weight={value}."
+        )
+    return float(value)
