@@ -1,0 +1,41 @@
+"""Post-training for Keras: fine-tune, align, reinforce, distil."""
+
+import os
+import sys
+
+if "keras" not in sys.modules:
+    os.environ["KERAS_BACKEND"] = "jax"
+# TensorFlow, where KerasHub finds it, is only imported, never used.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras  # noqa: E402
+
+if keras.config.backend() != "jax":
+    raise ImportError(
+        "keras_posttrain runs on the JAX backend. Keras was imported with "
+        f"backend={keras.config.backend()!r}: set the environment variable "
+        'KERAS_BACKEND="jax" or `import keras_posttrain` before `keras`.'
+    )
+
+from keras_posttrain import _compilation_cache  # noqa: E402
+from keras_posttrain import callbacks  # noqa: E402
+from keras_posttrain import losses  # noqa: E402
+from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
+from keras_posttrain.models.lora import LoRA  # noqa: E402
+from keras_posttrain.optimizers import decay_mask  # noqa: E402
+from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
+from keras_posttrain.tasks.task import Task  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LoRA",
+    "SFTTask",
+    "Task",
+    "Tokenizer",
+    "callbacks",
+    "decay_mask",
+    "losses",
+]
+
+_compilation_cache.enable()

@@ -1,0 +1,46 @@
+"""XLA's persistent compilation cache, on unless it is turned off."""
+
+import hashlib
+import os
+import pathlib
+import platform
+
+import jax
+
+VARIABLE = "KERAS_POSTTRAIN_CACHE"
+
+
+def enable():
+    """Keeps compiled programs in a directory of the user's.
+
+    The environment variable `KERAS_POSTTRAIN_CACHE` names another directory,
+    or turns the cache off with `0` or `off`. A cache that the user has set
+    up in JAX itself is left alone.
+    """
+    setting = os.environ.get(VARIABLE, "")
+    if setting.lower() in ("0", "off", "false", "no"):
+        return
+    if jax.config.jax_compilation_cache_dir:
+        return
+    if setting:
+        directory = pathlib.Path(setting).expanduser()
+    else:
+        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        # Programs for one CPU may not run on another: homes are shared.
+        directory = pathlib.Path(root, "keras_posttrain", _machine())
+        directory = directory.expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+def _machine():
+    description = platform.machine()
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features", "model name")):
+                description += line
+            if not line:
+                break
+    except OSError:
+        description += platform.processor()
+    digest = hashlib.sha256(description.encode()).hexdigest()[:8]
+    return f"{platform.machine()}-{digest}"

@@ -1,0 +1,5 @@
+from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.metrics_log import MetricsLog
+from keras_posttrain.callbacks.progress import Progress
+
+__all__ = ["Checkpoint", "MetricsLog", "Progress"]

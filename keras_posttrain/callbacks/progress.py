@@ -1,0 +1,109 @@
+import sys
+import time
+
+import keras
+
+# Reading the logs waits for the device: at most this often, in seconds.
+INTERVAL = 0.5
+
+
+class Progress(keras.callbacks.Callback):
+    """The progress bar: metrics, tokens per second and the time left.
+
+    Args:
+        verbose: 1 or `"auto"` for a bar, 2 for a line an epoch.
+    """
+
+    reads_step_logs = True
+
+    def __init__(self, verbose="auto"):
+        super().__init__()
+        self.verbose = verbose
+
+    def on_train_begin(self, logs=None):
+        self._skipped = []
+        self._steps = 0
+        self._tokens = 0.0
+        self._start = time.perf_counter()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._epoch_steps = 0
+        self._shown = 0.0
+        self._pending = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._steps += 1
+        self._epoch_steps += 1
+        self._pending.append((self._model.step, self._model.step_logs))
+        now = time.perf_counter()
+        if self._steps == 1:
+            # The first step compiles: rates start behind it.
+            self._read()
+            self._start, self._tokens = time.perf_counter(), 0.0
+        elif now - self._shown > INTERVAL:
+            self._read()
+            self._shown = now
+            if self.verbose != 2 and sys.stdout.isatty():
+                print("\r" + self._line() + "\033[K", end="", flush=True)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._read()
+        shown = {**(logs or {})}
+        line = self._line(shown)
+        end = "\r" if self.verbose != 2 and sys.stdout.isatty() else ""
+        print(end + line, flush=True)
+
+    def on_train_end(self, logs=None):
+        if self._skipped:
+            many = ", ".join(map(str, self._skipped[:10]))
+            more = "" if len(self._skipped) <= 10 else ", …"
+            print(
+                f"{len(self._skipped)} steps changed nothing, since their "
+                "gradient was not finite or no token carried loss: steps "
+                f"{many}{more}",
+                flush=True,
+            )
+
+    def _read(self):
+        for step, logs in self._pending:
+            if logs:
+                self._tokens += float(logs.get("num_tokens", 0.0))
+                if float(logs.get("skipped", 0.0)):
+                    self._skipped.append(step)
+                self._last = logs
+        self._pending = []
+
+    def _line(self, logs=None):
+        logs = getattr(self, "_last", {}) if logs is None else logs
+        data, epochs = self._model.data, self.params["epochs"]
+        elapsed = time.perf_counter() - self._start
+        parts = [f"epoch {self._epoch + 1}/{epochs}"]
+        left = None
+        if data.num_batches:
+            total = epochs * data.num_batches
+            parts.append(f"step {self._model.step}/{total}")
+            if self._steps > 1:
+                per_step = elapsed / (self._steps - 1)
+                left = max(total - self._model.step, 0) * per_step
+        else:
+            parts.append(f"step {self._model.step}")
+        hidden = ("num_tokens", "skipped")
+        parts += [
+            f"{name} {float(value):.4g}"
+            for name, value in logs.items()
+            if name not in hidden
+        ]
+        if elapsed > 0 and self._tokens:
+            parts.append(f"{self._tokens / elapsed:,.0f} tokens/s")
+        if left:
+            parts.append(f"{_duration(left)} left")
+        return " - ".join(parts)
+
+
+def _duration(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,0 +1,164 @@
+"""Attention over rows of several sequences, by KerasHub's own layers.
+
+Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
+and Qwen 2 to 3 rotate queries and keys at the positions given per token and
+leave the attention itself to us. The seam is the one KerasHub 0.32 serves
+vLLM through; this is the only file that touches it.
+"""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+from keras_hub.src.vllm.context import vllm_context_scope
+
+# Queries are taken in blocks of this many tokens: the scores of a block are
+# (rows, heads, block, keys), and are made again in the backward pass, so
+# that memory grows with the length and not with its square.
+BLOCK = 256
+# Blocks are unrolled while there are few of them, so that each sees only the
+# keys before it; longer rows scan over groups of blocks.
+MAX_GROUPS = 8
+
+
+@contextlib.contextmanager
+def attention_scope(segment_ids, positions):
+    """Runs decoder layers on flattened tokens, attending within segments.
+
+    Decoder layers called inside take tokens as `(rows * length, 1, hidden)`.
+
+    Args:
+        segment_ids: int array of shape `(rows, length)`; a token attends to
+            itself and to earlier tokens of the same segment. 0 is padding.
+        positions: int array of shape `(rows, length)`, each token's place in
+            its own sequence.
+    """
+    rows, length = segment_ids.shape
+
+    def attend(
+        cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
+        sliding_window=None, soft_cap=None,
+    ):  # fmt: skip
+        shape = (rows, length, -1, head_dim)
+        out = segment_attention(
+            q.reshape(shape),
+            k.reshape(shape),
+            v.reshape(shape),
+            segment_ids,
+            positions,
+            scale=float(scale),
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
+        return cache, out.reshape(rows * length, num_heads * head_dim)
+
+    with vllm_context_scope(
+        paged_attention_func=attend, positions=positions.reshape(-1)
+    ):
+        yield
+
+
+def segment_attention(
+    query, key, value, segment_ids, positions, *, scale,
+    sliding_window=None, soft_cap=None,
+):  # fmt: skip
+    """Causal grouped-query attention within the segments of each row.
+
+    Args:
+        query: float array of shape `(rows, length, heads, head_dim)`.
+        key, value: float arrays of shape
+            `(rows, length, kv_heads, head_dim)`.
+        segment_ids, positions: int arrays of shape `(rows, length)`.
+        scale: float, multiplied with the scores.
+        sliding_window: int or `None`; a token sees this many tokens, itself
+            included.
+        soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
+
+    Returns:
+        An array of the shape and dtype of `query`.
+    """
+    rows, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
+    attend = jax.checkpoint(
+        functools.partial(
+            _attend_block,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
+    )
+    group = max(-(-length // MAX_GROUPS), BLOCK)
+    group = -(-group // BLOCK) * BLOCK if length > BLOCK else length
+    out = []
+    for start in range(0, length, group):
+        stop = min(start + group, length)
+        # Segments are runs of neighbours, so that a window of positions is
+        # also one of columns.
+        first = 0
+        if sliding_window is not None:
+            first = max(0, start - sliding_window + 1)
+        keys = slice(first, stop)
+        k, v = key[:, keys], value[:, keys]
+        seen = (segment_ids[:, keys], positions[:, keys])
+
+        def block(q, ids, places, k=k, v=v, seen=seen):
+            return attend(q, k, v, ids, places, *seen)
+
+        part = (
+            query[:, start:stop],
+            segment_ids[:, start:stop],
+            positions[:, start:stop],
+        )
+        size = stop - start
+        if size > BLOCK and size % BLOCK == 0:
+            cut = jax.tree.map(lambda x: _split(x, BLOCK), part)
+            blocks = jax.lax.map(lambda xs: block(*xs), cut)
+            out.append(jnp.moveaxis(blocks, 0, 1).reshape(part[0].shape))
+        else:
+            out.append(block(*part))
+    out = jnp.concatenate(out, axis=1) if len(out) > 1 else out[0]
+    return out.reshape(rows, length, heads, head_dim)
+
+
+def _split(x, size):
+    rows, length = x.shape[:2]
+    x = x.reshape(rows, length // size, size, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def _attend_block(
+    q, k, v, q_segments, q_positions, k_segments, k_positions, *, scale,
+    sliding_window, soft_cap,
+):  # fmt: skip
+    rows, length, kv_heads, group, head_dim = q.shape
+    # The heads that share a key are rows of one product: few large products
+    # run twice as fast on a CPU as an einsum over five axes.
+    q = jnp.moveaxis(q, 1, 3).reshape(rows, kv_heads, -1, head_dim)
+    k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+    batch = ((0, 1), (0, 1))
+    scores = jax.lax.dot_general(
+        q, k, (((3,), (3,)), batch), preferred_element_type="float32"
+    ).reshape(rows, kv_heads, group, length, -1)
+    scores = scores * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    same = q_segments[:, :, None] == k_segments[:, None, :]
+    ahead = q_positions[:, :, None] - k_positions[:, None, :]
+    visible = same & (ahead >= 0)
+    if sliding_window is not None:
+        visible &= ahead < sliding_window
+    # Padding is a segment of its own (0) at position 0: it sees itself, so
+    # that no row of scores is empty.
+    scores = jnp.where(visible[:, None, None], scores, -1e30)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jax.lax.dot_general(
+        weights.astype(v.dtype).reshape(*q.shape[:3], -1),
+        v,
+        (((3,), (2,)), batch),
+        preferred_element_type="float32",
+    ).reshape(rows, kv_heads, group, length, head_dim)
+    return jnp.moveaxis(out / total, 3, 1).astype(v.dtype)

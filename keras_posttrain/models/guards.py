@@ -1,0 +1,71 @@
+"""What is known to train or to generate silently wrong is refused here."""
+
+import keras_hub
+
+
+def check_model(causal_lm, sequence_length):
+    """Refuses models and lengths that cannot be trained as they are.
+
+    Args:
+        causal_lm: what the user passed as the model.
+        sequence_length: int, tokens a row may hold.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    if not isinstance(causal_lm, keras_hub.models.CausalLM):
+        raise ValueError(
+            "A task is made of a KerasHub `CausalLM`; use "
+            "`SFTTask.from_preset(...)` for a preset or a directory. "
+            f"Received: {type(causal_lm).__name__}"
+        )
+    embedding = causal_lm.backbone.token_embedding
+    if getattr(embedding, "quantization_mode", None) == "int8":
+        raise ValueError(
+            "The int8 embedding is also the head, and its gradient goes "
+            "through rounding: training would be noise. Quantize with "
+            "`filters=lambda layer: not isinstance(layer, "
+            "keras.layers.ReversibleEmbedding)`."
+        )
+    if getattr(causal_lm.backbone, "dropout", 0):
+        raise ValueError(
+            "KerasHub's dropout is drawn by row and would make a run depend "
+            "on packing and micro-batches. Build the model with dropout=0 "
+            "and use `kpt.LoRA(dropout=...)`. "
+            f"Received: dropout={causal_lm.backbone.dropout}"
+        )
+    longest = max_length(causal_lm)
+    if longest is not None and sequence_length > longest:
+        raise ValueError(
+            f"`sequence_length` must be at most {longest}, the positions "
+            "this model was made for (`max_position_embeddings`). "
+            f"Received: sequence_length={sequence_length}"
+        )
+
+
+def max_length(causal_lm):
+    """The positions that a model's Hugging Face config allows, or `None`."""
+    source = getattr(causal_lm, "kpt_source", None) or {}
+    config = source.get("config") or {}
+    return config.get("max_position_embeddings")
+
+
+def check_generate(causal_lm):
+    """Refuses models whose `generate` is known to be wrong."""
+    name = type(causal_lm).__name__
+    if name.startswith("Qwen3_5"):
+        raise ValueError(
+            f"KerasHub 0.32's {name}.generate lets padding into its "
+            "recurrent state: even its first token differs from the model's "
+            "own. `export` the model and sample with another engine."
+        )
+
+
+def architecture(causal_lm):
+    """The numbers of a model's config, by which runs are told apart."""
+    config = causal_lm.backbone.get_config()
+    return {
+        name: value
+        for name, value in sorted(config.items())
+        if isinstance(value, (int, float)) and name != "trainable"
+    }

@@ -1,0 +1,61 @@
+"""Linear layers on flattened tokens."""
+
+import jax.numpy as jnp
+import keras
+
+
+def flatten_tokens(layer):
+    """Lets a linear layer multiply matrices where tokens are flattened.
+
+    `models/attention.py` passes tokens as `(tokens, 1, features)`. The
+    gradient of a kernel then sums over two axes, for which XLA's CPU backend
+    takes three times as long as over one. The layer computes what it did.
+
+    Args:
+        layer: a Keras `Dense` or `EinsumDense`, built.
+    """
+    if getattr(layer, "quantization_mode", None) is not None:
+        return
+    plain_call = layer.call
+    equation = _without_length(getattr(layer, "equation", "btd,do->bto"))
+    if equation is None:
+        return
+
+    def call(inputs, *args, **kwargs):
+        if inputs.ndim < 3 or inputs.shape[1] != 1:
+            return plain_call(inputs, *args, **kwargs)
+        x = jnp.squeeze(inputs, 1)
+        kernel = jnp.asarray(layer.kernel, x.dtype)
+        outputs = jnp.einsum(equation, x, kernel)
+        if layer.bias is not None:
+            # The bias has the axes of the output's end.
+            outputs = outputs + jnp.asarray(layer.bias, x.dtype)
+        if layer.activation is not None:
+            outputs = layer.activation(outputs)
+        return jnp.expand_dims(outputs, 1)
+
+    layer.call = call
+
+
+def _without_length(equation):
+    """The equation less its second axis, or `None` if it does more to it."""
+    inputs, rest = equation.split(",")
+    kernel, output = rest.split("->")
+    length = inputs[1]
+    if length in kernel or output[:2] != inputs[:2]:
+        return None
+    return ",".join(
+        [
+            inputs.replace(length, ""),
+            f"{kernel}->" + output.replace(length, ""),
+        ]
+    )
+
+
+def flatten_linear_layers(backbone):
+    """`flatten_tokens` for every linear layer of a backbone, once."""
+    kinds = (keras.layers.Dense, keras.layers.EinsumDense)
+    for layer in backbone._flatten_layers():
+        if isinstance(layer, kinds) and not hasattr(layer, "kpt_flat"):
+            flatten_tokens(layer)
+            layer.kpt_flat = True

@@ -1,0 +1,486 @@
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain.models import huggingface
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# PEFT settings that change the function an adapter computes; every other
+# value than the one given here is another method.
+PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "lora_bias": False,
+    "layer_replication": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Low-rank adaptation of the linear layers of a model.
+
+    Each adapted layer computes `x W + (alpha / rank) (x A) B` with `W`
+    frozen, `A` of shape `(in, rank)` and `B` of shape `(rank, out)` on the
+    kernel seen as a matrix, as published. `A @ B` is never formed while
+    training. `A` starts uniform in ±1/sqrt(in), `B` at zero, both float32.
+
+    Args:
+        rank: int, the inner dimension.
+        alpha: float, the scale's numerator. Defaults to `2 * rank`.
+        dropout: float in [0, 1), the probability that an input feature of
+            the adapter is dropped while training.
+        targets: `"all-linear"` (q, k, v, o, gate, up and down of every
+            decoder layer), or a regular expression or a list of them, each
+            matched against the end of Hugging Face module names such as
+            `model.layers.0.self_attn.q_proj`: `"q_proj|v_proj"`.
+        rslora: bool, scale by `alpha / sqrt(rank)` instead
+            ([Kalajdzievski, 2023](https://arxiv.org/abs/2312.03732)).
+        seed: int, the seed of `A`.
+
+    Example:
+
+    ```python
+    task = kpt.SFTTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=16))
+    ```
+
+    Reference:
+        - [Hu et al., 2021](https://arxiv.org/abs/2106.09685).
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: str | tuple | list = "all-linear"
+    rslora: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(
+                "`rank` must be a positive int, the inner dimension of the "
+                f"adapter (8 to 64 is usual). Received: rank={self.rank!r}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(
+                "`dropout` must be a probability in [0, 1). "
+                f"Received: dropout={self.dropout!r}"
+            )
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", 2 * self.rank)
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        patterns = self.targets
+        if patterns != "all-linear":
+            patterns = [patterns] if isinstance(patterns, str) else patterns
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (re.error, TypeError) as e:
+                    raise ValueError(
+                        "`targets` must be 'all-linear', a regular "
+                        "expression or a list of them. Received: "
+                        f"targets={self.targets!r} ({e})"
+                    ) from e
+
+    @property
+    def scale(self):
+        divisor = self.rank**0.5 if self.rslora else self.rank
+        return self.alpha / divisor
+
+    def matches(self, name):
+        if self.targets == "all-linear":
+            return True
+        patterns = self.targets
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        return any(re.search(f"(?:{p})$", name) for p in patterns)
+
+    def shape(self):
+        """What two adapters must share for one to take the other's weights."""
+        return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
+
+
+@dataclasses.dataclass
+class DropoutKeys:
+    """What the masks of one step are drawn from.
+
+    A mask depends on the step, the layer, the sequence and the token's place
+    in it, and on nothing else: not on rows, packing or micro-batches.
+
+    Attributes:
+        step_key: a JAX key of the seed and the step.
+        sequences: int32 array of shape `(tokens,)`, each token's sequence.
+        positions: int32 array of shape `(tokens,)`.
+    """
+
+    step_key: jax.Array
+    sequences: jax.Array
+    positions: jax.Array
+
+    def mask(self, layer, features, rate):
+        key = jax.random.fold_in(self.step_key, layer)
+
+        def token(sequence, position):
+            at = jax.random.fold_in(
+                jax.random.fold_in(key, sequence), position
+            )
+            return jax.random.bernoulli(at, 1 - rate, (features,))
+
+        return jax.vmap(token)(self.sequences, self.positions)
+
+
+class Pair:
+    """One adapted layer: where its kernel's axes lie, its `A` and `B`."""
+
+    def __init__(self, name, layer):
+        self.name, self.layer = name, layer
+        equation = getattr(layer, "equation", "bd,do->bo")
+        if "..." in equation:
+            raise ValueError(f"{name}: equation {equation!r} has an ellipsis.")
+        inputs, kernel, output = re.split("[,]|->", equation)
+        self.in_labels = [x for x in inputs if x in kernel]
+        self.out_labels = [x for x in output if x in kernel]
+        size = dict(zip(kernel, layer.kernel.shape))
+        # Keras lets an equation leave axes out on the left only.
+        self.in_shape = [size[x] for x in self.in_labels]
+        self.out_shape = [size[x] for x in self.out_labels]
+        flat = "".join(self.in_labels + self.out_labels)
+        self.to_kernel = [flat.index(x) for x in kernel]
+        self.plain_call = layer.call
+        self.base = None
+
+    @property
+    def in_size(self):
+        return int(np.prod(self.in_shape))
+
+    @property
+    def out_size(self):
+        return int(np.prod(self.out_shape))
+
+    def delta(self, a, b):
+        """`A @ B` in the layout of the kernel."""
+        full = (a @ b).reshape(*self.in_shape, *self.out_shape)
+        return full.transpose(self.to_kernel)
+
+
+class Adapter(keras.layers.Layer):
+    """The LoRA weights of a causal language model.
+
+    Attaching it freezes the model and makes its linear layers add their
+    low-rank part. The weights live here, not in the model's layers, so that
+    the base is bit for bit what it was.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        lora: `LoRA`.
+    """
+
+    def __init__(self, causal_lm, lora, name="lora"):
+        super().__init__(name=name, dtype="float32")
+        self.lora = lora
+        layers = huggingface.linear_layers(causal_lm)
+        self.pairs = [
+            Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
+        ]
+        self.names = list(layers)
+        if not self.pairs:
+            raise ValueError(
+                "No linear layer matches `targets`; names look like "
+                f"{next(iter(layers))!r}. "
+                f"Received: targets={lora.targets!r}"
+            )
+        taken = [
+            p.name for p in self.pairs if getattr(p.layer, "lora_enabled", 0)
+        ]
+        if taken:
+            raise ValueError(
+                "Keras's own LoRA is enabled on this model; it trains other "
+                "matrices, which no other library reads. Load the model anew "
+                "and pass `lora=kpt.LoRA(...)` alone. "
+                f"Received: {taken[0]!r} and {len(taken) - 1} more"
+            )
+        causal_lm.trainable = False
+        self.a, self.b = [], []
+        for pair in self.pairs:
+            bound = 1 / np.sqrt(pair.in_size)
+            digest = hashlib.sha256(f"{lora.seed}/{pair.name}".encode())
+            seed = int.from_bytes(digest.digest()[:4], "little") >> 1
+            self.a.append(
+                self.add_weight(
+                    name=f"{pair.name}.lora_a",
+                    shape=(pair.in_size, lora.rank),
+                    initializer=keras.initializers.RandomUniform(
+                        -bound, bound, seed=seed
+                    ),
+                )
+            )
+            self.b.append(
+                self.add_weight(
+                    name=f"{pair.name}.lora_b",
+                    shape=(lora.rank, pair.out_size),
+                    initializer="zeros",
+                )
+            )
+        self.built = True
+        self._active = True
+        self._dropout = None
+        for i, pair in enumerate(self.pairs):
+            pair.layer.call = self._adapted_call(i, pair)
+
+    def _adapted_call(self, i, pair):
+        def call(inputs, *args, **kwargs):
+            outputs = pair.plain_call(inputs, *args, **kwargs)
+            if not self._active:
+                return outputs
+            batch = inputs.shape[: inputs.ndim - len(pair.in_shape)]
+            x = jnp.reshape(inputs, (-1, pair.in_size))
+            if self._dropout is not None and self.lora.dropout:
+                rate = self.lora.dropout
+                keep = self._dropout.mask(i, pair.in_size, rate)
+                x = jnp.where(keep, x / (1 - rate), 0)
+            a = self.a[i].value.astype(x.dtype)
+            b = self.b[i].value.astype(x.dtype)
+            low = (x @ a) @ b * self.lora.scale
+            low = low.reshape(*batch, *pair.out_shape).astype(outputs.dtype)
+            return outputs + low
+
+        return call
+
+    @contextlib.contextmanager
+    def disabled(self):
+        """The model without the adapter."""
+        active, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = active
+
+    @contextlib.contextmanager
+    def dropping(self, keys):
+        """Drops inputs of the adapter, by `DropoutKeys`."""
+        self._dropout = keys
+        try:
+            yield
+        finally:
+            self._dropout = None
+
+    def merged_kernel(self, i):
+        """The kernel of layer `i` with the adapter added, in its dtype."""
+        pair = self.pairs[i]
+        a = self.a[i].value.astype("float32")
+        b = self.b[i].value.astype("float32")
+        with jax.default_matmul_precision("highest"):
+            delta = pair.delta(a, b) * self.lora.scale
+        kernel = pair.layer.kernel.value
+        return (kernel.astype("float32") + delta).astype(kernel.dtype)
+
+    @property
+    def is_merged(self):
+        return self.pairs[0].base is not None
+
+    def merge(self):
+        """Adds the adapter to the kernels; `unmerge` takes it back."""
+        if self.is_merged:
+            raise ValueError(
+                "The adapter is merged already; call `unmerge_adapter()` "
+                "first."
+            )
+        for i, pair in enumerate(self.pairs):
+            kernel = self.merged_kernel(i)
+            pair.base = pair.layer.kernel.value
+            pair.layer.kernel.assign(kernel)
+        self._active = False
+
+    def unmerge(self):
+        """Puts back the very kernels that `merge` replaced."""
+        if not self.is_merged:
+            raise ValueError("The adapter is not merged: nothing to undo.")
+        for pair in self.pairs:
+            pair.layer.kernel.assign(pair.base)
+            pair.base = None
+        self._active = True
+
+    @contextlib.contextmanager
+    def merged(self):
+        if self.is_merged:
+            yield
+            return
+        self.merge()
+        try:
+            yield
+        finally:
+            self.unmerge()
+
+    def merged_values(self):
+        """`values(variable)` for an export: kernels with the adapter added."""
+        index = {id(p.layer.kernel): i for i, p in enumerate(self.pairs)}
+
+        def values(variable):
+            if id(variable) in index and not self.is_merged:
+                return self.merged_kernel(index[id(variable)])
+            return variable.value
+
+        return values
+
+    def save(self, directory, base_name=None):
+        """Writes `adapter_config.json` and `adapter_model.safetensors`.
+
+        Args:
+            directory: str or path. Loads in PEFT and vLLM.
+            base_name: str or `None`, recorded as the base model.
+        """
+        from safetensors.numpy import save_file
+
+        directory = pathlib.Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for pair, a, b in zip(self.pairs, self.a, self.b):
+            name = PREFIX + pair.name
+            tensors[f"{name}.lora_A.weight"] = _row_major(a)
+            tensors[f"{name}.lora_B.weight"] = _row_major(b)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_name,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "use_rslora": self.lora.rslora,
+            "target_modules": self._target_modules(),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+        save_file(
+            tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"}
+        )
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (directory / CONFIG_FILE).write_text(text + "\n")
+
+    def _target_modules(self):
+        """Last parts of the names where these alone say which, else names."""
+        lasts = {p.name.rsplit(".", 1)[-1] for p in self.pairs}
+        named = [n for n in self.names if n.rsplit(".", 1)[-1] in lasts]
+        adapted = [p.name for p in self.pairs]
+        return sorted(lasts if named == adapted else adapted)
+
+    def load(self, directory):
+        """Takes the weights of a PEFT adapter of this rank and these layers.
+
+        Args:
+            directory: str or path of a PEFT adapter.
+
+        Raises:
+            ValueError: where the adapter is of another method, shape or
+                set of layers. Nothing is changed then.
+        """
+        config, tensors = read_peft(directory)
+        given = lora_from_config(config, directory)
+        if given.shape() != self.lora.shape():
+            raise ValueError(
+                f"The adapter in {str(directory)!r} was made with "
+                f"{given.shape()}, the task's with {self.lora.shape()}. "
+                "Give the task the adapter's settings: "
+                f"lora=kpt.LoRA(rank={given.rank}, alpha={given.alpha}, "
+                f"rslora={given.rslora})."
+            )
+        new = {}
+        for pair, a, b in zip(self.pairs, self.a, self.b):
+            for part, variable in (("A", a), ("B", b)):
+                name = f"{PREFIX}{pair.name}.lora_{part}.weight"
+                if name not in tensors:
+                    raise ValueError(
+                        f"The adapter in {str(directory)!r} has no weights "
+                        f"for {pair.name!r}, which `targets` names; it has "
+                        f"{_module_names(tensors)}. Pass these as "
+                        "`kpt.LoRA(targets=...)`."
+                    )
+                value = np.asarray(tensors.pop(name), "float32").T
+                if value.shape != tuple(variable.shape):
+                    raise ValueError(
+                        f"{name} in {str(directory)!r} has shape "
+                        f"{value.shape[::-1]}, this model wants "
+                        f"{tuple(variable.shape)[::-1]}: the adapter belongs "
+                        "to another model."
+                    )
+                new[id(variable)] = (variable, value)
+        if tensors:
+            raise ValueError(
+                f"The adapter in {str(directory)!r} also adapts "
+                f"{_module_names(tensors)}, which the task's `targets` "
+                f"leaves out. Received: targets={self.lora.targets!r}"
+            )
+        for variable, value in new.values():
+            variable.assign(value)
+
+
+def _row_major(variable):
+    return np.ascontiguousarray(np.asarray(variable.value, "float32").T)
+
+
+def _module_names(tensors):
+    names = {
+        re.sub(r"\.lora_[AB]\.weight$", "", n).rsplit(".", 1)[-1]
+        for n in tensors
+    }
+    return sorted(names)
+
+
+def read_peft(directory):
+    """The config and the tensors of a PEFT adapter directory."""
+    from safetensors.numpy import load_file
+
+    directory = pathlib.Path(directory)
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / file).exists():
+            raise ValueError(
+                f"A PEFT adapter directory has {CONFIG_FILE} and "
+                f"{WEIGHTS_FILE}; {file} is missing. "
+                f"Received: {str(directory)!r}"
+            )
+    config = json.loads((directory / CONFIG_FILE).read_text())
+    return config, load_file(str(directory / WEIGHTS_FILE))
+
+
+def lora_from_config(config, directory):
+    """`LoRA` with the settings of a PEFT `adapter_config.json`."""
+    if config.get("peft_type", "LORA") != "LORA":
+        raise ValueError(
+            f"Only LoRA adapters can be loaded. {str(directory)!r} holds "
+            f"peft_type={config['peft_type']!r}."
+        )
+    for key, plain in PLAIN.items():
+        value = config.get(key, plain)
+        if value != plain and value not in (None, False):
+            raise ValueError(
+                f"The adapter in {str(directory)!r} uses {key}={value!r}, "
+                f"which is not plain LoRA; only {key}={plain!r} is supported."
+            )
+    targets = config.get("target_modules") or "all-linear"
+    if not isinstance(targets, str):
+        targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))
+    return LoRA(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dropout=config.get("lora_dropout", 0.0),
+        targets=targets,
+        rslora=config.get("use_rslora", False),
+    )

@@ -1,0 +1,246 @@
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import keras
+import keras_hub
+
+from keras_posttrain.models import head as heads
+from keras_posttrain.models.attention import attention_scope
+
+# Backbones whose attention layers have the seam of `models/attention.py`.
+PACKABLE = (
+    keras_hub.models.GemmaBackbone,
+    keras_hub.models.Gemma3Backbone,
+    keras_hub.models.LlamaBackbone,
+    keras_hub.models.Llama3Backbone,
+    keras_hub.models.MistralBackbone,
+    keras_hub.models.QwenBackbone,
+    keras_hub.models.Qwen3Backbone,
+)
+SCALED_EMBEDDINGS = (
+    keras_hub.models.GemmaBackbone,
+    keras_hub.models.Gemma3Backbone,
+)
+PLAIN_INPUTS = {"token_ids", "padding_mask", "position_ids"}
+
+
+class Policy:
+    """A KerasHub `CausalLM` as functions of a batch.
+
+    All methods are traceable and read variables where they are called, so
+    that a `keras.StatelessScope` around them decides the weights.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        adapter: `Adapter` attached to it, or `None`.
+        remat: `"none"` keeps all activations for the backward pass,
+            `"full"` keeps each decoder layer's input and computes the rest
+            again.
+        chunk_size: int or `None`, tokens per chunk of the head.
+    """
+
+    def __init__(self, causal_lm, adapter=None, remat="none", chunk_size=None):
+        self.causal_lm = causal_lm
+        self.backbone = causal_lm.backbone
+        self.adapter = adapter
+        self.remat = remat
+        self.chunk_size = chunk_size
+        # Subclasses outside the table (vision towers, mixtures) override
+        # parts of these layers: only the classes themselves are known.
+        self.packable = type(self.backbone) in PACKABLE and not getattr(
+            self.backbone, "vision_encoder", None
+        )
+        wanted = set(self.backbone.input) - PLAIN_INPUTS
+        if not self.packable and wanted:
+            raise ValueError(
+                f"{type(self.backbone).__name__} wants inputs "
+                f"{sorted(wanted)} beside text, which is not supported. Use "
+                "a text-only preset."
+            )
+
+    @property
+    def kernel(self):
+        """The variable that the head multiplies with."""
+        embedding = self.backbone.token_embedding
+        if embedding.tie_weights:
+            return embedding.embeddings
+        return embedding.reverse_embeddings
+
+    def head(self, temperature=1.0):
+        embedding = self.backbone.token_embedding
+        return heads.Head(
+            transposed=embedding.tie_weights,
+            soft_cap=embedding.logit_soft_cap,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            trainable=self.kernel.trainable,
+        )
+
+    def hidden_states(self, batch, dropout_key=None):
+        """Final hidden states, after the last norm.
+
+        Args:
+            batch: dict with `token_ids`, `segment_ids` and `positions`, int
+                arrays of shape `(rows, length)`; `sequence_ids` of shape
+                `(rows, num_sequences)` where an adapter drops inputs.
+            dropout_key: JAX key of the seed and the step, or `None` for no
+                dropout.
+
+        Returns:
+            A float array of shape `(rows, length, hidden_dim)`.
+        """
+        with contextlib.ExitStack() as stack:
+            if dropout_key is not None and self.adapter is not None:
+                keys = _dropout_keys(batch, dropout_key)
+                stack.enter_context(self.adapter.dropping(keys))
+            if self.packable:
+                return self._packed_forward(batch)
+            return self._plain_forward(batch)
+
+    def _packed_forward(self, batch):
+        ids = batch["token_ids"]
+        rows, length = ids.shape
+        x = self.backbone.token_embedding(ids.reshape(-1, 1))
+        if isinstance(self.backbone, SCALED_EMBEDDINGS):
+            x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
+        with attention_scope(batch["segment_ids"], batch["positions"]):
+            for layer in self.backbone.transformer_layers:
+                x = self._layer(layer, x)
+        x = self.backbone.layer_norm(x)
+        return x.reshape(rows, length, -1)
+
+    def _layer(self, layer, x):
+        if self.remat == "none":
+            return layer(x)
+        variables = layer.variables + self._adapter_variables(layer)
+        values = [v.value for v in variables]
+
+        @jax.checkpoint
+        def again(values, x):
+            mapping = list(zip(variables, values))
+            with keras.StatelessScope(state_mapping=mapping):
+                return layer(x)
+
+        return again(values, x)
+
+    def _adapter_variables(self, layer):
+        if self.adapter is None:
+            return []
+        inside = {id(sub) for sub in layer._flatten_layers()}
+        found = []
+        for pair, a, b in zip(
+            self.adapter.pairs, self.adapter.a, self.adapter.b
+        ):
+            if id(pair.layer) in inside:
+                found += [a, b]
+        return found
+
+    def _plain_forward(self, batch):
+        inputs = {
+            "token_ids": batch["token_ids"],
+            "padding_mask": (batch["segment_ids"] > 0).astype("int32"),
+            "position_ids": batch["positions"],
+        }
+        wanted = self.backbone.input
+        return self.backbone(
+            {k: v for k, v in inputs.items() if k in wanted}, training=False
+        )
+
+    def _flat(self, batch, dropout_key):
+        hidden = self.hidden_states(batch, dropout_key)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        kernel = self.kernel.value
+        return hidden, kernel.astype(hidden.dtype)
+
+    def _shaped(self, values, batch):
+        shape = batch["token_ids"].shape
+        return {k: v.reshape(shape) for k, v in values.items()}
+
+    def token_outputs(
+        self,
+        batch,
+        mask,
+        *,
+        needs=("per_token_logps",),
+        temperature=1.0,
+        dropout_key=None,
+        differentiable=True,
+    ):
+        """Log-probabilities and their companions for the tokens of `mask`.
+
+        Args:
+            batch: as in `hidden_states`.
+            mask: bool array of shape `(rows, length)`.
+            needs: names of what is wanted: `per_token_logps`, `correct`,
+                `entropies`.
+            temperature: float, divides the logits.
+            dropout_key: as in `hidden_states`.
+            differentiable: bool; `per_token_logps` alone has a gradient.
+
+        Returns:
+            A dict of float32 arrays of shape `(rows, length)`, 0 outside
+            `mask` and at a sequence's first token.
+        """
+        hidden, kernel = self._flat(batch, dropout_key)
+        tokens = _select(batch, mask)
+        entropy = "entropies" in needs
+        head = self.head(temperature)
+        if differentiable:
+            probe = jnp.zeros(tokens.index.shape, "float32")
+            values = heads.token_logps(
+                head, hidden, kernel, tokens, probe, entropy
+            )
+        else:
+            values = heads.token_values(
+                head, hidden, kernel, tokens, entropy=entropy
+            )
+        values = self._shaped(values, batch)
+        return {name: values[name] for name in needs}
+
+    def token_loss_sum(
+        self, batch, weights, token_loss, *, needs=(), dropout_key=None
+    ):
+        """The weighted sum of an elementwise loss of log-probabilities.
+
+        Args:
+            batch: as in `hidden_states`.
+            weights: float array of shape `(rows, length)`; tokens of weight
+                0 are not projected.
+            token_loss: elementwise function of log-probabilities.
+            needs, dropout_key: as in `token_outputs`.
+
+        Returns:
+            `(sum, outputs)`, the sum differentiable, the outputs not.
+        """
+        hidden, kernel = self._flat(batch, dropout_key)
+        tokens = _select(batch, weights != 0)
+        by_slot = weights.reshape(-1).astype("float32")[tokens.index]
+        total, values = heads.token_loss_sum(
+            self.head(),
+            hidden,
+            kernel,
+            tokens,
+            by_slot,
+            token_loss,
+            "entropies" in needs,
+        )
+        values = self._shaped(values, batch)
+        return total, {name: values[name] for name in needs}
+
+
+def _select(batch, mask):
+    mask = mask & (batch["positions"] > 0) & (batch["segment_ids"] > 0)
+    return heads.select_tokens(
+        batch["token_ids"], mask, batch.get("predicted_by")
+    )
+
+
+def _dropout_keys(batch, step_key):
+    from keras_posttrain.models.lora import DropoutKeys
+
+    slot = jnp.maximum(batch["segment_ids"] - 1, 0)
+    sequences = jnp.take_along_axis(batch["sequence_ids"], slot, axis=1)
+    return DropoutKeys(
+        step_key, sequences.reshape(-1), batch["positions"].reshape(-1)
+    )

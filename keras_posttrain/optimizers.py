@@ -1,0 +1,189 @@
+import keras
+
+
+def is_decayed(variable):
+    """Whether weight decay applies: to matrices, not to norms and biases.
+
+    Args:
+        variable: `keras.Variable`.
+
+    Returns:
+        A bool.
+    """
+    last = variable.path.rsplit("/", 1)[-1]
+    return len(variable.shape) > 1 and last != "bias"
+
+
+class OptaxOptimizer(keras.optimizers.Optimizer):
+    """An Optax gradient transformation as a Keras optimizer.
+
+    `task.compile(optimizer=optax.adamw(1e-5))` makes one of these. The
+    transformation sees the parameters as a dict by path, so that Optax masks
+    and partitions can go by name; it is taken as it is, learning rate and
+    weight decay included. `kpt.decay_mask` is the mask that leaves norms and
+    biases out:
+
+    ```python
+    optax.adamw(1e-5, weight_decay=0.1, mask=kpt.decay_mask)
+    ```
+
+    Args:
+        transform: `optax.GradientTransformation`.
+        learning_rate: float, schedule or `None`; only what is logged: the
+            transformation does not tell its own.
+    """
+
+    def __init__(self, transform, learning_rate=None, name="optax"):
+        super().__init__(learning_rate=1.0, name=name)
+        self.transform = transform
+        self.logged_learning_rate = learning_rate
+        self._state_variables = None
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        import jax
+
+        params = self._by_path(variables, [v.value for v in variables])
+        leaves, self._treedef = jax.tree.flatten(self.transform.init(params))
+        self._state_variables = []
+        for i, leaf in enumerate(leaves):
+            variable = keras.Variable(
+                leaf, dtype=leaf.dtype, trainable=False, name=f"state_{i}"
+            )
+            self._track_variable(variable)
+            self._state_variables.append(variable)
+
+    def _by_path(self, variables, values):
+        return {v.path: x for v, x in zip(variables, values)}
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        # The one hook of the base class that sees all gradients at once.
+        del learning_rate
+        import jax
+        import optax
+
+        grads = self._by_path(trainable_variables, grads)
+        params = self._by_path(
+            trainable_variables, [v.value for v in trainable_variables]
+        )
+        leaves = [v.value for v in self._state_variables]
+        state = jax.tree.unflatten(self._treedef, leaves)
+        updates, state = self.transform.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        for variable in trainable_variables:
+            variable.assign(params[variable.path])
+        for variable, leaf in zip(
+            self._state_variables, jax.tree.leaves(state)
+        ):
+            variable.assign(leaf)
+
+
+def decay_mask(params):
+    """The Optax mask that leaves norms and biases out of weight decay.
+
+    Args:
+        params: dict of arrays by path, as `OptaxOptimizer` passes it.
+
+    Returns:
+        A dict of bools of the same keys.
+    """
+    return {
+        path: x.ndim > 1 and path.rsplit("/", 1)[-1] != "bias"
+        for path, x in params.items()
+    }
+
+
+def get(optimizer, *, learning_rate):
+    """The Keras optimizer for what a user passed to `compile`.
+
+    Args:
+        optimizer: `"auto"`, a Keras optimizer, its name, or an Optax
+            transformation.
+        learning_rate: float, of the AdamW that `"auto"` stands for.
+
+    Returns:
+        A `keras.optimizers.Optimizer`.
+    """
+    if optimizer == "auto":
+        return keras.optimizers.AdamW(
+            learning_rate, weight_decay=0.0, epsilon=1e-8
+        )
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return optimizer
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return OptaxOptimizer(optimizer)
+    try:
+        found = keras.optimizers.get(optimizer)
+    except (ValueError, TypeError):
+        found = None
+    if found is None:
+        raise ValueError(
+            "`optimizer` must be 'auto', a Keras optimizer or its name, or "
+            "an Optax transformation such as `optax.adamw(1e-5)`. "
+            f"Received: optimizer={optimizer!r}"
+        )
+    return found
+
+
+def check(optimizer):
+    """Refuses settings that would make the step another one."""
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "The optimizer's `gradient_accumulation_steps` averages means of "
+            "unequal batches and runs schedules too fast. Pass "
+            "`micro_batch_size=` to `compile` instead. Received: "
+            "gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}"
+        )
+
+
+def exclude_undecayed(optimizer, exclude):
+    """Leaves variables out of weight decay, unless the user chose which."""
+    if not getattr(optimizer, "weight_decay", None) or optimizer.built:
+        return
+    # Whoever has called `exclude_from_weight_decay` has chosen.
+    if hasattr(optimizer, "_exclude_from_weight_decay"):
+        return
+    if exclude:
+        optimizer.exclude_from_weight_decay(var_list=exclude)
+
+
+def build(optimizer, variables):
+    """Builds an optimizer, with float32 masters of what is kept in less.
+
+    Adam on bfloat16 weights alone changes nothing: its second moment's
+    decay, 0.999, is 1 in bfloat16. Such weights are updated on a float32
+    copy, which is one of the optimizer's variables.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`.
+        variables: list of trainable `keras.Variable`s.
+
+    Returns:
+        A list: for each variable the index of its master among
+        `optimizer.variables`, or `None`.
+    """
+    if not variables:
+        raise ValueError(
+            "Nothing is trainable: every layer of the model is frozen. Set "
+            "`causal_lm.trainable = True` or pass `lora=kpt.LoRA(...)`."
+        )
+    masters = [
+        v
+        if keras.backend.standardize_dtype(v.dtype) == "float32"
+        else keras.Variable(
+            v.value.astype("float32"), dtype="float32", name=f"master_{i}"
+        )
+        for i, v in enumerate(variables)
+    ]
+    undecayed = [m for m, v in zip(masters, variables) if not is_decayed(v)]
+    exclude_undecayed(optimizer, undecayed)
+    optimizer.build(masters)
+    known = {id(v) for v in variables}
+    for master in masters:
+        if id(master) not in known:
+            optimizer._track_variable(master)
+    place = {id(v): i for i, v in enumerate(optimizer.variables)}
+    return [place.get(id(m)) for m in masters]

@@ -1,0 +1,146 @@
+"""What a user may pass to a task, checked before anything is compiled."""
+
+import contextlib
+import warnings
+
+import keras
+
+from keras_posttrain.models.lora import LoRA
+
+
+def task_arguments(lora, sequence_length, truncation, remat):
+    if lora is not None and not isinstance(lora, LoRA):
+        raise ValueError(
+            "`lora` must be a `kpt.LoRA`, such as `kpt.LoRA(rank=16)`. "
+            f"Received: lora={lora!r}"
+        )
+    if not isinstance(sequence_length, int) or sequence_length < 2:
+        raise ValueError(
+            "`sequence_length` must be an int of at least 2, the tokens a "
+            f"row may hold. Received: sequence_length={sequence_length!r}"
+        )
+    if truncation not in ("error", "drop", "cut"):
+        raise ValueError(
+            "`truncation` must be 'error', 'drop' or 'cut'. "
+            f"Received: truncation={truncation!r}"
+        )
+    if remat not in ("none", "full"):
+        raise ValueError(
+            f"`remat` must be 'none' or 'full'. Received: remat={remat!r}"
+        )
+
+
+def _positive_int(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`{name}` must be a positive int. Received: {name}={value!r}"
+        )
+
+
+def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
+    if not isinstance(loss, loss_class):
+        raise ValueError(
+            "`loss` must be 'auto' or a loss object such as "
+            "`kpt.losses.SFTLoss()`; Keras losses see logits, which never "
+            f"exist here. Received: loss={loss!r}"
+        )
+    if micro_batch_size is not None:
+        _positive_int("micro_batch_size", micro_batch_size)
+        if loss.batch_coupled:
+            raise ValueError(
+                f"{type(loss).__name__} depends on the whole batch at once; "
+                "leave `micro_batch_size` out. "
+                f"Received: micro_batch_size={micro_batch_size}"
+            )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(
+            "`max_grad_norm` must be a positive float, or None for no "
+            f"clipping. Received: max_grad_norm={max_grad_norm!r}"
+        )
+
+
+def fit_arguments(task, batch_size, epochs, packing, callbacks):
+    _positive_int("epochs", epochs)
+    divides(task, batch_size)
+    if packing and not task.policy.packable:
+        raise ValueError(
+            f"{type(task.causal_lm.backbone).__name__} has no attention that "
+            "keeps packed sequences apart. Use packing=False, or a Gemma "
+            "1-3, Llama, Mistral or Qwen 2-3 preset."
+        )
+    if task.adapter is not None and task.adapter.is_merged:
+        raise ValueError(
+            "The adapter is merged into the weights; call "
+            "`task.unmerge_adapter()` before training."
+        )
+    refused = (
+        keras.callbacks.ModelCheckpoint,
+        keras.callbacks.BackupAndRestore,
+        keras.callbacks.OrbaxCheckpoint,
+    )
+    for callback in callbacks:
+        if isinstance(callback, refused):
+            raise ValueError(
+                f"{type(callback).__name__} saves weights without the "
+                "optimizer's place in the data, the step or the adapter's "
+                "settings: a run it resumes is another run. Use "
+                "`kpt.callbacks.Checkpoint(directory)`."
+            )
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ValueError(
+                "`callbacks` must be a list of `keras.callbacks.Callback`. "
+                f"Received: {callback!r}"
+            )
+
+
+def divides(task, batch_size):
+    """Checks `batch_size` against micro-batches and devices."""
+    _positive_int("batch_size", batch_size)
+    micro = task.micro_batch_size if task.compiled else None
+    if micro and batch_size % micro and batch_size > micro:
+        raise ValueError(
+            "`batch_size` must be a multiple of `micro_batch_size`, so that "
+            "every micro-batch has the same shape. Received: "
+            f"batch_size={batch_size}, micro_batch_size={micro}"
+        )
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    mesh = distribution.device_mesh
+    size = mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)]
+    rows = min(micro or batch_size, batch_size)
+    if rows % size:
+        raise ValueError(
+            "The rows of a step must divide over the mesh's data axis. "
+            f"Received: batch_size={batch_size}, micro_batch_size={micro}, "
+            f"data axis of size {size}. Use a multiple of {size}."
+        )
+
+
+def reads_logs(callbacks):
+    """Whether a callback beside our own reads the logs of each batch."""
+    base = keras.callbacks.Callback
+    for callback in callbacks:
+        if getattr(callback, "reads_step_logs", False):
+            continue
+        for name in ("on_train_batch_end", "on_batch_end"):
+            if getattr(type(callback), name) is not getattr(base, name):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def epochs_may_end():
+    """Lets data of unknown or resumed length end an epoch quietly."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield
+
+
+def refuse_keras_weights(method):
+    raise ValueError(
+        f"`{method}` knows only whole models, without the adapter's settings "
+        "or the optimizer. Use `save_adapter`/`load_adapter` for an adapter, "
+        "`export` or `save_to_preset` for a model, and "
+        "`kpt.callbacks.Checkpoint(directory)` for a run."
+    )

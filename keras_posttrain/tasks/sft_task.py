@@ -1,0 +1,57 @@
+from keras_posttrain.data.formats import prepare_sft
+from keras_posttrain.losses import SFTLoss
+from keras_posttrain.tasks.task import Task
+
+
+class SFTTask(Task):
+    """Supervised fine-tuning on text, chats, or prompts and completions.
+
+    Rows are `{"text"}`, `{"messages"}`, `{"prompt", "completion"}`,
+    `{"prompt_ids", "completion_ids"}` or `{"token_ids", "completion_mask"}`,
+    each with an optional `weight`. By default the tokens that carry loss are
+    the assistant's turns of a chat, the completion after a prompt, and all
+    tokens of a text; the token that ends a turn is among them.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
+        train_on: `"auto"`, or `"completion"`, `"assistant"` or `"all"` to
+            say which tokens carry loss.
+        **kwargs: see `from_preset`.
+
+    Example:
+
+    ```python
+    task = kpt.SFTTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=16))
+    task.compile(optimizer=keras.optimizers.AdamW(2e-4))
+    task.fit(
+        [{"prompt": "2 + 2 =", "completion": " 4"}], batch_size=1, epochs=3
+    )
+    task.generate("2 + 2 =", temperature=0)
+    ```
+    """
+
+    def __init__(
+        self, causal_lm, tokenizer=None, *, train_on="auto", **kwargs
+    ):
+        if train_on not in ("auto", "completion", "assistant", "all"):
+            raise ValueError(
+                "`train_on` must be 'auto', 'completion', 'assistant' or "
+                f"'all'. Received: train_on={train_on!r}"
+            )
+        super().__init__(causal_lm, tokenizer, **kwargs)
+        self.train_on = train_on
+
+    def default_loss(self):
+        return SFTLoss()
+
+    def prepare(self, dataset, name="dataset", train_on=None):
+        return prepare_sft(
+            dataset,
+            self.tokenizer,
+            sequence_length=self.sequence_length,
+            truncation=self.truncation,
+            train_on=train_on or self.train_on,
+            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
+            name=name,
+        )
