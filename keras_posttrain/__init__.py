@@ -17,9 +17,11 @@ if keras.config.backend() != "jax":
         'KERAS_BACKEND="jax" or `import keras_posttrain` before `keras`.'
     )
 
-from keras_posttrain import _compilation_cache  # noqa: E402
-from keras_posttrain import callbacks  # noqa: E402
-from keras_posttrain import losses  # noqa: E402
+from keras_posttrain import (
+    _compilation_cache,  # noqa: E402
+    callbacks,  # noqa: E402
+    losses,  # noqa: E402
+)
 from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402

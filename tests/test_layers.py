@@ -9,6 +9,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "keras_posttrain"
 LEVELS = {
     "losses": 0,
+    "_compilation_cache": 0,
     "data": 0,
     "models": 1,
     "distribution": 1,

@@ -1,6 +1,4 @@
-from keras_posttrain.losses.language_modeling import DFTLoss
-from keras_posttrain.losses.language_modeling import SFTLoss
-from keras_posttrain.losses.loss import Loss
-from keras_posttrain.losses.loss import TokenLoss
+from keras_posttrain.losses.language_modeling import DFTLoss, SFTLoss
+from keras_posttrain.losses.loss import Loss, TokenLoss
 
 __all__ = ["DFTLoss", "Loss", "SFTLoss", "TokenLoss"]

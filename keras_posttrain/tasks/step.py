@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_posttrain.losses import TokenLoss
-from keras_posttrain.losses import reductions
+from keras_posttrain.losses import TokenLoss, reductions
 
 # What every training step reports beside the metrics of its loss.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
@@ -89,7 +88,7 @@ def global_norm(gradients):
 
 
 def clip(gradients, norm, max_norm):
-    """Scales gradients by `min(1, max_norm / (norm + 1e-6))`, as torch does."""
+    """Gradients times `min(1, max_norm / (norm + 1e-6))`, as torch does."""
     if max_norm is None:
         return gradients
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))

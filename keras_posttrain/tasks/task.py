@@ -10,17 +10,10 @@ from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.pipeline import BatchAdapter
-from keras_posttrain.data.tokenizer import Tokenizer
-from keras_posttrain.losses import Loss
-from keras_posttrain.losses import reductions
-from keras_posttrain.models import guards
-from keras_posttrain.models import huggingface
-from keras_posttrain.models import loading
-from keras_posttrain.models import presets
+from keras_posttrain.losses import Loss, reductions
+from keras_posttrain.models import guards, huggingface, loading, presets
 from keras_posttrain.models.linear import flatten_linear_layers
-from keras_posttrain.models.lora import Adapter
-from keras_posttrain.models.lora import lora_from_config
-from keras_posttrain.models.lora import read_peft
+from keras_posttrain.models.lora import Adapter, lora_from_config, read_peft
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.tasks import checks
 from keras_posttrain.tasks import step as steps
