@@ -4,11 +4,13 @@ import importlib.resources
 import re
 
 import tokenizers
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from tokenizers import processors
+from tokenizers import (
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from keras_posttrain.data import sentencepiece
 
@@ -38,6 +40,14 @@ _GEMMA_CONTROL = (
     "<end_of_turn>",
     "<start_of_image>",
     "<end_of_image>",
+)
+# What ends a turn or a text, as the families' generation configs list it.
+_STOPS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
 )
 _CONTROL = re.compile(r"<\|[^|<>]+\|>")
 
@@ -90,7 +100,8 @@ def from_keras_hub(tokenizer):
 
     Returns:
         Tuple of a `tokenizers.Tokenizer`, a dict of special token names to
-        strings, and the family's chat template or `None`.
+        strings, the family's chat template or `None`, and a list of stop
+        token ids.
 
     Raises:
         ValueError: neither byte-pair nor SentencePiece.
@@ -119,8 +130,8 @@ def from_keras_hub(tokenizer):
             f"used. Received: tokenizer={tokenizer} of type {family}. Load "
             "the model from a directory with a `tokenizer.json`."
         )
-    template = _builtin_template(family, vocabulary)
-    return backend, names, template
+    stops = [vocabulary[token] for token in _STOPS if token in vocabulary]
+    return backend, names, _builtin_template(family, vocabulary), stops
 
 
 def _names(tokenizer, vocabulary):

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 
-from keras_posttrain.data import chat
-from keras_posttrain.data import columns
+from keras_posttrain.data import chat, columns
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
 

@@ -5,9 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from keras_posttrain.data import columns
-from keras_posttrain.data import datasets
-from keras_posttrain.data import encoding
+from keras_posttrain.data import columns, datasets, encoding
 
 TRUNCATIONS = ("error", "drop", "cut")
 NO_LOSS = "no token with loss"

@@ -1,0 +1,193 @@
+"""Chat templates: Jinja2 in a sandbox, with what `transformers` gives them."""
+
+import datetime
+import functools
+import json
+import re
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`: what the model writes."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), True)
+        call = self.call_method("_mark", [jinja2.nodes.ContextReference()])
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, context, caller):
+        start, end = context.get("generation_marks") or ("", "")
+        return start + caller() + end
+
+
+def _raise_exception(message):
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _strftime_now(pattern):
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+):
+    # Jinja2's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(template):
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+@functools.lru_cache(maxsize=32)
+def control_pattern(tokens):
+    """A regular expression that finds any of the control tokens."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def find_tokens(text, control_tokens):
+    """Places of control tokens in a text, as `(start, end)`, in order."""
+    pattern = control_pattern(tuple(control_tokens))
+    return [match.span() for match in pattern.finditer(text)]
+
+
+def call_template(tokenizer, messages, add_generation_prompt, tools, kwargs):
+    """Renders cleaned messages; `chat.render` documents the arguments."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "Messages need a chat template, and this tokenizer has none. "
+            "Received: chat_template=None. Pass `chat_template=` with a "
+            "Jinja2 template, or use rows of text."
+        )
+    try:
+        return _compile(tokenizer.chat_template).render(
+            messages=messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **(tokenizer.special_tokens | kwargs),
+        )
+    except (jinja2.exceptions.TemplateError, TypeError) as error:
+        roles = [message.get("role") for message in messages]
+        raise ValueError(
+            f"The chat template refuses these messages: {error}. Received: "
+            f"roles={roles}. Change the messages, or pass another "
+            "`chat_template=`."
+        ) from error
+
+
+def clean_messages(messages):
+    """Checks messages and drops the empty entries that tables fill in.
+
+    Args:
+        messages: list of dicts with `"role"` and `"content"`; an assistant's
+            content may be missing where it has `"tool_calls"`.
+
+    Returns:
+        List of dicts.
+
+    Raises:
+        ValueError: not such a list.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(
+            "Messages must be a non-empty list of dicts with `role` and "
+            f"`content`. Received: {messages!r}."
+        )
+    cleaned = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(
+                "A message must be a dict with `role` and `content`. "
+                f"Received: message {i} is {message!r}."
+            )
+        message = {k: v for k, v in message.items() if v is not None}
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                "A message's `role` must be a string such as 'user' or "
+                f"'assistant'. Received: message {i} has "
+                f"role={message.get('role')!r}."
+            )
+        content = message.get("content")
+        if content is None:
+            if not message.get("tool_calls"):
+                raise ValueError(
+                    "A message must have `content`. Received: message "
+                    f"{i} has the keys {sorted(message)}."
+                )
+            message["content"] = ""
+        elif not isinstance(content, (str, list, dict)):
+            raise ValueError(
+                "A message's `content` must be a string or a list of parts. "
+                f"Received: message {i} has content={content!r}."
+            )
+        # Older names of the field that templates read.
+        for name in ("reasoning", "thinking"):
+            if isinstance(message.get(name), str):
+                message.setdefault("reasoning_content", message[name])
+        cleaned.append(message)
+    return cleaned
+
+
+def end_of_turn(tokenizer):
+    """The control token that ends an assistant's turn, or `None`.
+
+    Found by rendering a conversation: the first control token after the
+    assistant's words.
+    """
+    if tokenizer.chat_template is None:
+        return None
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "reply-in-words"},
+    ]
+    try:
+        text = call_template(tokenizer, messages, False, None, {})
+    except ValueError:
+        return None
+    at = text.rfind("reply-in-words")
+    found = tokenizer.find_control_tokens(text[max(at, 0) :])
+    if at < 0 or not found:
+        return None
+    start, end = found[0]
+    return text[at + start : at + end]
+
+
+def generation_prompt(tokenizer, kwargs):
+    """What the template puts before the model's words, or `""`."""
+    key = json.dumps(kwargs, sort_keys=True, default=repr)
+    cache = tokenizer.generation_prompts
+    if key not in cache:
+        cache[key] = _find_generation_prompt(tokenizer, kwargs)
+    return cache[key]
+
+
+def _find_generation_prompt(tokenizer, kwargs):
+    messages = [{"role": "user", "content": "question"}]
+    try:
+        plain = call_template(tokenizer, messages, False, None, kwargs)
+        prompted = call_template(tokenizer, messages, True, None, kwargs)
+    except ValueError:
+        return ""
+    return prompted[len(plain) :] if prompted.startswith(plain) else ""
