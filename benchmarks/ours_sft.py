@@ -112,7 +112,7 @@ def main():
     )
     report.emit(
         args,
-        ("keras_posttrain", "keras", "keras-hub", "jax"),
+        ("keras", "keras-hub", "jax"),
         first_loss=clock.first_loss,
         first_step_s=clock.first_end - start,
         pass_s=[

@@ -145,15 +145,28 @@ def execute(run, python, options):
     return {"error": done.stderr.strip()[-2000:] or f"exit {done.returncode}"}
 
 
+def commit():
+    """Which of our versions this is, as git says it."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or "unknown"
+
+
 def save(results, options):
     """Writes both files; returns what failed and the text."""
     text, problems = summary.markdown(results, options)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "sft.md").write_text(text, encoding="utf-8")
-    raw = [
-        {"name": run.name, **dataclasses.asdict(run), "repeats": repeats}
-        for run, repeats in results.items()
-    ]
+    raw = {
+        "commit": options.commit,
+        "runs": [
+            {"name": run.name, **dataclasses.asdict(run), "repeats": repeats}
+            for run, repeats in results.items()
+        ],
+    }
     (options.out / "sft.json").write_text(json.dumps(raw, indent=1) + "\n")
     return problems, text
 
@@ -186,6 +199,7 @@ def main():
     pythons = {peer: python_of(peer, options.envs) for peer in peers}
     if options.setup:
         return 0
+    options.commit = commit()
     results = {run: [] for run in runs}
     problems, text = [], ""
     # Repeats are taken in turn, so that a slow spell hits all alike.

@@ -128,6 +128,7 @@ def markdown(results, options):
         "# Supervised fine-tuning, side by side",
         "",
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, "
+        f"commit {options.commit}, "
         f"{os.cpu_count()} CPUs ({platform.machine()}), float32, medians of "
         f"{options.repeats} processes with {options.passes} passes each. "
         "Tokens are real ones, without padding. `ours` is our best tokens/s "

@@ -134,7 +134,7 @@ def test_ratios_take_our_best_row_over_theirs(summary):
 
 
 def test_the_report_names_what_failed(summary):
-    options = types.SimpleNamespace(repeats=1, passes=2)
+    options = types.SimpleNamespace(repeats=1, passes=2, commit="abc")
     text, problems = summary.markdown(
         {
             summary.Run("ours", "w1"): [figures(900, other_cpus=0.5)],
