@@ -84,13 +84,20 @@ def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
             opens = control_pattern(tuple(tokenizer.control_tokens)).match
             if header or not opens(text, start):
                 return start
-    start, _ = _content_place(tokenizer, text, messages, i, tools, kwargs)
-    at = text.rfind(header, after, start) if header else -1
-    return at + len(header) if at >= 0 else start
+    start, end = _content_place(tokenizer, text, messages, i, tools, kwargs)
+    at = text.rfind(header, after, end if start is None else start)
+    if header and at >= 0:
+        return at + len(header)
+    if start is None:
+        raise _not_found(i)
+    return start
 
 
 def _content_place(tokenizer, text, messages, i, tools, kwargs):
-    """Place of a turn's own words, by marks around them."""
+    """Place of a turn's own words, by marks around them.
+
+    The start is `None` where the template reads how the words begin.
+    """
     content = messages[i]["content"]
     core = content.strip() if isinstance(content, str) else ""
     if not core:
@@ -98,7 +105,6 @@ def _content_place(tokenizer, text, messages, i, tools, kwargs):
     marks = free_marks(messages, tools, 2)
     lead = len(content) - len(content.lstrip())
     tail = lead + len(core)
-    # Templates may look at how the words begin: then only the end is marked.
     for opening in (marks[0], ""):
         marked = (
             content[:lead]
@@ -111,8 +117,9 @@ def _content_place(tokenizer, text, messages, i, tools, kwargs):
         changed[i] = messages[i] | {"content": marked}
         rendered = call_template(tokenizer, changed, False, tools, kwargs)
         places = mark_places(rendered, text, marks)
-        if places and len(places) == (2 if opening else 1):
-            return places[0][0], places[-1][0]
+        found = "".join(mark for _, mark in places or [])
+        if found and found == opening + marks[1]:
+            return places[0][0] if opening else None, places[-1][0]
     raise _not_found(i)
 
 

@@ -73,7 +73,9 @@ def check_chats(tokenizer, case, skip=(), reasons=True):
         messages = conversation["messages"]
         if "error" in conversation:
             reason = conversation["error"].removeprefix("TemplateError: ")
-            with pytest.raises(ValueError, match=reason if reasons else "refuses"):
+            with pytest.raises(
+                ValueError, match=reason if reasons else "refuses"
+            ):
                 chat.render(tokenizer, messages, **kwargs)
             continue
         text = chat.render(tokenizer, messages, **kwargs)
