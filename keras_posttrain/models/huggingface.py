@@ -20,13 +20,13 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 # Says in `config.json` that a directory may be written over.
 MARK = "exported_by"
+# Not every safetensors file: some repositories hold the weights twice.
 PATTERNS = [
     "*.json",
     "*.jinja",
-    "*.safetensors",
+    "model*.safetensors",
     "*.txt",
     "tokenizer.model",
-    "*/*.jinja",
 ]
 
 
@@ -316,8 +316,10 @@ def _token_ids(family, tokenizer):
 def _length(found, family):
     """A length limit for a model whose source states none."""
     rope = found.rope[-1]
-    original = rope.get("original_max_position_embeddings")
-    if original:
+    if rope["rope_type"] == "llama3":
+        return 131_072
+    if rope["rope_type"] == "yarn":
+        original = rope["original_max_position_embeddings"]
         return int(original * rope["factor"])
     return max(family.defaults["max_position_embeddings"], 8192)
 

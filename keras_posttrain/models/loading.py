@@ -59,9 +59,8 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         repair(causal_lm)
         return causal_lm
     family = FAMILIES[config["model_type"]]
-    settings, unknown = from_config(config, family)
-    if unknown:
-        notes.append(f"fields of config.json not read: {', '.join(unknown)}")
+    settings, more = from_config(config, family)
+    notes += more
     backbone = family.backbone_class(
         **_arguments(settings, family), dtype=dtype
     )

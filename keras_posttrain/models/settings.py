@@ -133,14 +133,17 @@ def from_config(config, family):
         family: the `Family` of its `model_type`.
 
     Returns:
-        A pair `(settings, unknown)`: `Settings`, and the sorted names of
-        fields that are neither read nor known to be harmless.
+        A pair `(settings, notes)`: `Settings`, and a list of str on the
+        fields that were set and not followed.
 
     Raises:
         ValueError: where KerasHub's layers cannot represent the model, naming
             the field and its value.
     """
+    notes = []
     unknown = sorted(set(config) - READ - HARMLESS)
+    if unknown:
+        notes.append(f"fields of config.json not read: {', '.join(unknown)}")
     for field, (values, reason) in REQUIRED.items():
         if config.get(field) not in values:
             raise ValueError(
@@ -159,6 +162,11 @@ def from_config(config, family):
         for kind in set(kinds)
     }
     gemma2 = family.model_type in ("gemma2", "gemma3_text")
+    cap = config["attn_logit_softcapping"] if gemma2 else None
+    if cap is not None and per_type:
+        # transformers reads it and leaves it unused.
+        notes.append(f"attn_logit_softcapping={cap} not applied in Gemma 3")
+        cap = None
     settings = Settings(
         sizes=sizes,
         epsilon=float(config["rms_norm_eps"]),
@@ -168,13 +176,11 @@ def from_config(config, family):
         query_scalar=(
             config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
         ),
-        attention_soft_cap=(
-            config["attn_logit_softcapping"] if gemma2 else None
-        ),
+        attention_soft_cap=cap,
         final_soft_cap=config["final_logit_softcapping"] if gemma2 else None,
         tied=bool(config["tie_word_embeddings"]),
     )
-    return settings, unknown
+    return settings, notes
 
 
 def _sizes(config, family):
@@ -309,20 +315,29 @@ def _inexpressible(family, what, received):
 
 
 def _scale_and_caps(settings, family):
-    if family.model_type in ("gemma2", "gemma3_text"):
+    later_gemma = family.model_type in ("gemma2", "gemma3_text")
+    cap = settings.attention_soft_cap
+    if cap is not None and family.model_type != "gemma2":
+        received = f"attention_logit_soft_cap={cap}"
+        raise _inexpressible(family, "that scores are capped", received)
+    scalar = settings.query_scalar
+    if later_gemma:
+        # transformers checks the types: an int, and floats.
+        final = settings.final_soft_cap
         return {
-            "query_pre_attn_scalar": settings.query_scalar,
-            "attn_logit_softcapping": settings.attention_soft_cap,
-            "final_logit_softcapping": settings.final_soft_cap,
+            "query_pre_attn_scalar": int(scalar)
+            if scalar % 1 == 0
+            else scalar,
+            "attn_logit_softcapping": None if cap is None else float(cap),
+            "final_logit_softcapping": None if final is None else float(final),
         }
-    if settings.query_scalar != settings.sizes["head_dim"]:
-        scalar = settings.query_scalar
+    if scalar != settings.sizes["head_dim"]:
         raise _inexpressible(
             family, "how queries are scaled", f"query_scalar={scalar}"
         )
-    caps = (settings.attention_soft_cap, settings.final_soft_cap)
-    if caps != (None, None):
-        raise _inexpressible(family, "soft caps", f"soft_caps={caps}")
+    if settings.final_soft_cap is not None:
+        received = f"final_logit_soft_cap={settings.final_soft_cap}"
+        raise _inexpressible(family, "that logits are capped", received)
     return {}
 
 

@@ -1,0 +1,169 @@
+"""Names and shapes, both ways, and finding the directory."""
+
+import json
+import shutil
+
+import keras_hub
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from safetensors.numpy import load_file
+
+from keras_posttrain.models import huggingface
+from keras_posttrain.models.families import FAMILIES, family_of
+from keras_posttrain.models.loading import load_causal_lm
+
+MODELS = {
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3_text",
+    "llama": "llama3",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+PROJECTIONS = {
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+}
+
+
+@pytest.fixture(params=MODELS)
+def loaded(request, reference):
+    path = reference / "models" / MODELS[request.param]
+    return path, load_causal_lm(path)
+
+
+def test_tensors_cover_the_checkpoint_and_the_model(loaded):
+    """Every tensor of the file, every variable of the model, once."""
+    path, causal_lm = loaded
+    stored = load_file(path / "model.safetensors")
+    table = huggingface.tensors(causal_lm)
+    assert sorted(t.name for t in table) == sorted(stored)
+    variables = [id(t.variable) for t in table]
+    assert len(set(variables)) == len(variables)
+    assert set(variables) == {id(v) for v in causal_lm.backbone.variables}
+    for tensor in table:
+        assert tensor.shape == stored[tensor.name].shape
+        here = np.array(tensor.variable.value)
+        assert (tensor.to_hf(here) == stored[tensor.name]).all()
+        assert (tensor.from_hf(tensor.to_hf(here)) == here).all()
+
+
+def test_linear_layers_multiply_as_their_matrices(loaded):
+    """`layer(x)` is `x @ weight.T + bias` for the tensor of its name."""
+    path, causal_lm = loaded
+    stored = load_file(path / "model.safetensors")
+    layers = huggingface.linear_layers(causal_lm)
+    num_layers = causal_lm.backbone.num_layers
+    assert set(layers) == {
+        f"model.layers.{i}.{name}"
+        for i in range(num_layers)
+        for name in PROJECTIONS
+    }
+    rng = np.random.default_rng(0)
+    for name, layer in layers.items():
+        weight = stored[f"{name}.weight"]
+        x = rng.normal(size=(2, 3, weight.shape[1])).astype("float32")
+        want = x @ weight.T + stored.get(f"{name}.bias", 0.0)
+        if name.endswith("o_proj"):
+            x = x.reshape(*x.shape[:2], *layer.kernel.shape[:2])
+        got = np.array(layer(x)).reshape(want.shape)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_family_of(loaded):
+    path, causal_lm = loaded
+    config = json.loads((path / "config.json").read_text())
+    assert family_of(causal_lm) is FAMILIES[config["model_type"]]
+
+
+def gpt2():
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=32,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        max_sequence_length=16,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [huggingface.tensors, huggingface.linear_layers, huggingface.hf_config],
+)
+def test_a_family_without_a_table(function):
+    with pytest.raises(ValueError, match="class GPT2Backbone"):
+        function(gpt2())
+
+
+def test_a_gemma_of_neither_kind():
+    backbone = keras_hub.models.GemmaBackbone(
+        vocabulary_size=32,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=16,
+        head_dim=4,
+        use_post_ffw_norm=True,
+    )
+    causal_lm = keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+    assert family_of(causal_lm) is None
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_quantized_weights_have_no_tensors(reference):
+    causal_lm = load_causal_lm(reference / "models/llama3")
+    layer = causal_lm.backbone.transformer_layers[1]
+    layer._feedforward_gate_dense.quantize("int8")
+    with pytest.raises(ValueError, match="quantization_mode='int8'"):
+        huggingface.tensors(causal_lm)
+
+
+def test_resolve(reference, tmp_path):
+    path = reference / "models/llama3"
+    assert huggingface.resolve(path) == path
+    assert huggingface.resolve(str(path)) == path
+    assert huggingface.resolve("qwen3_0.6b_en") is None
+    assert huggingface.resolve("kaggle://keras/gemma/keras/x") is None
+    (tmp_path / "config.json").write_text('{"registered_name": "x"}')
+    assert huggingface.resolve(tmp_path) is None
+
+
+def test_resolve_of_the_hub(reference, tmp_path, monkeypatch):
+    """From the hub's cache, as there is no network here."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, source in (("them/llama", "llama3"), ("us/keras", None)):
+        folder = tmp_path / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs/main").write_text("0" * 40)
+        snapshot = folder / "snapshots" / ("0" * 40)
+        if source:
+            shutil.copytree(reference / "models" / source, snapshot)
+        else:
+            snapshot.mkdir(parents=True)
+            (snapshot / "config.json").write_text('{"registered_name": 1}')
+    found = huggingface.resolve("hf://them/llama")
+    assert (found / "model.safetensors").is_file()
+    assert load_causal_lm("hf://them/llama").kpt_source["path"] == str(found)
+    assert huggingface.resolve("hf://us/keras") is None
+
+
+def test_resolve_refuses(tmp_path):
+    with pytest.raises(ValueError, match="preset='no_such_preset'"):
+        huggingface.resolve("no_such_preset")
+    with pytest.raises(ValueError, match="hf://owner/name"):
+        huggingface.resolve("hf://only_a_name")
+    with pytest.raises(ValueError, match="must hold `config.json`"):
+        huggingface.resolve(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json"):
+        huggingface.resolve(tmp_path)

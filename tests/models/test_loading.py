@@ -1,0 +1,583 @@
+"""Hugging Face directories load with Hugging Face's own numbers."""
+
+import json
+
+import jax
+import keras_hub
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from keras_posttrain.models.loading import load_causal_lm, repair
+from tests.models.tiny_checkpoints import (
+    BASES,
+    TOKEN_IDS,
+    assert_all_ways_equal,
+    assert_equal_logits,
+    make_checkpoint,
+    packed_logits,
+    plain_logits,
+    randomize,
+)
+
+FORWARD = [
+    "llama3",
+    "llama3_tied",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "qwen3_ref",
+    "gemma2_ref",
+    "llama3_ref",
+    "llama3_eps1e5",
+    "qwen3_near",
+]
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_reference_forward(name, reference, load_reference):
+    cases = {case["name"]: case for case in load_reference("forward")["cases"]}
+    inputs, expected = cases[name]["inputs"], cases[name]["expected"]
+    causal_lm = load_causal_lm(reference / inputs["model"])
+    token_ids = np.array(inputs["token_ids"])
+    mask = np.array(inputs["attention_mask"])
+    hidden = causal_lm.backbone({"token_ids": token_ids, "padding_mask": mask})
+    logits = causal_lm.backbone.token_embedding(hidden, reverse=True)
+    logps = np.array(jax.nn.log_softmax(logits))
+    next_logps = np.take_along_axis(logps[:, :-1], token_ids[:, 1:, None], -1)
+    entropies = -np.sum(np.exp(logps) * logps, axis=-1)
+    # Only the tokens of each row: the lists leave the padding out.
+    for row in range(len(token_ids)):
+        for got, key in (
+            (next_logps[row, :, 0], "next_token_logprobs"),
+            (entropies[row], "entropy"),
+            (logps[row].argmax(-1), "argmax"),
+        ):
+            want = expected[key][row]
+            np.testing.assert_allclose(got[: len(want)], want, atol=2e-5)
+    rows, columns = np.array(cases[name]["settings"]["logit_positions"]).T
+    got = np.array(logits)[rows, columns, :8]
+    np.testing.assert_allclose(got, expected["logits_first8"], atol=2e-5)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+NEW = {"drop": ("rope_theta", "rope_scaling")}
+ROPES = {
+    "theta_old": {"rope_theta": 500.0},
+    "theta_new": {
+        **NEW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "linear_type": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "linear_new": {
+        **NEW,
+        "rope_parameters": {
+            "rope_type": "linear",
+            "factor": 3.0,
+            "rope_theta": 900.0,
+        },
+    },
+    "llama3_old": {"rope_theta": 900.0, "rope_scaling": LLAMA3},
+    "llama3_new": {**NEW, "rope_parameters": {**LLAMA3, "rope_theta": 700.0}},
+    "llama3_no_length": {
+        "rope_scaling": {
+            k: v
+            for k, v in LLAMA3.items()
+            if k != "original_max_position_embeddings"
+        }
+    },
+    "llama3_length_outside": {
+        "rope_scaling": LLAMA3,
+        "original_max_position_embeddings": 24,
+    },
+    "yarn_old": {"rope_theta": 900.0, "rope_scaling": YARN},
+    "yarn_new": {
+        **NEW,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 300.0,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "truncate": False,
+        },
+    },
+    "yarn_attention_factor": {
+        "rope_scaling": {**YARN, "attention_factor": 1.3}
+    },
+    "yarn_mscale": {
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}
+    },
+}
+# Every style once by the plain call, in the family whose rotary layer is of a
+# class of its own; some in each other family, run in every way. All for all
+# are the full product below.
+ROPE_CASES = [
+    ("llama", "llama3_old"),
+    ("gemma", "linear_type"),
+    ("gemma", "yarn_new"),
+    ("gemma2", "theta_old"),
+    ("gemma2", "llama3_new"),
+    ("mistral", "linear_new"),
+    ("mistral", "yarn_old"),
+    ("qwen2", "yarn_old"),
+    ("qwen2", "theta_new"),
+    ("qwen3", "yarn_mscale"),
+    ("qwen3", "linear_type"),
+]
+
+
+def check(tmp_path, model_type, fields):
+    """Loads a checkpoint and compares every way of running it."""
+    directory, want = make_checkpoint(tmp_path / "hf", model_type, **fields)
+    causal_lm = load_causal_lm(directory)
+    assert_all_ways_equal(causal_lm, want)
+    return causal_lm
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_style(tmp_path, name):
+    directory, want = make_checkpoint(tmp_path / "hf", "llama", **ROPES[name])
+    assert_equal_logits(plain_logits(load_causal_lm(directory)), want)
+
+
+@pytest.mark.parametrize("model_type, name", ROPE_CASES)
+def test_rope(tmp_path, model_type, name):
+    check(tmp_path, model_type, ROPES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("model_type", set(BASES) - {"gemma3_text"})
+def test_rope_product(tmp_path, model_type, name):
+    check(tmp_path, model_type, ROPES[name])
+
+
+PATTERN = ["full_attention", "sliding_attention", "full_attention"]
+GEMMA3_ROPES = {
+    "defaults": {},
+    "old": {
+        "rope_theta": 5000.0,
+        "rope_local_base_freq": 300.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "new": {
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 5000.0},
+            "sliding_attention": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 300.0,
+            },
+        },
+    },
+    "both": {
+        "rope_theta": 5000.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default"},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+        },
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", GEMMA3_ROPES)
+def test_gemma3_rope(tmp_path, name):
+    fields = {"layer_types": PATTERN, **GEMMA3_ROPES[name]}
+    check(tmp_path, "gemma3_text", fields)
+
+
+VARIANTS = {
+    "gemma_eps": ("gemma", {"rms_norm_eps": 1e-2}),
+    "gemma_legacy_activation": ("gemma", {"hidden_act": "gelu"}),
+    "gemma_untied": ("gemma", {"tie_word_embeddings": False}),
+    "gemma_one_kv_head": ("gemma", {"num_key_value_heads": 1}),
+    "gemma_all_kv_heads": ("gemma", {"num_key_value_heads": 4}),
+    "gemma2_eps": ("gemma2", {"rms_norm_eps": 1e-2}),
+    "gemma2_scalar": ("gemma2", {"query_pre_attn_scalar": 29}),
+    "gemma2_scalar_of_heads": ("gemma2", {"query_pre_attn_scalar": 8}),
+    "gemma2_no_caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2_pattern": ("gemma2", {"layer_types": PATTERN}),
+    "gemma2_window": ("gemma2", {"sliding_window": 3}),
+    "gemma2_untied": ("gemma2", {"tie_word_embeddings": False}),
+    "gemma3_eps": ("gemma3_text", {"rms_norm_eps": 1e-2}),
+    "gemma3_scalar": ("gemma3_text", {"query_pre_attn_scalar": 29}),
+    "gemma3_cap": ("gemma3_text", {"final_logit_softcapping": 5.0}),
+    "gemma3_unused_cap": ("gemma3_text", {"attn_logit_softcapping": 3.0}),
+    "gemma3_old_pattern": ("gemma3_text", {"sliding_window_pattern": 2}),
+    "gemma3_all_full": (
+        "gemma3_text",
+        {"layer_types": ["full_attention"] * 3},
+    ),
+    "gemma3_untied": ("gemma3_text", {"tie_word_embeddings": False}),
+    "llama_eps": ("llama", {"rms_norm_eps": 1e-2}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_no_kv_heads": ("llama", {"drop": ("num_key_value_heads",)}),
+    "llama_activation": ("llama", {"hidden_act": "gelu"}),
+    "mistral_eps": ("mistral", {"rms_norm_eps": 1e-2}),
+    "mistral_window": ("mistral", {"sliding_window": 4}),
+    "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
+    "mistral_even_heads": ("mistral", {"drop": ("head_dim",)}),
+    "qwen2_eps": ("qwen2", {"rms_norm_eps": 1e-2}),
+    "qwen2_untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2_unused_window": ("qwen2", {"sliding_window": 4}),
+    "qwen2_window": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen2_layer_types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "num_hidden_layers": 3,
+            "layer_types": PATTERN,
+        },
+    ),
+    "qwen3_eps": ("qwen3", {"rms_norm_eps": 1e-2}),
+    "qwen3_untied": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3_window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 0,
+        },
+    ),
+    "qwen3_layer_types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "num_hidden_layers": 3,
+            "layer_types": PATTERN,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(tmp_path, name):
+    check(tmp_path, *VARIANTS[name])
+
+
+def test_repairs_are_told(tmp_path):
+    causal_lm = check(
+        tmp_path,
+        "gemma2",
+        {
+            "rms_norm_eps": 1e-2,
+            "query_pre_attn_scalar": 29,
+            "rope_theta": 99.0,
+            "layer_types": PATTERN,
+            "tie_word_embeddings": False,
+            "a_field_of_tomorrow": 3,
+        },
+    )
+    notes = " | ".join(causal_lm.kpt_repairs)
+    for part in (
+        "rms_norm_eps set to 0.01 in 12 norms",
+        "query_pre_attn_scalar set to 29",
+        "'rope_theta': 99.0",
+        "sliding_window set to (None, 5, None)",
+        "tie_word_embeddings set to False",
+        "not read: a_field_of_tomorrow",
+    ):
+        assert part in notes, notes
+    assert repair(causal_lm) == causal_lm.kpt_repairs
+    assert causal_lm.kpt_source["config"]["query_pre_attn_scalar"] == 29
+
+
+REFUSED = {
+    "dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type='dynamic'",
+    ),
+    "longrope": (
+        "qwen2",
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "rope_type='longrope'",
+    ),
+    "rope_field": (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear"}},
+        "factor=None",
+    ),
+    "partial": (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5",
+    ),
+    "attention_bias": (
+        "llama",
+        {"attention_bias": True},
+        "attention_bias=True",
+    ),
+    "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    "quantized": (
+        "qwen3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config=",
+    ),
+    "bidirectional": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True",
+    ),
+    "activation": (
+        "llama",
+        {"hidden_act": "quick_gelu"},
+        "hidden_act='quick_gelu'",
+    ),
+    "gemma_activation": (
+        "gemma2",
+        {"hidden_activation": "silu"},
+        "hidden_activation='silu'",
+    ),
+    "head_dim": ("llama", {"head_dim": 12}, "head_dim=12"),
+    "layer_types": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["chunked_attention"]},
+        "layer_types=",
+    ),
+    "size": ("llama", {"hidden_size": None}, "hidden_size=None"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_represented(tmp_path, name):
+    model_type, fields, message = REFUSED[name]
+    config = {"model_type": model_type, **BASES[model_type]}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **sizes, **fields})
+    )
+    with pytest.raises(ValueError, match="Received") as error:
+        load_causal_lm(tmp_path, load_weights=False)
+    assert message in str(error.value)
+
+
+def edit(directory, change):
+    """Rewrites `model.safetensors` after `change(arrays)`."""
+    path = directory / "model.safetensors"
+    arrays = load_file(path)
+    change(arrays)
+    save_file(arrays, path, metadata={"format": "pt"})
+
+
+def test_missing_and_misshapen_tensors(tmp_path):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(directory, lambda arrays: arrays.update({name: np.ones((48, 31))}))
+    with pytest.raises(ValueError, match=r"shape \(48, 31\)"):
+        load_causal_lm(directory)
+    edit(directory, lambda arrays: arrays.pop(name))
+    with pytest.raises(ValueError, match=name):
+        load_causal_lm(directory)
+    edit(directory, lambda arrays: arrays.update({name: np.ones((48, 32))}))
+    edit(directory, lambda arrays: arrays.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match="lm_head.weight"):
+        load_causal_lm(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model.safetensors"):
+        load_causal_lm(directory)
+
+
+def test_integer_weights_are_refused(tmp_path):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    name = "model.norm.weight"
+    edit(
+        directory,
+        lambda arrays: arrays.update({name: np.ones(32, "int8")}),
+    )
+    with pytest.raises(ValueError, match="int8"):
+        load_causal_lm(directory)
+
+
+def test_head_is_tied_as_stored(tmp_path):
+    """A head saved beside the embedding counts, whatever the config says."""
+    directory, want = make_checkpoint(tmp_path / "hf", "llama")
+    config = json.loads((directory / "config.json").read_text())
+    config["tie_word_embeddings"] = True
+    (directory / "config.json").write_text(json.dumps(config))
+    causal_lm = load_causal_lm(directory)
+    assert_equal_logits(plain_logits(causal_lm), want)
+    assert any("head not tied" in note for note in causal_lm.kpt_repairs)
+
+
+def test_a_reward_model_gives_its_backbone(reference):
+    causal_lm = load_causal_lm(reference / "models/qwen3_reward")
+    assert any("score.weight" in note for note in causal_lm.kpt_repairs)
+
+
+def test_a_bare_model_and_a_tied_head_alone(tmp_path):
+    """Names without `model.`, and an embedding saved as the head."""
+    directory, want = make_checkpoint(tmp_path / "hf", "qwen2")
+
+    def rename(arrays):
+        for name in list(arrays):
+            new = name.removeprefix("model.")
+            arrays[new] = arrays.pop(name)
+        arrays["lm_head.weight"] = arrays.pop("embed_tokens.weight")
+
+    edit(directory, rename)
+    assert_equal_logits(plain_logits(load_causal_lm(directory)), want)
+
+
+def test_text_model_of_a_multimodal_gemma3(tmp_path):
+    directory, want = make_checkpoint(
+        tmp_path / "hf", "gemma3_text", layer_types=PATTERN
+    )
+    text = json.loads((directory / "config.json").read_text())
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+
+    def rename(arrays):
+        for name in list(arrays):
+            arrays[f"language_model.{name}"] = arrays.pop(name)
+        arrays["vision_tower.x"] = np.ones(3, "float32")
+
+    edit(directory, rename)
+    causal_lm = load_causal_lm(directory)
+    assert_equal_logits(plain_logits(causal_lm), want)
+    notes = " | ".join(causal_lm.kpt_repairs)
+    assert "vision tower left out" in notes
+    assert "vision_tower.x" in notes
+
+
+def test_dtype(tmp_path):
+    directory, want = make_checkpoint(tmp_path / "hf", "llama")
+    causal_lm = load_causal_lm(directory, dtype="bfloat16")
+    kernel = causal_lm.backbone.token_embedding.embeddings
+    assert kernel.dtype == "bfloat16"
+    stored = load_file(directory / "model.safetensors")
+    stored = stored["model.embed_tokens.weight"].astype(kernel.value.dtype)
+    assert (np.array(kernel.value) == stored).all()
+    assert np.abs(plain_logits(causal_lm) - want).max() < 0.2 * np.std(want)
+    causal_lm = load_causal_lm(directory, dtype="mixed_bfloat16")
+    assert causal_lm.backbone.token_embedding.embeddings.dtype == "float32"
+
+
+def test_without_weights(tmp_path):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    (directory / "model.safetensors").unlink()
+    causal_lm = load_causal_lm(directory, load_weights=False)
+    assert plain_logits(causal_lm).shape == (*TOKEN_IDS.shape, 96)
+
+
+KERAS_SIZES = {
+    "vocabulary_size": 96,
+    "num_layers": 2,
+    "num_query_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+}
+
+
+def test_repair_of_kerashub_models():
+    """Settings that KerasHub's backbones take and their layers never see."""
+    models = keras_hub.models
+    qwen3 = models.Qwen3CausalLM(
+        models.Qwen3Backbone(
+            **KERAS_SIZES, head_dim=12, sliding_window_size=4
+        ),
+        preprocessor=None,
+    )
+    randomize(qwen3)
+    assert np.abs(plain_logits(qwen3) - packed_logits(qwen3)).max() > 1e-2
+    notes = repair(qwen3)
+    assert "rms_norm_eps set to 1e-06 in 4 norms" in notes
+    assert "sliding window applied on the plain path" in notes
+    assert repair(qwen3) == notes == qwen3.kpt_repairs
+    assert_all_ways_equal(qwen3, plain_logits(qwen3))
+    gemma = models.GemmaCausalLM(
+        models.GemmaBackbone(
+            **KERAS_SIZES,
+            head_dim=12,
+            layer_norm_epsilon=1e-3,
+            query_head_dim_normalize=False,
+            use_post_ffw_norm=True,
+            use_post_attention_norm=True,
+        ),
+        preprocessor=None,
+    )
+    notes = repair(gemma)
+    assert "query scale set to 8 ** -0.5" in notes
+    assert "rms_norm_eps set to 0.001 in 8 norms" in notes
+    llama = models.LlamaCausalLM(
+        models.LlamaBackbone(**KERAS_SIZES), preprocessor=None
+    )
+    assert repair(llama) == []
+
+
+# Keras reads the learning rate of the optimizer it saves.
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_preset_of_kerashub(tmp_path):
+    models = keras_hub.models
+    original = models.QwenCausalLM(
+        models.QwenBackbone(**KERAS_SIZES), preprocessor=None
+    )
+    randomize(original)
+    original.save_to_preset(tmp_path / "preset")
+    loaded = load_causal_lm(tmp_path / "preset", dtype="float32")
+    assert_equal_logits(plain_logits(loaded), plain_logits(original))
+    assert loaded.kpt_repairs == []
+    assert loaded.kpt_source is None
+
+
+def test_a_family_without_a_table_takes_kerashubs_loader(tmp_path):
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.0,
+        "router_jitter_noise": 0.0,
+        "output_router_logits": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    causal_lm = load_causal_lm(tmp_path, load_weights=False)
+    assert isinstance(causal_lm, keras_hub.models.MixtralCausalLM)
+    assert causal_lm.kpt_repairs == []

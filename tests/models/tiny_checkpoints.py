@@ -1,0 +1,151 @@
+"""Tiny random Hugging Face checkpoints, and every way to run a model."""
+
+import json
+
+import jax
+import keras_hub
+import numpy as np
+import torch
+import transformers
+
+from keras_posttrain.models.policy import Policy
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+# What the family's checkpoints state beside the sizes.
+BASES = {
+    "gemma": {"head_dim": 12, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 5,
+        "num_hidden_layers": 3,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3_text": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 5,
+        "num_hidden_layers": 3,
+    },
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"head_dim": 12, "sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+}
+LENGTH = 14
+TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))
+
+
+def make_checkpoint(directory, model_type, drop=(), **fields):
+    """Writes a random checkpoint whose `config.json` is exactly this.
+
+    Args:
+        directory: path to make.
+        model_type: str, key of `BASES`.
+        drop: names of fields to leave out.
+        **fields: fields of the config, over `SIZES` and `BASES`.
+
+    Returns:
+        The directory, and the logits that transformers has for `TOKEN_IDS`.
+    """
+    config = {"model_type": model_type, **SIZES, **BASES[model_type], **fields}
+    config = {k: v for k, v in config.items() if k not in drop}
+    directory.mkdir(parents=True)
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    read = transformers.AutoConfig.from_pretrained(directory)
+    torch.manual_seed(sum(map(ord, str(sorted(config.items())))))
+    model = transformers.AutoModelForCausalLM.from_config(read)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.normal_(std=0.1 if "norm" in name else 0.25)
+            if "norm" in name and not model_type.startswith("gemma"):
+                value.add_(1.0)
+    model.save_pretrained(directory)
+    config["architectures"] = [type(model).__name__]
+    path.write_text(json.dumps(config))
+    return directory, transformers_logits(directory)
+
+
+def transformers_logits(directory):
+    """Logits of `TOKEN_IDS` by transformers, from the files."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        return model(torch.tensor(TOKEN_IDS)).logits.numpy()
+
+
+def plain_logits(causal_lm):
+    """By the backbone's own `call`."""
+    inputs = {
+        "token_ids": TOKEN_IDS,
+        "padding_mask": np.ones_like(TOKEN_IDS),
+    }
+    hidden = causal_lm.backbone(inputs)
+    return np.array(causal_lm.backbone.token_embedding(hidden, reverse=True))
+
+
+def cached_logits(causal_lm):
+    """By the cache of `generate`: all at once, then the last token again."""
+    embedding = causal_lm.backbone.token_embedding
+    more = ()
+    if isinstance(causal_lm.backbone, keras_hub.models.Gemma3Backbone):
+        more = (None, None, np.ones_like(TOKEN_IDS), None)
+    hidden, cache = causal_lm._build_cache(TOKEN_IDS, *more)
+    first = np.array(embedding(hidden, reverse=True))
+
+    @jax.jit
+    def step(cache, index):
+        token = jax.lax.dynamic_slice_in_dim(TOKEN_IDS, index, 1, axis=1)
+        return causal_lm.call_with_cache(token, cache, index)[0]
+
+    first[:, -1:] = step(cache, LENGTH - 1)
+    return first
+
+
+def packed_logits(causal_lm):
+    """Under the attention seam: both rows in one, as two segments."""
+    rows, length = TOKEN_IDS.shape
+    batch = {
+        "token_ids": TOKEN_IDS.reshape(1, -1),
+        "segment_ids": np.repeat([[1, 2]], length, axis=1),
+        "positions": np.tile(np.arange(length), rows)[None],
+    }
+    hidden = Policy(causal_lm).hidden_states(batch)
+    logits = causal_lm.backbone.token_embedding(hidden, reverse=True)
+    return np.array(logits).reshape(rows, length, -1)
+
+
+def assert_equal_logits(got, want):
+    """Within 2e-5, or that share of the logits' size."""
+    size = max(1.0, float(np.std(want)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * size)
+
+
+def assert_all_ways_equal(causal_lm, want):
+    """Whichever way the model is run, the logits are these."""
+    assert_equal_logits(plain_logits(causal_lm), want)
+    assert_equal_logits(packed_logits(causal_lm), want)
+    assert_equal_logits(cached_logits(causal_lm), want)
+
+
+def randomize(causal_lm, seed=0):
+    """Weights of the size that `make_checkpoint` gives."""
+    rng = np.random.default_rng(seed)
+    for variable in causal_lm.backbone.variables:
+        value = rng.normal(size=variable.shape, scale=0.25)
+        if "norm" in variable.path:
+            value = np.array(variable.value) + 0.4 * value
+        variable.assign(value)
+    return causal_lm
