@@ -90,6 +90,9 @@ def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
         return at + len(header)
     if start is None:
         raise _not_found(i)
+    # With nothing to prompt it, the model writes the space before its words.
+    while not header and start > after and text[start - 1] == " ":
+        start -= 1
     return start
 
 
