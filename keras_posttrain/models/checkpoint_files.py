@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import os
 import pathlib
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,55 @@ from safetensors.numpy import save_file
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def read_json(path):
+    """The content of a JSON file; an error that names it if it is none."""
+    try:
+        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"A file of JSON was expected. Received: {str(path)!r}, {error}"
+        ) from error
+
+
+def write_json(path, content):
+    """Writes a dict as sorted, indented JSON."""
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced_directory(directory):
+    """A folder to write in, which takes the place of another when complete.
+
+    Whatever fails inside, the folder that was there stays as it was.
+
+    Args:
+        directory: path; may exist.
+
+    Yields:
+        The path of an empty folder beside it.
+    """
+    directory = pathlib.Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    new = directory.with_name(f".{directory.name}.{os.getpid()}.new")
+    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        yield new
+        if directory.exists():
+            directory.rename(old)
+        try:
+            new.rename(directory)
+        except OSError:
+            if old.exists():
+                old.rename(directory)
+            raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 class Reader(contextlib.ExitStack):
@@ -38,8 +89,8 @@ class Reader(contextlib.ExitStack):
         directory = pathlib.Path(directory)
         self.directory = directory
         if (directory / INDEX).is_file():
-            text = (directory / INDEX).read_text(encoding="utf-8")
-            files = sorted(set(json.loads(text)["weight_map"].values()))
+            index = read_json(directory / INDEX)
+            files = sorted(set(index["weight_map"].values()))
         elif (directory / SINGLE).is_file():
             files = [SINGLE]
         else:
@@ -133,5 +184,4 @@ def write_tensors(directory, shapes, dtypes, get, max_shard_bytes):
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {n: f for f, names in shards.items() for n in names},
         }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (directory / INDEX).write_text(text, encoding="utf-8")
+        write_json(directory / INDEX, index)

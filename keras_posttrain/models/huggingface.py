@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import json
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Callable
 
 import keras
@@ -14,6 +12,11 @@ import keras_hub
 import numpy as np
 
 from keras_posttrain.models import checkpoint_files, repairs, settings
+from keras_posttrain.models.checkpoint_files import (
+    read_json,
+    replaced_directory,
+    write_json,
+)
 from keras_posttrain.models.families import FAMILIES, attribute, family_of
 
 CONFIG = "config.json"
@@ -106,16 +109,6 @@ def _download(preset):
     if "model_type" not in read_json(config):
         return None
     return pathlib.Path(snapshot_download(repository, allow_patterns=PATTERNS))
-
-
-def read_json(path):
-    """The content of a JSON file; an error that names it if it is none."""
-    try:
-        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"A file of JSON was expected. Received: {str(path)!r}, {error}"
-        ) from error
 
 
 def tensors(causal_lm):
@@ -364,7 +357,7 @@ def export(
     ```
     """
     directory = pathlib.Path(directory)
-    _check_writable(directory)
+    _check_replaceable(directory)
     if dtype not in (None, *checkpoint_files.FLOATS):
         raise ValueError(
             f"`dtype` must be one of {list(checkpoint_files.FLOATS)} or "
@@ -379,11 +372,7 @@ def export(
         array = values(tensor.variable) if values else tensor.variable.value
         return tensor.to_hf(np.asarray(array))
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.new")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with replaced_directory(directory) as temporary:
         checkpoint_files.write_tensors(
             temporary,
             {name: tensor.shape for name, tensor in table.items()},
@@ -393,15 +382,12 @@ def export(
         )
         if tokenizer is not None:
             tokenizer.save(temporary)
-        _write_json(temporary / CONFIG, config)
+        write_json(temporary / CONFIG, config)
         generation = _generation_config(causal_lm, config)
-        _write_json(temporary / GENERATION_CONFIG, generation)
-        _move(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_json(temporary / GENERATION_CONFIG, generation)
 
 
-def _check_writable(directory):
+def _check_replaceable(directory):
     if not directory.exists():
         return
     if not directory.is_dir():
@@ -430,22 +416,3 @@ def _generation_config(causal_lm, config):
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     found = {k: config[k] for k in ids if config.get(k) is not None}
     return {"_from_model_config": True, **found}
-
-
-def _write_json(path, content):
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8")
-
-
-def _move(temporary, directory):
-    """Puts a complete directory in its place, and what was there away."""
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
-    if directory.exists():
-        directory.rename(old)
-    try:
-        temporary.rename(directory)
-    except OSError:
-        if old.exists():
-            old.rename(directory)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -6,7 +6,7 @@ import dataclasses
 import keras_hub
 
 from keras_posttrain.models import huggingface, repairs
-from keras_posttrain.models.checkpoint_files import Reader
+from keras_posttrain.models.checkpoint_files import Reader, read_json
 from keras_posttrain.models.families import FAMILIES, family_of
 from keras_posttrain.models.settings import from_config
 
@@ -47,7 +47,7 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     path = huggingface.resolve(preset)
     config = None
     if path is not None:
-        config = huggingface.read_json(path / huggingface.CONFIG)
+        config = read_json(path / huggingface.CONFIG)
         config, notes = _text_config(config)
     if config is None or config["model_type"] not in FAMILIES:
         causal_lm = keras_hub.models.CausalLM.from_preset(
