@@ -228,7 +228,7 @@ def from_sentencepiece_file(path, config, names):
     extra = [t["content"] if isinstance(t, dict) else t for t in extra]
     added = config.get("added_tokens_decoder") or {}
     extra += [t["content"] for t in added.values() if t.get("special")]
-    if not config.get("add_prefix_space", True):
+    if config.get("add_prefix_space") is False:
         model.add_dummy_prefix = False
     known = {text for text, _, _ in model.pieces}
     adds_bos = config.get("add_bos_token", True)

@@ -129,18 +129,21 @@ def _content_place(tokenizer, text, messages, i, tools, kwargs):
 def _turn_end(tokenizer, text, messages, i, start, stops, tools, kwargs):
     """The end of the token that ends the turn."""
     limit = len(text)
-    try:
-        turn = call_template(
-            tokenizer, messages[: i + 1], False, tools, kwargs
-        )
-        if text.startswith(turn):
+    is_last = i + 1 == len(messages)
+    if not is_last:
+        try:
+            turn = call_template(
+                tokenizer, messages[: i + 1], False, tools, kwargs
+            )
+        except ValueError:
+            # Some templates refuse to end here.
+            turn = None
+        if turn is not None and text.startswith(turn):
             limit = len(turn)
-    except ValueError:
-        pass
     for stop_start, stop_end in stops:
         if stop_start >= start and stop_end <= limit:
             return stop_end
-    if i + 1 == len(messages) or limit < len(text):
+    if is_last or limit < len(text):
         # No token ends a turn here: it ends where its text does.
         return limit
     raise _not_found(i)

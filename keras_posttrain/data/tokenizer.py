@@ -65,7 +65,8 @@ class Tokenizer:
         if pad is None:
             pad = 0 if self.eos_token_id is None else self.eos_token_id
         self.pad_token_id = pad
-        self.vocabulary_size = backend.get_vocab_size(with_added_tokens=True)
+        # Ids may have gaps, so it is the largest one that counts.
+        self.vocabulary_size = 1 + max(backend.get_vocab().values())
         # Tokens that are parsed in a template's text, never in a message's.
         named = set(self.special_tokens.values())
         self.control_tokens = {
