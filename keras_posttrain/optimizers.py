@@ -1,4 +1,6 @@
+import jax
 import keras
+import optax
 
 
 def is_decayed(variable):
@@ -27,33 +29,58 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
     optax.adamw(1e-5, weight_decay=0.1, mask=kpt.decay_mask)
     ```
 
+    Its learning rate is known, logged and settable where the transformation
+    was made with `optax.inject_hyperparams`; else it is logged as `null`.
+
     Args:
         transform: `optax.GradientTransformation`.
-        learning_rate: float, schedule or `None`; only what is logged: the
-            transformation does not tell its own.
     """
 
-    def __init__(self, transform, learning_rate=None, name="optax"):
+    def __init__(self, transform, name="optax"):
         super().__init__(learning_rate=1.0, name=name)
         self.transform = transform
-        self.logged_learning_rate = learning_rate
         self._state_variables = None
+        self._rate_at = None
 
     def build(self, variables):
         if self.built:
             return
         super().build(variables)
-        import jax
-
         params = self._by_path(variables, [v.value for v in variables])
-        leaves, self._treedef = jax.tree.flatten(self.transform.init(params))
+        if len(params) < len(variables):
+            raise ValueError(
+                "Optax sees parameters by path, and two variables share one: "
+                f"{sorted(v.path for v in variables)}"
+            )
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(
+            self.transform.init(params)
+        )
         self._state_variables = []
-        for i, leaf in enumerate(leaves):
+        for i, (path, leaf) in enumerate(leaves):
             variable = keras.Variable(
                 leaf, dtype=leaf.dtype, trainable=False, name=f"state_{i}"
             )
             self._track_variable(variable)
             self._state_variables.append(variable)
+            if "hyperparams" in str(path) and "'learning_rate'" in str(path):
+                self._rate_at = i
+
+    @property
+    def learning_rate(self):
+        if self._rate_at is None:
+            return float("nan")
+        return self._state_variables[self._rate_at].value
+
+    @learning_rate.setter
+    def learning_rate(self, value):
+        if self._rate_at is None:
+            raise ValueError(
+                "An Optax transformation keeps its learning rate to itself. "
+                "Give it a schedule, or make it settable: "
+                "`optax.inject_hyperparams(optax.adamw)(learning_rate=1e-5)`. "
+                f"Received: learning_rate={value}"
+            )
+        self._state_variables[self._rate_at].assign(value)
 
     def _by_path(self, variables, values):
         return {v.path: x for v, x in zip(variables, values)}
@@ -61,9 +88,6 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
         # The one hook of the base class that sees all gradients at once.
         del learning_rate
-        import jax
-        import optax
-
         grads = self._by_path(trainable_variables, grads)
         params = self._by_path(
             trainable_variables, [v.value for v in trainable_variables]

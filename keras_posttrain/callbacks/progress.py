@@ -1,3 +1,4 @@
+import math
 import sys
 import time
 
@@ -92,7 +93,7 @@ class Progress(keras.callbacks.Callback):
         parts += [
             f"{name} {float(value):.4g}"
             for name, value in logs.items()
-            if name not in hidden
+            if name not in hidden and math.isfinite(value)
         ]
         if elapsed > 0 and self._tokens:
             parts.append(f"{self._tokens / elapsed:,.0f} tokens/s")

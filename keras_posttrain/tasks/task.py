@@ -66,6 +66,7 @@ class Task(keras.Model):
                 f"Received: reference={reference!r}"
             )
         guards.check_model(causal_lm, sequence_length)
+        loading.repair(causal_lm)
         super().__init__(name=name)
         self.causal_lm = causal_lm
         self.tokenizer = tokenizer
@@ -430,9 +431,13 @@ class Task(keras.Model):
         self.test_function = test_function
 
     def _get_metrics_result_or_logs(self, logs):
-        # Keras compares names to guess whether `logs` are its own metrics.
+        # Keras compares names to guess whether `logs` are its own metrics. A
+        # mean of nothing (a learning rate that Optax does not tell) is no 0.
         del logs
-        return self.get_metrics_result()
+        return {
+            t.name: t.result() if float(t.count.value) else float("nan")
+            for t in self.metrics
+        }
 
     def _hand_back(self, state):
         """Lets Keras put back the variables that it has emptied."""

@@ -1,0 +1,48 @@
+"""What several test files share: the reference folder and small rows."""
+
+import json
+import pathlib
+
+import numpy as np
+
+REFERENCE = pathlib.Path(__file__).parent / "reference"
+
+# One directory of each family whose sequences can be packed.
+FAMILIES = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "llama": "llama3",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+
+
+def load_json(name):
+    return json.loads((REFERENCE / name).read_text(encoding="utf-8"))
+
+
+def random_rows(count, low=6, high=30, seed=0, vocabulary=500):
+    """Tokenised rows of unequal length, the first third a prompt."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        n = int(rng.integers(low, high + 1))
+        ids = rng.integers(3, vocabulary, n).tolist()
+        rows.append(
+            {
+                "token_ids": ids,
+                "completion_mask": [0] * (n // 3) + [1] * (n - n // 3),
+            }
+        )
+    return rows
+
+
+def weights(task):
+    """The trainable arrays of a task, by path."""
+    return {v.path: np.array(v.value) for v in task.trainable_variables}
+
+
+def read_log(directory):
+    lines = (pathlib.Path(directory) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in lines.splitlines()]

@@ -1,0 +1,211 @@
+"""The same sequences give the same update, however they are run."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import FAMILIES, REFERENCE, random_rows, weights
+
+ROWS = random_rows(8, seed=1)
+
+
+def one_step(
+    family="llama",
+    rows=ROWS,
+    *,
+    packing=False,
+    batch_size=8,
+    lora=None,
+    micro_batch_size=None,
+    steps=1,
+    loss="auto",
+    **kwargs,
+):
+    """SGD steps, so that rounding noise stays what it is."""
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models" / FAMILIES[family],
+        sequence_length=64,
+        lora=lora,
+        **kwargs,
+    )
+    if lora:
+        # B is zero at the start, and then half of the gradients are.
+        rng = np.random.default_rng(0)
+        for b in task.adapter.b:
+            b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    before = weights(task)
+    task.compile(
+        optimizer=keras.optimizers.SGD(0.1),
+        loss=loss,
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=None,
+    )
+    history = task.fit(
+        rows,
+        batch_size=batch_size,
+        epochs=steps,
+        shuffle=False,
+        packing=packing,
+        verbose=0,
+    )
+    after = weights(task)
+    update = {k: after[k] - before[k] for k in after}
+    return history.history, update, task
+
+
+def assert_same(left, right, rtol=2e-5):
+    (history, update, _), (other_history, other_update, _) = left, right
+    for name in ("loss", "grad_norm", "entropy"):
+        np.testing.assert_allclose(
+            history[name], other_history[name], rtol=1e-5
+        )
+    assert set(update) == set(other_update)
+    # A weight of size 1 is stored to 1e-7, whatever the update.
+    atol = 2e-7 + rtol * max(np.abs(x).max() for x in update.values())
+    for key, value in update.items():
+        np.testing.assert_allclose(
+            value, other_update[key], rtol=0, atol=atol, err_msg=key
+        )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_packed_equals_unpacked(family):
+    # All sequences fit in the rows of one batch, so the step is the same.
+    unpacked = one_step(family)
+    packed = one_step(family, packing=True, batch_size=4)
+    assert packed[2].data.num_batches == 1
+    assert_same(unpacked, packed)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_micro_batches_equal_the_batch(family):
+    whole = one_step(family)
+    for size in (2, 4):
+        assert_same(whole, one_step(family, micro_batch_size=size))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_remat_and_chunk_size_change_nothing(family):
+    plain = one_step(family)
+    assert_same(plain, one_step(family, remat="full"))
+    assert_same(plain, one_step(family, chunk_size=7))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_lora_is_as_invariant(family):
+    lora = kpt.LoRA(rank=4, dropout=0.3)
+    plain = one_step(family, lora=lora)
+    assert_same(plain, one_step(family, lora=lora, remat="full"))
+    assert_same(plain, one_step(family, lora=lora, micro_batch_size=2))
+    assert_same(plain, one_step(family, lora=lora, packing=True, batch_size=4))
+    none = one_step(family, lora=kpt.LoRA(rank=4))
+    assert abs(none[0]["loss"][0] - plain[0]["loss"][0]) > 1e-4
+
+
+def test_dft_is_as_invariant():
+    loss = kpt.losses.DFTLoss()
+    plain = one_step(loss=loss)
+    assert_same(plain, one_step(loss=loss, micro_batch_size=2))
+    assert_same(plain, one_step(loss=loss, packing=True, batch_size=4))
+
+
+def test_a_loss_of_unknown_gradient_takes_the_general_path():
+    class Squared(kpt.losses.Loss):
+        def normalizers(self, batch):
+            return {"loss": batch["completion_mask"].sum()}
+
+        def total(self, batch, outputs):
+            logps = outputs["per_token_logps"]
+            terms = (batch["completion_mask"] * logps**2).sum()
+            return {"loss": terms}, {}
+
+    class SquaredTokens(kpt.losses.TokenLoss):
+        def token_loss(self, logps):
+            return logps**2
+
+    general = one_step(loss=Squared(), micro_batch_size=4)
+    fused = one_step(loss=SquaredTokens())
+    for key, value in fused[1].items():
+        np.testing.assert_allclose(value, general[1][key], atol=1e-4)
+    np.testing.assert_allclose(general[0]["loss"], fused[0]["loss"], rtol=1e-5)
+
+
+def test_partial_batches_and_padding_carry_nothing():
+    """3 rows alone, and 3 rows in a batch of 8: the same step."""
+    alone = one_step(rows=ROWS[:3], batch_size=3)
+    padded = one_step(rows=ROWS[:3], batch_size=8)
+    assert_same(alone, padded)
+
+
+def test_row_weights_scale_each_rows_part():
+    """Twice the weight is the row twice; weight 0 is no row."""
+    doubled = [dict(ROWS[0], weight=2.0), ROWS[1]]
+    twice = [ROWS[0], ROWS[0], ROWS[1]]
+    left = one_step(rows=doubled, batch_size=2)
+    right = one_step(rows=twice, batch_size=3)
+    np.testing.assert_allclose(left[0]["loss"], right[0]["loss"], rtol=1e-6)
+    for key, value in left[1].items():
+        np.testing.assert_allclose(value, right[1][key], atol=1e-6)
+
+
+def test_a_masked_batch_changes_nothing_and_says_so(capsys, tmp_path):
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=64
+    )
+    rows = [dict(r, weight=0.0) for r in ROWS[:2]] + ROWS[2:4]
+    task.compile(optimizer=keras.optimizers.Adam(1e-2))
+    log = kpt.callbacks.MetricsLog(tmp_path)
+
+    class Watch(keras.callbacks.Callback):
+        seen = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen.append(weights(self.model))
+
+    start = weights(task)
+    task.fit(
+        rows, batch_size=2, shuffle=False, verbose=1, callbacks=[log, Watch()]
+    )
+    for key, value in start.items():
+        np.testing.assert_array_equal(value, Watch.seen[0][key])
+    assert any((start[k] != Watch.seen[1][k]).any() for k in start)
+    assert int(task.optimizer.iterations.value) == 1
+    assert "1 steps changed nothing" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=64
+    )
+
+    class Poisoned(kpt.losses.TokenLoss):
+        def token_loss(self, logps):
+            # Infinite at a log-probability below -12, finite elsewhere.
+            return -logps + (1.0 / (logps > -1e9) - 1.0) * 0
+
+    class Broken(kpt.losses.TokenLoss):
+        def token_loss(self, logps):
+            return logps * float("nan")
+
+    start = weights(task)
+    for loss, changes in ((Broken(), False), (Poisoned(), True)):
+        task.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
+        history = task.fit(ROWS, batch_size=8, verbose=0).history
+        assert history["skipped"] == [0.0 if changes else 1.0]
+        moved = any((start[k] != v).any() for k, v in weights(task).items())
+        assert moved == changes
+
+
+def test_one_compilation_per_shape():
+    rows = random_rows(24, low=6, high=60, seed=3)
+    rows += random_rows(5, low=66, high=120, seed=4)
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=128
+    )
+    task.compile(optimizer=keras.optimizers.SGD(0.1))
+    task.fit(rows, batch_size=4, epochs=3, verbose=0)
+    shapes = {64, 128}
+    assert task.compiled_train_step._cache_size() <= len(shapes)
+    task.fit(rows, batch_size=4, epochs=1, verbose=0)
+    assert task.compiled_train_step._cache_size() <= len(shapes)
