@@ -58,13 +58,9 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         )
         repair(causal_lm)
         return causal_lm
-    family = FAMILIES[config["model_type"]]
-    settings, more = from_config(config, family)
+    causal_lm, settings, more = _build(config, dtype)
     notes += more
-    backbone = family.backbone_class(
-        **_arguments(settings, family), dtype=dtype
-    )
-    causal_lm = family.causal_lm_class(backbone=backbone, preprocessor=None)
+    family = FAMILIES[config["model_type"]]
     reading = Reader(path) if load_weights else contextlib.nullcontext()
     with reading as checkpoint:
         if checkpoint is not None:
@@ -73,6 +69,39 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         notes += repairs.apply_settings(causal_lm, family, settings)
         if checkpoint is not None:
             notes += _load_weights(causal_lm, checkpoint)
+    _remember(causal_lm, {"path": str(path), "config": config}, notes)
+    return causal_lm
+
+
+def _build(config, dtype):
+    family = FAMILIES[config["model_type"]]
+    settings, notes = from_config(config, family)
+    backbone = family.backbone_class(
+        **_arguments(settings, family), dtype=dtype
+    )
+    causal_lm = family.causal_lm_class(backbone=backbone, preprocessor=None)
+    return causal_lm, settings, notes
+
+
+def load_saved(path, config, *, dtype=None, load_weights=True):
+    """Loads a KerasHub preset by the Hugging Face config saved beside it.
+
+    Args:
+        path: path of a directory that `presets.save_to_preset` wrote.
+        config: dict, the config kept there.
+        dtype, load_weights: as in `load_causal_lm`.
+
+    Returns:
+        A `keras_hub.models.CausalLM`.
+    """
+    causal_lm, settings, notes = _build(config, dtype)
+    family = FAMILIES[config["model_type"]]
+    notes += repairs.apply_settings(causal_lm, family, settings)
+    if load_weights:
+        files = sorted(path.glob("model.weights*"))
+        # A large model's weights are in several files, with a JSON index.
+        index = [f for f in files if f.name == "model.weights.json"]
+        causal_lm.backbone.load_weights(str((index or files)[0]))
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
     return causal_lm
 

@@ -128,7 +128,7 @@ class Task(keras.Model):
                 built faithfully; the message names the field.
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
-        causal_lm = loading.load_causal_lm(
+        causal_lm = presets.load_causal_lm(
             preset, dtype=dtype, load_weights=load_weights
         )
         task = cls(
@@ -849,7 +849,7 @@ class Task(keras.Model):
         Args:
             path: str or path of a new directory.
         """
-        loading.save_to_preset(
+        presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )
 

@@ -1,0 +1,46 @@
+"""What is saved as a KerasHub preset comes back with equal numbers."""
+
+import keras_hub
+import numpy as np
+import pytest
+from tests.support import FAMILIES, REFERENCE, random_rows
+
+import keras_posttrain as kpt
+
+ROWS = random_rows(3, seed=5)
+
+
+@pytest.mark.parametrize("name", [*sorted(FAMILIES.values()), "llama3_tied"])
+def test_save_to_preset_round_trip(name, tmp_path):
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models" / name,
+        sequence_length=64,
+        lora=kpt.LoRA(rank=4),
+    )
+    rng = np.random.default_rng(0)
+    for b in task.adapter.b:
+        b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    expected = task.log_probs(ROWS)
+    task.save_to_preset(tmp_path / "preset")
+    again = kpt.SFTTask.from_preset(tmp_path / "preset", sequence_length=64)
+    for found, want in zip(again.log_probs(ROWS), expected):
+        np.testing.assert_allclose(found, want, atol=2e-5)
+    assert again.tokenizer.encode("Hello there") == task.tokenizer.encode(
+        "Hello there"
+    )
+    assert again.tokenizer.stop_token_ids == task.tokenizer.stop_token_ids
+    # KerasHub by itself reads the weights too.
+    plain = keras_hub.models.CausalLM.from_preset(
+        str(tmp_path / "preset"), preprocessor=None
+    )
+    assert plain.backbone.count_params() == (
+        again.causal_lm.backbone.count_params()
+    )
+
+
+def test_a_directory_with_files_is_refused(tmp_path):
+    task = kpt.SFTTask.from_preset(REFERENCE / "models/qwen3")
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ValueError, match="new or empty directory"):
+        task.save_to_preset(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
