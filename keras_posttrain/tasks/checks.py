@@ -1,6 +1,7 @@
 """What a user may pass to a task, checked before anything is compiled."""
 
 import contextlib
+import numbers
 import warnings
 
 import keras
@@ -31,7 +32,8 @@ def task_arguments(lora, sequence_length, truncation, remat):
 
 
 def _positive_int(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    is_int = isinstance(value, numbers.Integral) and value is not True
+    if not is_int or value < 1:
         raise ValueError(
             f"`{name}` must be a positive int. Received: {name}={value!r}"
         )
@@ -52,7 +54,8 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
                 "leave `micro_batch_size` out. "
                 f"Received: micro_batch_size={micro_batch_size}"
             )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    is_number = isinstance(max_grad_norm, numbers.Real)
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ValueError(
             "`max_grad_norm` must be a positive float, or None for no "
             f"clipping. Received: max_grad_norm={max_grad_norm!r}"
@@ -121,10 +124,13 @@ def reads_logs(callbacks):
     """Whether a callback beside our own reads the logs of each batch."""
     base = keras.callbacks.Callback
     for callback in callbacks:
-        if getattr(callback, "reads_step_logs", False):
-            continue
         for name in ("on_train_batch_end", "on_batch_end"):
-            if getattr(type(callback), name) is not getattr(base, name):
+            # LambdaCallback sets its methods on the object.
+            if name in vars(callback):
+                return True
+            owner = next(c for c in type(callback).__mro__ if name in vars(c))
+            own = vars(owner).get("reads_step_logs", False)
+            if owner is not base and not own:
                 return True
     return False
 

@@ -1,4 +1,5 @@
 import contextlib
+import itertools
 
 import keras_hub
 import numpy as np
@@ -47,6 +48,35 @@ class Generator:
         if not return_token_ids:
             completions = [task.tokenizer.decode(c) for c in completions]
         return completions[0] if one else completions
+
+    def samples(self, examples, count, max_tokens):
+        """Completes the first rows and lays their own ends beside it."""
+        tokenizer = self.task.tokenizer
+        self.task._need_tokenizer("num_samples")
+        cut = []
+        for example in itertools.islice(iter(examples), count):
+            first = int(np.flatnonzero(example.completion_mask)[0])
+            cut.append((example.token_ids[:first], example.token_ids[first:]))
+        completions = self(
+            [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
+            max_tokens=max_tokens,
+            temperature=0,
+            top_k=None,
+            top_p=None,
+            stop_token_ids="auto",
+            seed=0,
+            return_token_ids=False,
+        )
+        return [
+            {
+                "prompt": tokenizer.decode(
+                    prompt.tolist(), skip_special_tokens=False
+                ),
+                "completion": completion,
+                "reference": tokenizer.decode(rest.tolist()),
+            }
+            for (prompt, rest), completion in zip(cut, completions)
+        ]
 
     def _prompt_ids(self, row, prompt):
         if isinstance(prompt, dict):

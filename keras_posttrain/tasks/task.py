@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import json
 
 import jax
 import jax.numpy as jnp
@@ -191,7 +192,7 @@ class Task(keras.Model):
                 larger are scaled down to it.
             run_eagerly: bool, for debugging.
         """
-        loss = self.default_loss() if isinstance(loss, str) else loss
+        loss = self.default_loss() if loss == "auto" else loss
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
         rate = 2e-4 if self.adapter is not None else 2e-5
         optimizer = optimizers.get(optimizer, learning_rate=rate)
@@ -483,18 +484,25 @@ class Task(keras.Model):
         """What must be the same for a run to be the same run."""
         lora = self.adapter.lora if self.adapter else None
         shapes = [list(v.shape) for v in self.trainable_variables]
-        return {
-            "task": type(self).__name__,
-            "model": type(self.causal_lm).__name__,
-            "config": guards.architecture(self.causal_lm),
-            "lora": dataclasses.asdict(lora) if lora else None,
-            "trainable": hashlib.sha256(repr(shapes).encode()).hexdigest(),
-            "frozen": self._frozen_digest(),
-            "optimizer": type(self.optimizer).__name__,
-            "optimizer_variables": len(self.optimizer.variables),
-            "loss": repr(self.objective),
-            "max_grad_norm": self.max_grad_norm,
-        }
+        # As JSON gives it back: tuples are lists.
+        return json.loads(
+            json.dumps(
+                {
+                    "task": type(self).__name__,
+                    "model": type(self.causal_lm).__name__,
+                    "config": guards.architecture(self.causal_lm),
+                    "lora": dataclasses.asdict(lora) if lora else None,
+                    "trainable shapes (checksum)": hashlib.sha256(
+                        repr(shapes).encode()
+                    ).hexdigest()[:16],
+                    "frozen weights (checksum)": self._frozen_digest(),
+                    "optimizer": type(self.optimizer).__name__,
+                    "optimizer_variables": len(self.optimizer.variables),
+                    "loss": repr(self.objective),
+                    "max_grad_norm": self.max_grad_norm,
+                }
+            )
+        )
 
     def _frozen_digest(self):
         """A checksum of the frozen weights, which no checkpoint holds."""
@@ -546,7 +554,7 @@ class Task(keras.Model):
         self._step_base = meta["step"] - meta["data"]["step"]
         self._consumed, self._resumed = 0, True
         # Running means go on in the middle of an epoch.
-        self._keep_metrics = True
+        self._keep_metrics = meta["in_epoch"]
         self._initial_epoch = meta["epoch"]
         if meta["stopped"]:
             self._initial_epoch = self._epochs
@@ -603,6 +611,8 @@ class Task(keras.Model):
                 trained on, before anything is compiled.
         """
         self._assert_compile_called("fit")
+        if isinstance(callbacks, keras.callbacks.Callback):
+            callbacks = [callbacks]
         callbacks = list(callbacks or [])
         checks.fit_arguments(self, batch_size, epochs, packing, callbacks)
         examples, report = self.prepare(dataset)
@@ -632,14 +642,20 @@ class Task(keras.Model):
         # What others count at the end of an epoch is in the checkpoint.
         callbacks.sort(key=lambda c: isinstance(c, Checkpoint))
         self.fit_callbacks = callbacks
-        with checks.epochs_may_end():
-            return super().fit(
-                x=self.data,
-                epochs=epochs,
-                verbose=0,
-                callbacks=callbacks,
-                validation_data=validation,
-            )
+        try:
+            with checks.epochs_may_end():
+                return super().fit(
+                    x=self.data,
+                    epochs=epochs,
+                    verbose=0,
+                    callbacks=callbacks,
+                    validation_data=validation,
+                )
+        finally:
+            # Keras ends no callback when training raises.
+            for callback in callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
 
     def _batches(self, examples, batch_size, **kwargs):
         pad = self.tokenizer.pad_token_id if self.tokenizer else 0
@@ -651,22 +667,36 @@ class Task(keras.Model):
             **kwargs,
         )
 
-    def evaluate(self, dataset=None, batch_size=8, *, verbose=0, **kwargs):
+    def evaluate(
+        self,
+        dataset=None,
+        batch_size=8,
+        *,
+        num_samples=0,
+        max_tokens=256,
+        verbose=0,
+        **kwargs,
+    ):
         """The loss and metrics of rows, as means over all their tokens.
 
         Args:
             dataset: as in `fit`.
             batch_size: int, rows at once.
+            num_samples: int, how many of the first rows are completed too:
+                greedily, from what precedes their first token with loss.
+            max_tokens: int, the most new tokens of such a completion.
             verbose: as in Keras.
 
         Returns:
-            A dict of floats: `loss`, `perplexity` and the loss's metrics.
+            A dict of floats: `loss`, `perplexity` and the loss's metrics;
+            where rows were completed also `samples`, a list of dicts with
+            `prompt`, `completion` and `reference`, the row's own.
         """
         self._assert_compile_called("evaluate")
         # `fit` calls with Keras's own arguments.
         dataset = kwargs.pop("x", dataset)
-        inside = isinstance(dataset, BatchAdapter)
-        if not inside:
+        examples = []
+        if not isinstance(dataset, BatchAdapter):
             examples, _ = self.prepare(dataset)
             checks.divides(self, batch_size)
             dataset = self._batches(examples, batch_size, shuffle=False)
@@ -688,7 +718,12 @@ class Task(keras.Model):
                 )
         finally:
             self._evaluating = False
-        return {**logs, "perplexity": float(np.exp(logs["loss"]))}
+        logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
+        if num_samples:
+            logs["samples"] = self._generator.samples(
+                examples, num_samples, max_tokens
+            )
+        return logs
 
     # Using the model
 

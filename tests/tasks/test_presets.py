@@ -3,9 +3,9 @@
 import keras_hub
 import numpy as np
 import pytest
-from tests.support import FAMILIES, REFERENCE, random_rows
 
 import keras_posttrain as kpt
+from tests.support import FAMILIES, REFERENCE, random_rows
 
 ROWS = random_rows(3, seed=5)
 

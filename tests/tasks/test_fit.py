@@ -1,0 +1,196 @@
+"""What `fit`, `evaluate` and `generate` promise beside the numbers."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, random_rows, read_log, weights
+
+ROWS = random_rows(12, seed=2)
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Say {i}."},
+            {"role": "assistant", "content": f"It is {i}."},
+        ]
+    }
+    for i in range(6)
+]
+
+
+def make(**kwargs):
+    kwargs.setdefault("sequence_length", 64)
+    return kpt.SFTTask.from_preset(REFERENCE / "models/qwen3", **kwargs)
+
+
+def test_skip_steps_leaves_out_exactly_those_batches(tmp_path):
+    """Steps keep their numbers and batches: only 2 and 5 are gone."""
+    logs = {}
+    for name, skip in (("whole", ()), ("less", (2, 5))):
+        task = make()
+        # Weights stay put, so that a step's loss tells its batch.
+        task.compile(optimizer=keras.optimizers.SGD(0.0))
+        task.fit(
+            ROWS,
+            batch_size=4,
+            epochs=2,
+            verbose=0,
+            skip_steps=skip,
+            callbacks=[kpt.callbacks.MetricsLog(tmp_path / name)],
+        )
+        logs[name] = {x["step"]: x["loss"] for x in read_log(tmp_path / name)}
+        assert int(task.optimizer.iterations.value) == 6 - len(skip)
+    assert sorted(logs["whole"]) == [1, 2, 3, 4, 5, 6]
+    assert sorted(logs["less"]) == [1, 3, 4, 6]
+    for step, loss in logs["less"].items():
+        assert loss == logs["whole"][step]
+
+
+def test_evaluate_is_the_token_mean_of_all_rows():
+    """Batches of unequal token counts weigh by their tokens."""
+    task = make()
+    task.compile()
+    one = task.evaluate(ROWS, batch_size=12)
+    many = task.evaluate(ROWS, batch_size=5)
+    for key in ("loss", "perplexity", "entropy", "mean_token_accuracy"):
+        np.testing.assert_allclose(one[key], many[key], rtol=1e-5)
+    logps = task.log_probs(ROWS)
+    total = sum(-(x * r["completion_mask"]).sum() for x, r in zip(logps, ROWS))
+    count = sum(sum(r["completion_mask"]) for r in ROWS)
+    np.testing.assert_allclose(one["loss"], total / count, rtol=1e-5)
+    np.testing.assert_allclose(one["perplexity"], np.exp(one["loss"]))
+
+
+def test_evaluate_also_generates():
+    task = make()
+    task.compile()
+    found = task.evaluate(CHAT, num_samples=2, max_tokens=4)["samples"]
+    assert [set(s) for s in found] == [{"prompt", "completion", "reference"}] * 2
+    assert found[1]["prompt"].endswith("<|im_start|>assistant\n")
+    assert "It is 1." in found[1]["reference"]
+
+
+def test_validation_early_stopping_and_schedules_work_as_in_keras():
+    task = make(lora=kpt.LoRA(rank=2))
+    task.compile(optimizer=keras.optimizers.Adam(1e-9))
+    history = task.fit(
+        ROWS,
+        batch_size=4,
+        epochs=6,
+        verbose=0,
+        validation_data=ROWS[:3],
+        callbacks=[
+            keras.callbacks.EarlyStopping("val_loss", 0.1, patience=2),
+            keras.callbacks.LearningRateScheduler(lambda e: 1e-9 * (e + 1)),
+        ],
+    )
+    assert len(history.history["val_loss"]) == 3
+    np.testing.assert_allclose(
+        history.history["learning_rate"], [1e-9, 2e-9, 3e-9], rtol=1e-5
+    )
+
+
+def test_shuffle_is_seeded_and_differs_between_epochs(tmp_path):
+    def run(name, **kwargs):
+        task = make()
+        task.compile(optimizer=keras.optimizers.SGD(0.0))
+        log = kpt.callbacks.MetricsLog(tmp_path / name)
+        task.fit(
+            ROWS, batch_size=4, epochs=2, verbose=0, callbacks=[log], **kwargs
+        )
+        return [x["loss"] for x in read_log(tmp_path / name)]
+
+    first = run("a", seed=1)
+    assert first == run("b", seed=1)
+    assert first != run("c", seed=2)
+    assert first[:3] != first[3:]
+    kept = run("d", shuffle=False)
+    assert kept[:3] == kept[3:]
+
+
+def test_base_weights_are_bit_equal_under_lora():
+    task = make(lora=kpt.LoRA(rank=4, dropout=0.1))
+    base = [np.array(v.value) for v in task.causal_lm.weights]
+    task.compile(optimizer=keras.optimizers.Adam(1e-2))
+    before = weights(task)
+    task.fit(ROWS, batch_size=4, epochs=2, verbose=0)
+    task.generate("Hello", max_tokens=4, temperature=0)
+    for array, variable in zip(base, task.causal_lm.weights):
+        np.testing.assert_array_equal(array, np.asarray(variable.value))
+    assert all((before[k] != v).any() for k, v in weights(task).items())
+
+
+def test_generate_takes_what_it_says():
+    task = make()
+    text = task.generate("Hello", max_tokens=4, temperature=0)
+    assert isinstance(text, str)
+    messages = [{"role": "user", "content": "Hi"}]
+    several = task.generate([messages, messages], max_tokens=4, seed=3)
+    assert len(several) == 2
+    one = task.generate(messages, max_tokens=4, temperature=0)
+    assert isinstance(one, str)
+    ids = task.generate(
+        {"prompt_ids": task.tokenizer.encode("Hello")},
+        max_tokens=4,
+        temperature=0,
+        return_token_ids=True,
+    )
+    assert task.tokenizer.decode(ids) == text
+    # Each is sampled again with the same seed, and otherwise with another.
+    sample = dict(max_tokens=8, temperature=1.0, return_token_ids=True)
+    left = task.generate(["a", "b c d"], seed=1, **sample)
+    assert left == task.generate(["a", "b c d"], seed=1, **sample)
+    assert left != task.generate(["a", "b c d"], seed=2, **sample)
+    only = task.generate(["a"], top_k=1, seed=5, **sample)
+    greedy = task.generate(
+        ["a"], max_tokens=8, temperature=0, return_token_ids=True
+    )
+    assert only == greedy
+
+
+def test_generate_stops_at_any_token_of_the_set():
+    task = make()
+    free = task.generate(
+        "Hello",
+        max_tokens=12,
+        temperature=0,
+        stop_token_ids=None,
+        return_token_ids=True,
+    )
+    stop = free[5]
+    cut = task.generate(
+        "Hello",
+        max_tokens=12,
+        temperature=0,
+        stop_token_ids=[stop, 3],
+        return_token_ids=True,
+    )
+    assert cut == free[: free.index(stop) + 1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_sixteen_bits_train(dtype):
+    task = make(dtype=dtype, lora=kpt.LoRA(rank=4))
+    task.compile(optimizer=keras.optimizers.Adam(1e-2))
+    losses = task.fit(ROWS, batch_size=4, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] - 0.5
+    assert all(v.dtype == "float32" for v in task.trainable_variables)
+
+
+def test_expert_train_step_runs_under_fit():
+    class Halved(kpt.SFTTask):
+        def train_step(self, state, batch):
+            gradients, logs = self.loss_and_gradients(state, batch)
+            return self.apply_gradients(
+                state, [g / 2 for g in gradients], logs
+            )
+
+    results = []
+    for cls, rate in ((Halved, 0.2), (kpt.SFTTask, 0.1)):
+        task = cls.from_preset(REFERENCE / "models/qwen3", sequence_length=64)
+        task.compile(optimizer=keras.optimizers.SGD(rate), max_grad_norm=None)
+        task.fit(ROWS, batch_size=4, shuffle=False, verbose=0)
+        results.append(weights(task))
+    for key, value in results[0].items():
+        np.testing.assert_allclose(value, results[1][key], atol=1e-6)
