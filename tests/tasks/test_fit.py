@@ -66,7 +66,8 @@ def test_evaluate_also_generates():
     task = make()
     task.compile()
     found = task.evaluate(CHAT, num_samples=2, max_tokens=4)["samples"]
-    assert [set(s) for s in found] == [{"prompt", "completion", "reference"}] * 2
+    keys = {"prompt", "completion", "reference"}
+    assert [set(s) for s in found] == [keys] * 2
     assert found[1]["prompt"].endswith("<|im_start|>assistant\n")
     assert "It is 1." in found[1]["reference"]
 

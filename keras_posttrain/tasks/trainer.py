@@ -1,0 +1,482 @@
+"""The training step, and Keras's loop around it."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain import optimizers
+from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.data.pipeline import BatchAdapter
+from keras_posttrain.losses import Loss, reductions
+from keras_posttrain.tasks import checks
+from keras_posttrain.tasks import step as steps
+from keras_posttrain.tasks.resume import Resumable
+
+
+class Trainer(Resumable):
+    """`compile`, `fit` and `evaluate` of a task, by a step of our own.
+
+    Reading order is that of a run: `compile`, `fit`, the function that Keras
+    calls for each batch, and the pure step inside it.
+    """
+
+    # Set by `compile` and `fit`.
+    objective = None
+    data = None
+    data_report = None
+    step = 0
+    _seed = 0
+    _digest = None
+    _keep_metrics = False
+    _evaluating = False
+
+    def default_loss(self):
+        """The loss that `compile(loss="auto")` stands for."""
+        raise NotImplementedError
+
+    def prepare(self, dataset, name="dataset"):
+        """Rows to examples: `(examples, report)`."""
+        raise NotImplementedError
+
+    def compile(
+        self,
+        optimizer="auto",
+        loss="auto",
+        *,
+        micro_batch_size=None,
+        max_grad_norm=1.0,
+        run_eagerly=False,
+    ):
+        """Sets what training needs.
+
+        Args:
+            optimizer: `"auto"` (AdamW, learning rate 2e-4 with an adapter
+                and 2e-5 without), a Keras optimizer, or an Optax
+                transformation. A schedule counts optimizer steps. Weight
+                decay passes norms and biases by unless
+                `exclude_from_weight_decay` was called; an Optax
+                transformation is taken as it is (see `kpt.decay_mask`).
+            loss: `"auto"` or a `kpt.losses.Loss`.
+            micro_batch_size: int or `None`: rows that pass through the model
+                at once. Gradients are added up over a batch's micro-batches;
+                the result is that of the whole batch.
+            max_grad_norm: float or `None`: gradients whose global norm is
+                larger are scaled down to it.
+            run_eagerly: bool, for debugging.
+        """
+        loss = self.default_loss() if loss == "auto" else loss
+        checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
+        rate = 2e-4 if self.adapter is not None else 2e-5
+        optimizer = optimizers.get(optimizer, learning_rate=rate)
+        optimizers.check(optimizer)
+        super().compile(
+            optimizer=optimizer, loss=None, run_eagerly=run_eagerly
+        )
+        self.objective = loss
+        self.micro_batch_size = micro_batch_size
+        self.max_grad_norm = max_grad_norm
+        self._masters = optimizers.build(optimizer, self.trainable_variables)
+        names = list(steps.STEP_METRICS) + list(loss.metric_names)
+        self._train_trackers = [keras.metrics.Mean(name=n) for n in names]
+        names = ["loss"] + list(loss.metric_names)
+        self._test_trackers = [keras.metrics.Mean(name=n) for n in names]
+
+    @property
+    def metrics(self):
+        if self.objective is None:
+            return []
+        return (
+            self._test_trackers if self._evaluating else self._train_trackers
+        )
+
+    # Training
+
+    def fit(
+        self,
+        dataset,
+        batch_size=8,
+        epochs=1,
+        *,
+        shuffle=True,
+        seed=0,
+        packing=False,
+        validation_data=None,
+        callbacks=None,
+        verbose="auto",
+        skip_steps=(),
+    ):
+        """Trains on rows.
+
+        Args:
+            dataset: list of dicts, Hugging Face `Dataset`, Grain
+                `MapDataset` or `IterDataset`, or the path of a `.jsonl` or
+                `.parquet` file.
+            batch_size: int, rows of one optimizer step; packed rows where
+                `packing`.
+            epochs: int.
+            shuffle: bool; the order is drawn anew for every epoch.
+            seed: int, of the order and of dropout.
+            packing: bool, put several sequences in a row. They do not see
+                each other.
+            validation_data: a dataset, evaluated after every epoch.
+            callbacks: list of callbacks. `kpt.callbacks.Checkpoint` makes
+                the run go on where it stopped.
+            verbose: `"auto"`, 0 (silent), 1 (progress bar) or 2 (a line an
+                epoch).
+            skip_steps: ints, steps whose batches are left out, counted as
+                `step` in the metrics log. The steps after them keep their
+                numbers and their batches.
+
+        Returns:
+            A Keras `History` of the means over each epoch.
+
+        Raises:
+            ValueError: for rows, arguments or callbacks that cannot be
+                trained on, before anything is compiled.
+        """
+        self._assert_compile_called("fit")
+        if isinstance(callbacks, keras.callbacks.Callback):
+            callbacks = [callbacks]
+        callbacks = list(callbacks or [])
+        checks.fit_arguments(self, batch_size, epochs, packing, callbacks)
+        examples, report = self.prepare(dataset)
+        validation = None
+        if validation_data is not None:
+            held_out, _ = self.prepare(validation_data, "validation_data")
+            validation = self._batches(held_out, batch_size, shuffle=False)
+        self.data_report = report
+        if verbose:
+            print(report, flush=True)
+        self.data = self._batches(
+            examples,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            packing=packing,
+            skip_steps=skip_steps,
+        )
+        self._seed = seed
+        self._consumed, self._step_base = 0, self.step
+        self._skip_steps = frozenset(skip_steps)
+        self._resumed, self._epochs = False, epochs
+        self._initial_epoch, self._digest = None, None
+        self._logs_are_read = checks.reads_logs(callbacks)
+        if verbose:
+            callbacks.insert(0, Progress(verbose))
+        # What others count at the end of an epoch is in the checkpoint.
+        callbacks.sort(key=lambda c: isinstance(c, Checkpoint))
+        self.fit_callbacks = callbacks
+        try:
+            with checks.epochs_may_end():
+                return super().fit(
+                    x=self.data,
+                    epochs=epochs,
+                    verbose=0,
+                    callbacks=callbacks,
+                    validation_data=validation,
+                )
+        finally:
+            # Keras ends no callback when training raises.
+            for callback in callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+
+    def _batches(self, examples, batch_size, **kwargs):
+        pad = self.tokenizer.pad_token_id if self.tokenizer else 0
+        return BatchAdapter(
+            examples,
+            batch_size=batch_size,
+            sequence_length=self.sequence_length,
+            pad_id=pad,
+            **kwargs,
+        )
+
+    def evaluate(
+        self,
+        dataset=None,
+        batch_size=8,
+        *,
+        num_samples=0,
+        max_tokens=256,
+        verbose=0,
+        **kwargs,
+    ):
+        """The loss and metrics of rows, as means over all their tokens.
+
+        Args:
+            dataset: as in `fit`.
+            batch_size: int, rows at once.
+            num_samples: int, how many of the first rows are completed too:
+                greedily, from what precedes their first token with loss.
+            max_tokens: int, the most new tokens of such a completion.
+            verbose: as in Keras.
+
+        Returns:
+            A dict of floats: `loss`, `perplexity` and the loss's metrics;
+            where rows were completed also `samples`, a list of dicts with
+            `prompt`, `completion` and `reference`, the row's own.
+        """
+        self._assert_compile_called("evaluate")
+        # `fit` calls with Keras's own arguments.
+        dataset = kwargs.pop("x", dataset)
+        examples = []
+        if not isinstance(dataset, BatchAdapter):
+            examples, _ = self.prepare(dataset)
+            checks.divides(self, batch_size)
+            dataset = self._batches(examples, batch_size, shuffle=False)
+        callbacks = kwargs.pop("callbacks", None)
+        kwargs = {
+            k: v
+            for k, v in kwargs.items()
+            if k in ("_use_cached_eval_dataset", "steps")
+        }
+        self._evaluating = True
+        try:
+            with checks.epochs_may_end():
+                logs = super().evaluate(
+                    x=dataset,
+                    verbose=verbose,
+                    callbacks=callbacks,
+                    return_dict=True,
+                    **kwargs,
+                )
+        finally:
+            self._evaluating = False
+        logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
+        if num_samples:
+            logs["samples"] = self._generator.samples(
+                examples, num_samples, max_tokens
+            )
+        return logs
+
+    # What Keras's loop calls
+
+    def make_train_function(self, force=False):
+        if self.train_function is not None and not force:
+            return
+
+        def run(changing, frozen, batch):
+            logs, state = self.train_step(
+                {**changing, "frozen": frozen}, batch
+            )
+            names = ("trainable", "optimizer", "metrics")
+            return logs, {k: state[k] for k in names}
+
+        shardings = None
+        if keras.distribution.distribution() is not None:
+            trainable, _, optimizer, metrics = self._get_state_sharding_spec()
+            new = dict(
+                trainable=trainable, optimizer=optimizer, metrics=metrics
+            )
+            shardings = (None, new)
+        # The frozen weights are an argument that is not donated: they are
+        # neither copied nor constants of the program.
+        if not self.run_eagerly:
+            run = jax.jit(run, donate_argnums=0, out_shardings=shardings)
+        self.compiled_train_step = run
+
+        def train_function(state, iterator):
+            trainable, frozen, optimizer, metrics = state
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._hand_back(state)
+                if self._consumed or not self._resumed:
+                    raise
+                # A stream was stopped behind the last batch of an epoch: it
+                # has none left, but Keras wants one step in each.
+                self._resumed = False
+                return {}, state
+            self._consumed += 1
+            self.step = self._step_base + self.data.step_of(self._consumed)
+            changing = {
+                "trainable": trainable,
+                "optimizer": optimizer,
+                "metrics": metrics,
+                "step": np.int32(self.step),
+                "seed": np.int32(self._seed),
+            }
+            logs, new = run(changing, frozen, batch)
+            self.step_logs = logs
+            state = (
+                new["trainable"],
+                frozen,
+                new["optimizer"],
+                new["metrics"],
+            )
+            # Keras turns logs into numbers at once, which waits for the
+            # device: they are handed out only where somebody reads them.
+            return (logs if self._logs_are_read else {}), state
+
+        self.train_function = train_function
+
+    def make_test_function(self, force=False):
+        if self.test_function is not None and not force:
+            return
+
+        def run(metrics, trainable, frozen, batch):
+            state = dict(trainable=trainable, frozen=frozen, metrics=metrics)
+            _, state = self.test_step(state, batch)
+            return state["metrics"]
+
+        if not self.run_eagerly:
+            run = jax.jit(run, donate_argnums=0)
+
+        def test_function(state, iterator):
+            trainable, frozen, metrics = state
+            batch = next(iterator)
+            metrics = run(metrics, trainable, frozen, batch)
+            return {}, (trainable, frozen, metrics)
+
+        self.test_function = test_function
+
+    def _get_metrics_result_or_logs(self, logs):
+        # Keras compares names to guess whether `logs` are its own metrics. A
+        # mean of nothing (a learning rate that Optax does not tell) is no 0.
+        del logs
+        return {
+            t.name: t.result() if float(t.count.value) else float("nan")
+            for t in self.metrics
+        }
+
+    def _hand_back(self, state):
+        """Lets Keras put back the variables that it has emptied."""
+        names = ("trainable", "non_trainable", "optimizer", "metrics")
+        self._jax_state = {
+            f"{name}_variables": values for name, values in zip(names, state)
+        }
+
+    # The steps
+
+    def train_step(self, state, batch):
+        """One optimizer step, a pure function: the door for one's own step.
+
+        Args:
+            state: dict of lists of arrays: `trainable`, `frozen`,
+                `optimizer`, `metrics`, in the order of the task's variables;
+                and `step` and `seed`, int32 scalars.
+            batch: dict of arrays with a leading `rows` axis.
+
+        Returns:
+            `(logs, state)`: a dict of scalars, and the state with
+            `trainable`, `optimizer` and `metrics` renewed.
+        """
+        gradients, logs = self.loss_and_gradients(state, batch)
+        return self.apply_gradients(state, gradients, logs)
+
+    def loss_and_gradients(self, state, batch):
+        """Gradients of the batch's loss, added up over its micro-batches.
+
+        Args:
+            state, batch: as in `train_step`.
+
+        Returns:
+            `(gradients, logs)`: a list of arrays like `state["trainable"]`,
+            float32 where there are micro-batches, and a dict of scalars:
+            `loss`, `num_tokens`, `loss_weight` (what the loss was divided
+            by) and the metrics of the loss.
+        """
+        normalizers = self.objective.normalizers(batch)
+        key = self._dropout_key(state)
+
+        def share(trainable, rows):
+            with self.using_weights(trainable, state["frozen"]):
+                return steps.row_terms(self, rows, normalizers, key)
+
+        def sums(rows):
+            (loss, metrics), gradients = jax.value_and_grad(
+                share, has_aux=True
+            )(state["trainable"], rows)
+            return (loss, gradients), metrics
+
+        (loss, gradients), metrics = steps.over_micro_batches(
+            sums, batch, self._micro_batches(batch)
+        )
+        return gradients, {
+            "loss": loss,
+            "num_tokens": jnp.sum(batch["segment_ids"] > 0).astype("float32"),
+            "loss_weight": sum(normalizers.values()),
+            **{k: reductions.metric_value(m) for k, m in metrics.items()},
+        }
+
+    def apply_gradients(self, state, gradients, logs):
+        """Clips, applies the optimizer and records the step.
+
+        A step whose gradient is not finite, or whose batch has no token with
+        loss, changes nothing and counts as `skipped`.
+
+        Args:
+            state: as in `train_step`.
+            gradients: list of arrays like `state["trainable"]`.
+            logs: dict of scalars as `loss_and_gradients` gives it.
+
+        Returns:
+            `(logs, state)`, as `train_step` does.
+        """
+        logs = dict(logs)
+        weight = logs.pop("loss_weight", 1.0)
+        norm = steps.global_norm(gradients)
+        keep = jnp.isfinite(norm) & (weight > 0)
+        logs["grad_norm"] = norm
+        logs["learning_rate"] = self._learning_rate(state)
+        logs["skipped"] = 1.0 - keep.astype("float32")
+        gradients = steps.clip(gradients, norm, self.max_grad_norm)
+        state = steps.apply_optimizer(
+            self.optimizer, self._masters, state, gradients, keep
+        )
+        weights = dict.fromkeys(self.objective.metric_names, weight)
+        metrics = steps.update_metrics(
+            self._train_trackers,
+            state["metrics"],
+            logs,
+            {**weights, "loss": weight},
+        )
+        return logs, {**state, "metrics": metrics}
+
+    def test_step(self, state, batch):
+        """Loss and metrics of a batch, without gradients or dropout."""
+        normalizers = self.objective.normalizers(batch)
+
+        def share(rows):
+            with self.using_weights(state["trainable"], state["frozen"]):
+                return steps.row_terms(
+                    self, rows, normalizers, None, differentiable=False
+                )
+
+        loss, metrics = steps.over_micro_batches(
+            share, batch, self._micro_batches(batch)
+        )
+        logs = {k: reductions.metric_value(m) for k, m in metrics.items()}
+        logs["loss"] = loss
+        weight = sum(normalizers.values())
+        values = steps.update_metrics(
+            self._test_trackers,
+            state["metrics"],
+            logs,
+            dict.fromkeys(logs, weight),
+        )
+        return logs, {**state, "metrics": values}
+
+    def using_weights(self, trainable, frozen):
+        """A scope in which the task's variables have these values."""
+        mapping = list(zip(self.trainable_variables, trainable))
+        mapping += list(zip(self.non_trainable_variables, frozen))
+        return keras.StatelessScope(state_mapping=mapping)
+
+    def _dropout_key(self, state):
+        if self.adapter is None or not self.adapter.lora.dropout:
+            return None
+        return jax.random.fold_in(jax.random.key(state["seed"]), state["step"])
+
+    def _micro_batches(self, batch):
+        if self.micro_batch_size is None:
+            return 1
+        rows = batch["token_ids"].shape[0]
+        return max(rows // self.micro_batch_size, 1)
+
+    def _learning_rate(self, state):
+        mapping = list(zip(self.optimizer.variables, state["optimizer"]))
+        with keras.StatelessScope(state_mapping=mapping):
+            return jnp.asarray(self.optimizer.learning_rate, "float32")
