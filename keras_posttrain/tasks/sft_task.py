@@ -45,13 +45,14 @@ class SFTTask(Task):
     def default_loss(self):
         return SFTLoss()
 
-    def prepare(self, dataset, name="dataset", train_on=None):
+    def prepare(self, dataset, name="dataset", **overrides):
+        settings = {
+            "sequence_length": self.sequence_length,
+            "truncation": self.truncation,
+            "train_on": self.train_on,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "name": name,
+        }
         return prepare_sft(
-            dataset,
-            self.tokenizer,
-            sequence_length=self.sequence_length,
-            truncation=self.truncation,
-            train_on=train_on or self.train_on,
-            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
-            name=name,
+            dataset, self.tokenizer, **{**settings, **overrides}
         )

@@ -152,7 +152,10 @@ class Task(Trainer):
             A list of float32 arrays, one a row and as long as its tokens;
             the first entry, which nothing predicts, is 0.
         """
-        examples, _ = self.prepare(rows, "rows", train_on="all")
+        # An answer for each row: none may be dropped or cut.
+        examples, _ = self.prepare(
+            rows, "rows", train_on="all", truncation="error"
+        )
         checks.divides(self, batch_size)
         batches = self._batches(examples, batch_size, shuffle=False)
         if self._log_probs is None:

@@ -36,8 +36,18 @@ class Trainer(Resumable):
         """The loss that `compile(loss="auto")` stands for."""
         raise NotImplementedError
 
-    def prepare(self, dataset, name="dataset"):
-        """Rows to examples: `(examples, report)`."""
+    def prepare(self, dataset, name="dataset", **overrides):
+        """Rows to examples.
+
+        Args:
+            dataset: what the user passed.
+            name: str, the argument's name, for messages.
+            **overrides: settings of the task to replace, such as
+                `truncation`.
+
+        Returns:
+            `(examples, report)`.
+        """
         raise NotImplementedError
 
     def compile(
@@ -144,11 +154,13 @@ class Trainer(Resumable):
         examples, report = self.prepare(dataset)
         validation = None
         if validation_data is not None:
-            held_out, _ = self.prepare(validation_data, "validation_data")
+            held_out, shown = self.prepare(validation_data, "validation_data")
+            _show(shown, verbose)
             validation = self._batches(held_out, batch_size, shuffle=False)
         self.data_report = report
-        if verbose:
-            print(report, flush=True)
+        streamed = self.data_report.rows == 0
+        if not streamed:
+            _show(report, verbose)
         self.data = self._batches(
             examples,
             batch_size,
@@ -178,6 +190,8 @@ class Trainer(Resumable):
                     validation_data=validation,
                 )
         finally:
+            if streamed:
+                _show(report, verbose)
             # Keras ends no callback when training raises.
             for callback in callbacks:
                 if hasattr(callback, "close"):
@@ -223,7 +237,8 @@ class Trainer(Resumable):
         dataset = kwargs.pop("x", dataset)
         examples = []
         if not isinstance(dataset, BatchAdapter):
-            examples, _ = self.prepare(dataset)
+            examples, report = self.prepare(dataset)
+            _show(report, verbose or bool(report.dropped or report.cut))
             checks.divides(self, batch_size)
             dataset = self._batches(examples, batch_size, shuffle=False)
         callbacks = kwargs.pop("callbacks", None)
@@ -480,3 +495,8 @@ class Trainer(Resumable):
         mapping = list(zip(self.optimizer.variables, state["optimizer"]))
         with keras.StatelessScope(state_mapping=mapping):
             return jnp.asarray(self.optimizer.learning_rate, "float32")
+
+
+def _show(report, verbose):
+    if verbose:
+        print(report, flush=True)
