@@ -44,3 +44,40 @@ def test_a_directory_with_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match="new or empty directory"):
         task.save_to_preset(tmp_path)
     assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*sorted(FAMILIES.values()), "llama3_tied"])
+def test_export_with_the_adapter_merged_reloads_in_transformers(
+    name, tmp_path
+):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models" / name,
+        sequence_length=64,
+        lora=kpt.LoRA(rank=4),
+    )
+    rng = np.random.default_rng(0)
+    for b in task.adapter.b:
+        b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    expected = task.log_probs(ROWS)
+    task.export(tmp_path / "model", max_shard_bytes=100_000)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    )
+    for row, want in zip(ROWS, expected):
+        ids = torch.tensor([row["token_ids"]])
+        with torch.no_grad():
+            logps = model(ids).logits.float().log_softmax(-1)[0, :-1]
+        found = logps.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found, want[1:], atol=2e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    chat = [{"role": "user", "content": "Hello  there"}]
+    assert tokenizer.apply_chat_template(
+        chat, tokenize=False
+    ) == kpt.data.chat.render(task.tokenizer, chat)
+    again = kpt.SFTTask.from_preset(tmp_path / "model", sequence_length=64)
+    for found, want in zip(again.log_probs(ROWS), expected):
+        np.testing.assert_allclose(found, want, atol=2e-5)
