@@ -1,5 +1,7 @@
 import dataclasses
 
+import jax.numpy as jnp
+
 from keras_posttrain.losses import reductions
 
 
@@ -84,7 +86,10 @@ class TokenLoss(Loss):
 
     def total(self, batch, outputs):
         mask = batch["completion_mask"]
-        losses = self.token_loss(outputs["per_token_logps"])
+        # Masked before the loss as well: its derivative at what is no number
+        # would be none either, and 0 times that does not vanish.
+        logps = jnp.where(mask != 0, outputs["per_token_logps"], 0.0)
+        losses = self.token_loss(logps)
         trained = (mask != 0).astype("float32")
         count = trained.sum()
         metrics = {

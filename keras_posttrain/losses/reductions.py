@@ -32,7 +32,7 @@ def segment_sum(values, segment_ids, num_sequences):
     Returns:
         A float array of shape `(rows, num_sequences)`.
     """
-    ids = jnp.arange(1, num_sequences + 1, dtype=segment_ids.dtype)
+    ids = jnp.arange(1, num_sequences + 1)
     member = segment_ids[:, :, None] == ids[None, None, :]
     return jnp.sum(jnp.where(member, values[:, :, None], 0.0), axis=1)
 

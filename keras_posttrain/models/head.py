@@ -145,18 +145,20 @@ def _measure(head, hidden, kernel, targets, entropy):
     """Log-probabilities and their companions for one chunk."""
     logits, slope = head.logits(hidden, kernel)
     top = jnp.max(logits, axis=-1)
-    weights = jnp.exp(logits - top[:, None])
+    # All is measured from the top: near certainty, differences of large
+    # logits would leave nothing but their rounding.
+    below = logits - top[:, None]
+    weights = jnp.exp(below)
     total = jnp.sum(weights, axis=-1)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    log_total = top + jnp.log(total)
     values = {
-        "per_token_logps": at_target - log_total,
+        "per_token_logps": at_target - top - jnp.log(total),
         "correct": (at_target >= top).astype("float32"),
     }
     if entropy:
-        mean = jnp.sum(weights * logits, axis=-1) / total
-        values["entropies"] = log_total - mean
-    return values, (logits, log_total, slope)
+        mean = jnp.sum(weights * below, axis=-1) / total
+        values["entropies"] = jnp.log(total) - mean
+    return values, (logits, top + jnp.log(total), slope)
 
 
 def _logits_gradient(head, state, targets, cotangent):
@@ -201,7 +203,10 @@ def _sweep(head, hidden, kernel, tokens, weights, *, cotangent, entropy):
 
         used = i * size + jnp.arange(size) < tokens.count
         out = jnp.where(used, cut(index), slots)
-        h, y = hidden[cut(source)], cut(targets)
+        # Behind the last token h is 0: what another token's hidden state
+        # may hold (even a NaN) has no way in.
+        h = jnp.where(used[:, None], hidden[cut(source)], 0)
+        y = cut(targets)
         values, state = _measure(head, h, kernel, y, entropy)
         new = {name: carry[name].at[out].set(values[name]) for name in names}
         if cotangent is None:

@@ -1,0 +1,305 @@
+"""Attention within segments, alone and under KerasHub's layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from keras_posttrain.models import loading
+from keras_posttrain.models.attention import BLOCK, segment_attention
+from keras_posttrain.models.policy import Policy
+from tests.models.tiny_checkpoints import make_checkpoint
+from tests.support import FAMILIES, REFERENCE
+
+
+def naive(query, key, value, segments, positions, scale, window, cap):
+    """The definition, in float64, with all scores at once."""
+    q, k, v = (np.asarray(x, "float64") for x in (query, key, value))
+    share = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, share, axis=2) for x in (k, v))
+    scores = np.einsum("rqhd,rkhd->rhqk", q, k) * scale
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
+    # A row's columns are in order, so that causal is by column.
+    length = q.shape[1]
+    column = np.arange(length)
+    visible = segments[:, :, None] == segments[:, None, :]
+    visible = visible & (column[:, None] >= column[None, :])
+    if window is not None:
+        ahead = positions[:, :, None] - positions[:, None, :]
+        visible = visible & (ahead < window)
+    scores = np.where(visible[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("rhqk,rkhd->rqhd", weights, v)
+
+
+def layout(length, lengths):
+    """Segment ids and positions of one row; the rest is padding."""
+    segments, positions = np.zeros((2, length), "int32")
+    start = 0
+    for i, n in enumerate(lengths):
+        segments[start : start + n] = i + 1
+        positions[start : start + n] = np.arange(n)
+        start += n
+    return segments, positions
+
+
+def example(length, rows=2, heads=4, kv_heads=2, head_dim=8, seed=0):
+    """Row 0 holds three sequences and padding, other rows a whole one."""
+    rng = np.random.default_rng(seed)
+    parts = [length // 3, length // 2 - length // 3, length // 4]
+    several = layout(length, [n for n in parts if n] or [length])
+    layouts = [several] + [layout(length, [length])] * (rows - 1)
+    segments, positions = (np.stack(x) for x in zip(*layouts))
+    arrays = [
+        rng.normal(size=(rows, length, n, head_dim)).astype("float32")
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    return arrays, segments, positions
+
+
+SETTINGS = {
+    "plain": {},
+    "window": {"sliding_window": 5},
+    "soft cap": {"soft_cap": 1.5},
+    "both": {"sliding_window": 300, "soft_cap": 1.5},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("length", [1, 7, BLOCK, 300, 520])
+def test_attention_is_its_definition(length, settings):
+    arrays, segments, positions = example(length)
+    got = segment_attention(
+        *arrays, segments, positions, scale=0.3, **settings
+    )
+    want = naive(
+        *arrays,
+        segments,
+        positions,
+        0.3,
+        settings.get("sliding_window"),
+        settings.get("soft_cap"),
+    )
+    assert got.shape == want.shape and got.dtype == "float32"
+    assert np.isfinite(got).all()
+    used = segments > 0
+    np.testing.assert_allclose(got[used], want[used], atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_long_row_scans_over_blocks(window):
+    """4,096 tokens are 8 groups of 2 blocks."""
+    arrays, segments, positions = example(
+        4096, rows=1, heads=2, kv_heads=1, head_dim=4
+    )
+    attend = jax.jit(
+        functools.partial(segment_attention, scale=0.5, sliding_window=window)
+    )
+    got = attend(*arrays, segments, positions)
+    want = naive(*arrays, segments, positions, 0.5, window, None)
+    used = segments > 0
+    np.testing.assert_allclose(got[used], want[used], atol=2e-6)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 1), (4, 4), (6, 2)])
+def test_heads_share_keys_in_order(heads, kv_heads):
+    arrays, segments, positions = example(9, heads=heads, kv_heads=kv_heads)
+    got = segment_attention(*arrays, segments, positions, scale=1.0)
+    want = naive(*arrays, segments, positions, 1.0, None, None)
+    used = segments > 0
+    np.testing.assert_allclose(got[used], want[used], atol=2e-6)
+
+
+def naive_jax(query, key, value, visible, scale, cap):
+    share = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
+    scores = jnp.einsum("rqhd,rkhd->rhqk", query, key) * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    scores = jnp.where(visible[:, None], scores, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("rhqk,rkhd->rqhd", weights, value)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("length", [7, 300, 520])
+def test_gradients_are_those_of_the_definition(length, settings):
+    arrays, segments, positions = example(length)
+    column = np.arange(length)
+    visible = segments[:, :, None] == segments[:, None, :]
+    visible = visible & (column[:, None] >= column)
+    if "sliding_window" in settings:
+        ahead = positions[:, :, None] - positions[:, None, :]
+        visible &= ahead < settings["sliding_window"]
+    # Padding's own outputs are nobody's.
+    rng = np.random.default_rng(1)
+    cotangent = rng.normal(size=arrays[0].shape)
+    cotangent = np.where(segments[..., None, None] > 0, cotangent, 0)
+
+    def ours(*arrays):
+        out = segment_attention(
+            *arrays, segments, positions, scale=0.3, **settings
+        )
+        return jnp.sum(out * cotangent)
+
+    def theirs(*arrays):
+        out = naive_jax(*arrays, visible, 0.3, settings.get("soft_cap"))
+        return jnp.sum(out * cotangent)
+
+    got = jax.jit(jax.grad(ours, argnums=(0, 1, 2)))(*arrays)
+    want = jax.jit(jax.grad(theirs, argnums=(0, 1, 2)))(*arrays)
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_padding_neither_sees_nor_is_seen():
+    arrays, segments, positions = example(12)
+    used = segments[..., None, None] > 0
+    spoilt = [np.where(used, x, 1e6).astype("float32") for x in arrays]
+    want = segment_attention(*arrays, segments, positions, scale=1.0)
+    got = segment_attention(*spoilt, segments, positions, scale=1.0)
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got[segments > 0], want[segments > 0])
+
+
+def test_bfloat16_scores_are_float32():
+    arrays, segments, positions = example(40)
+    half = [jnp.asarray(x, "bfloat16") for x in arrays]
+    got = segment_attention(*half, segments, positions, scale=0.3)
+    want = naive(*half, segments, positions, 0.3, None, None)
+    assert got.dtype == "bfloat16"
+    used = segments > 0
+    error = np.abs(np.asarray(got, "float64") - want)[used].max()
+    assert error < 2**-7 * np.abs(want).max()
+
+
+def test_memory_grows_with_the_length_and_not_its_square():
+    def temporaries(length):
+        arrays, segments, positions = example(
+            length, rows=1, heads=2, kv_heads=1, head_dim=4
+        )
+
+        def loss(*arrays):
+            out = segment_attention(*arrays, segments, positions, scale=0.5)
+            return jnp.sum(out**2)
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        program = gradient.lower(*arrays).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    short, long = temporaries(4096), temporaries(8192)
+    scores = 4 * 2 * 8192**2
+    assert long < 3 * short and long < scores / 4
+
+
+# Under KerasHub's layers
+
+SEAM = (
+    "KerasHub's attention layers no longer do under its vLLM context what "
+    "they do in a plain call: the seam that models/attention.py stands on "
+    "has moved. Largest difference: "
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The family's causal language model, loaded once."""
+
+    @functools.cache
+    def load(family):
+        if family == "gemma":
+            path = tmp_path_factory.mktemp("gemma") / "model"
+            make_checkpoint(path, "gemma")
+        else:
+            path = REFERENCE / "models" / FAMILIES[family]
+        return loading.load_causal_lm(path)
+
+    return load
+
+
+by_family = pytest.mark.parametrize("family", ["gemma", *sorted(FAMILIES)])
+LENGTH = 24
+
+
+def sequences(lengths=(21, LENGTH), seed=5):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 90, n).astype("int32") for n in lengths]
+
+
+def batch_of(rows, length):
+    """Each row is a list of sequences."""
+    token_ids = np.zeros((len(rows), length), "int32")
+    for ids, row in zip(token_ids, rows):
+        joined = np.concatenate(row)
+        ids[: len(joined)] = joined
+    layouts = [layout(length, [len(s) for s in row]) for row in rows]
+    segments, positions = (np.stack(x) for x in zip(*layouts))
+    return {
+        "token_ids": token_ids,
+        "segment_ids": segments,
+        "positions": positions,
+    }
+
+
+def assert_seam(got, want):
+    # Random weights let some families' states grow.
+    size = max(1.0, float(np.std(want)))
+    difference = float(np.abs(np.asarray(got) - np.asarray(want)).max())
+    assert difference <= 1e-5 * size, SEAM + str(difference)
+
+
+@by_family
+def test_unpacked_hidden_states_are_kerashubs_own(models, family):
+    causal_lm = models(family)
+    policy = Policy(causal_lm)
+    assert policy.packable
+    batch = batch_of([[s] for s in sequences()], LENGTH)
+    used = batch["segment_ids"] > 0
+    want = causal_lm.backbone(
+        {
+            "token_ids": batch["token_ids"],
+            "padding_mask": used.astype("int32"),
+        }
+    )
+    got = policy.hidden_states(batch)
+    assert got.shape == want.shape
+    assert_seam(got[used], want[used])
+
+
+@by_family
+def test_packed_documents_are_what_they_are_alone(models, family):
+    policy = Policy(models(family))
+    parts = sequences((9, 14, 1))
+    packed = policy.hidden_states(batch_of([parts, parts[::-1]], 30))
+    starts = np.cumsum([0, 9, 14])
+    for part, start in zip(parts, starts):
+        alone = policy.hidden_states(batch_of([[part]], len(part)))[0]
+        assert_seam(packed[0, start : start + len(part)], alone)
+    assert_seam(packed[1, 1:15], packed[0, 9:23])
+
+
+@by_family
+def test_remat_changes_no_hidden_state(models, family):
+    causal_lm = models(family)
+    batch = batch_of([sequences((9, 14))], LENGTH)
+    want = Policy(causal_lm).hidden_states(batch)
+    got = Policy(causal_lm, remat="full").hidden_states(batch)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_a_window_reaches_as_far_as_it_says():
+    """A window of 3 sees the token itself and 2 before it: a change of token
+    0 is seen at 2 and not at 3."""
+    arrays, segments, positions = example(6, rows=2)
+    changed = [x.copy() for x in arrays]
+    changed[2][1, 0] += 1
+    before, after = (
+        segment_attention(*x, segments, positions, scale=1.0, sliding_window=3)
+        for x in (arrays, changed)
+    )
+    moved = np.abs(np.asarray(after - before))[1].max(axis=(1, 2)) > 0
+    np.testing.assert_array_equal(moved, [1, 1, 1, 0, 0, 0])
