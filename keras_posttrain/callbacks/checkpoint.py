@@ -7,10 +7,8 @@ import jax
 import keras
 import numpy as np
 
+from keras_posttrain.callbacks import others
 from keras_posttrain.callbacks.metrics_log import make_directory
-
-# What Keras callbacks count between epochs, by attribute.
-COUNTERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -18,10 +16,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     The same script run again with the same directory continues as if it had
     never stopped: weights (of an adapter alone, where there is one),
-    optimizer, step, random state, place in the data and running means are
-    restored. Saving is asynchronous and atomic; a checkpoint that a crash
-    left damaged is passed over for the one before. SIGTERM saves, then ends
-    the process as it would have ended.
+    optimizer, step, random state, place in the data, running means and the
+    counters of `EarlyStopping` and `ReduceLROnPlateau` are restored. A run
+    that a callback stopped at the end of an epoch stays stopped; one that
+    was stopped within an epoch goes on.
+
+    Saving is asynchronous and atomic; a checkpoint that a crash left damaged
+    is passed over for the one before. SIGTERM saves, then ends the process
+    as it would have ended.
 
     Args:
         directory: str or path, made where missing.
@@ -46,65 +48,94 @@ class Checkpoint(keras.callbacks.Callback):
     def __init__(self, directory, every=500, keep=2):
         super().__init__()
         for name, value in (("every", every), ("keep", keep)):
-            if not isinstance(value, int) or value < 1:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or (value < 1)
+            ):
                 raise ValueError(
                     f"`{name}` must be a positive int. "
                     f"Received: {name}={value!r}"
                 )
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
         self.every, self.keep = every, keep
-        self._manager = None
+        self._manager = self._old_handler = None
 
     def on_train_begin(self, logs=None):
         make_directory(self.directory)
         self._manager = _manager(self.directory, self.keep)
         self._saved = None
-        self._terminated = False
+        self._terminated = self._stopped_in_epoch = False
         self._epoch = 0
+        self._scalars = []
         self._restore()
         self._last = self.model.step
-        self._old_handler = None
         if threading.current_thread() is threading.main_thread():
             self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
+        # The epoch that goes on has begun before: what a scheduler changes
+        # at a beginning, the learning rate, is changed already.
+        for variable, value in self._scalars:
+            variable.assign(value)
+        self._scalars = []
 
     def on_train_batch_end(self, batch, logs=None):
+        self._stopped_in_epoch = self._model.stop_training
         # What follows an epoch's last step (validation, other callbacks)
         # belongs to that epoch: such a step is saved after them.
-        if not self._model.at_epoch_end():
-            self._save_if_due()
+        if self._is_due() and not self._is_epoch_over():
+            self._save(in_epoch=True)
+            self._end_if_terminated()
 
     def on_epoch_end(self, epoch, logs=None):
+        # An epoch that was stopped in its middle is saved as it was there.
+        if self._stopped_in_epoch and self._saved == self._model.step:
+            return
         self._epoch = epoch + 1
-        self._save_if_due(force=self._model.stop_training)
+        is_last = self._epoch == self.params["epochs"]
+        # Before `on_train_end`, where EarlyStopping puts its best weights
+        # in: a run with more epochs goes on from the last ones.
+        if self._is_due() or is_last:
+            self._save()
+        self._end_if_terminated()
 
     def on_train_end(self, logs=None):
-        if self._saved != self._model.step:
-            self._save()
-        self._close()
+        self.close()
+        self._end_if_terminated()
 
-    def _save_if_due(self, force=False):
-        step, last = self._model.step, self._last
-        due = step // self.every > last // self.every
-        if due or force or self._terminated:
-            self._save()
+    def close(self):
+        """Waits for the last checkpoint and gives SIGTERM back."""
+        handler, self._old_handler = self._old_handler, None
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            try:
+                self._checked(manager.wait_until_finished)
+            finally:
+                manager.close()
+
+    def _is_due(self):
+        crossed = self._model.step // self.every > self._last // self.every
+        return crossed or self._terminated or self._model.stop_training
+
+    def _is_epoch_over(self):
+        if self._model.at_epoch_end():
+            return True
+        # A stream knows its last batch only from its place after it.
+        _, meta = self.model.training_state()
+        return meta["data"]["position"]["epoch"] > self._epoch
+
+    def _end_if_terminated(self):
         if self._terminated:
-            self._close()
+            self.close()
+            self._terminated = False
             signal.raise_signal(signal.SIGTERM)
 
     def _on_sigterm(self, number, frame):
         self._terminated = True
-
-    def _close(self):
-        if self._old_handler is not None:
-            signal.signal(signal.SIGTERM, self._old_handler)
-            self._old_handler = None
-        if self._manager is not None:
-            manager, self._manager = self._manager, None
-            self._checked(manager.wait_until_finished)
-            manager.close()
 
     def _checked(self, function, *args, **kwargs):
         try:
@@ -119,21 +150,26 @@ class Checkpoint(keras.callbacks.Callback):
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
-    def _save(self):
+    def _save(self, in_epoch=False):
         import orbax.checkpoint as ocp
 
         task = self.model
+        if self._saved == task.step:
+            return
         for callback in task.fit_callbacks:
             if hasattr(callback, "flush"):
                 callback.flush()
         arrays, meta = task.training_state()
+        arrays["best"] = others.best_weights(task.fit_callbacks, task)
         if jax.default_backend() == "cpu":
             # An array on the CPU is written from where it lies, and the next
             # step is given that memory.
             arrays = jax.tree.map(_own, arrays)
-        meta["epoch"] = self._epoch
-        meta["stopped"] = bool(task.stop_training)
-        meta["callbacks"] = _counters(task.fit_callbacks)
+        meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
+        stopped = task.stop_training and not self._stopped_in_epoch
+        meta["stopped"] = bool(stopped)
+        meta["callbacks"] = others.counters(task.fit_callbacks)
+        meta["best"] = list(arrays["best"])
         self._checked(
             self._manager.save,
             task.step,
@@ -160,20 +196,27 @@ class Checkpoint(keras.callbacks.Callback):
                 failures.append((step, e))
                 continue
             task.check_training_state(meta, self.directory)
+            best = {name: expected["trainable"] for name in meta["best"]}
+            wanted = jax.tree.map(_abstract, {**expected, "best": best})
             try:
                 arrays = self._manager.restore(
                     step,
                     args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(
-                            jax.tree.map(_abstract, expected)
-                        )
+                        state=ocp.args.StandardRestore(wanted)
                     ),
                 )["state"]
             except Exception as e:  # noqa: BLE001
                 failures.append((step, e))
                 continue
             task.restore_training_state(arrays, meta)
-            _set_counters(task.fit_callbacks, meta["callbacks"])
+            others.set_counters(task.fit_callbacks, meta["callbacks"])
+            others.set_best_weights(task.fit_callbacks, task, arrays["best"])
+            if meta["in_epoch"]:
+                self._scalars = [
+                    (v, np.array(v.value))
+                    for v in task.optimizer.variables
+                    if not v.shape
+                ]
             self._epoch = meta["epoch"]
             self._saved = step
             break
@@ -217,32 +260,12 @@ def _complete_steps(directory):
 
 
 def _own(array):
-    return np.array(array) if array.is_fully_addressable else array
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return array
+    return np.array(array)
 
 
 def _abstract(array):
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding
     )
-
-
-def _counters(callbacks):
-    """The counters of callbacks such as EarlyStopping, by place and class."""
-    found = {}
-    for i, callback in enumerate(callbacks):
-        values = {
-            k: float(getattr(callback, k))
-            for k in COUNTERS
-            if isinstance(getattr(callback, k, None), (int, float, np.number))
-        }
-        if values:
-            found[f"{i}/{type(callback).__name__}"] = values
-    return found
-
-
-def _set_counters(callbacks, counters):
-    for i, callback in enumerate(callbacks):
-        values = counters.get(f"{i}/{type(callback).__name__}", {})
-        for name, value in values.items():
-            kind = type(getattr(callback, name, value) or value)
-            setattr(callback, name, kind(value) if kind is int else value)

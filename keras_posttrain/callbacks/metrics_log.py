@@ -44,11 +44,20 @@ class MetricsLog(keras.callbacks.Callback):
         self._clock = None
 
     def on_train_begin(self, logs=None):
-        self._file = self._pending = self._last_step = None
+        self.close()
+        self._last_step = self._model.step
         self._clock = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        self._take()
+        task = self._model
+        # Where a stream ends, Keras calls without a step.
+        if task.step == self._last_step or not task.step_logs:
+            return
+        self._write()
+        if self._file is None:
+            self._open(task.step)
+        self._last_step = task.step
+        self._pending = (task.step, task.step_logs)
 
     def on_test_begin(self, logs=None):
         self.flush()
@@ -57,27 +66,21 @@ class MetricsLog(keras.callbacks.Callback):
         self._clock = time.perf_counter()
 
     def on_train_end(self, logs=None):
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.close()
 
     def flush(self):
         """Writes everything up to the step just done."""
-        self._take()
         self._write()
-        if self._file is not None:
-            self._file.flush()
 
-    def _take(self):
-        task = self._model
-        if task.step == self._last_step or not task.step_logs:
-            return
-        self._write()
-        if self._file is None:
-            self._open(task.step)
-        self._last_step = task.step
-        self._pending = (task.step, task.step_logs)
+    def close(self):
+        """Writes what is left and closes the file."""
+        file = self._file
+        try:
+            self._write()
+        finally:
+            self._file = self._pending = None
+            if file is not None:
+                file.close()
 
     def _write(self):
         if self._pending is None:
@@ -98,8 +101,16 @@ class MetricsLog(keras.callbacks.Callback):
         for name in names:
             value = values[name]
             line[name] = value if math.isfinite(value) else None
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise OSError(
+                e.errno,
+                f"The line of step {step} could not be written "
+                f"({e.strerror}). Make room and run the script again",
+                str(self.path),
+            ) from e
 
     def _open(self, step):
         """Keeps the lines of the steps before this one, and their tokens."""

@@ -52,8 +52,9 @@ class Progress(keras.callbacks.Callback):
         self._read()
         shown = {**(logs or {})}
         line = self._line(shown)
-        end = "\r" if self.verbose != 2 and sys.stdout.isatty() else ""
-        print(end + line, flush=True)
+        if self.verbose != 2 and sys.stdout.isatty():
+            line = "\r" + line + "\033[K"
+        print(line, flush=True)
 
     def on_train_end(self, logs=None):
         if self._skipped:
@@ -82,11 +83,13 @@ class Progress(keras.callbacks.Callback):
         parts = [f"epoch {self._epoch + 1}/{epochs}"]
         left = None
         if data.num_batches:
-            total = epochs * data.num_batches
-            parts.append(f"step {self._model.step}/{total}")
+            # Steps of an earlier `fit` count, but are none of this one's.
+            step = self._model.step
+            total = self._model._step_base + epochs * data.num_batches
+            parts.append(f"step {step}/{total}")
             if self._steps > 1:
                 per_step = elapsed / (self._steps - 1)
-                left = max(total - self._model.step, 0) * per_step
+                left = max(total - step, 0) * per_step
         else:
             parts.append(f"step {self._model.step}")
         hidden = ("num_tokens", "skipped")

@@ -1,0 +1,783 @@
+"""A run that was interrupted is the run that was not, bit for bit."""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.callbacks.train_script import fit, make_task
+from tests.support import random_rows, read_log, weights
+
+ROOT = pathlib.Path(__file__).parents[2]
+KINDS = {
+    "lora-packed": {"packing": True, "epochs": 4},
+    "full-packed": {"lora": False, "packing": True, "epochs": 4},
+    "lora-unpacked": {},
+    "full-stream": {"lora": False, "stream": True},
+    "lora-packed-stream": {"packing": True, "stream": True, "epochs": 4},
+}
+# Keras's LearningRateScheduler reads a variable in a way that NumPy will drop.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+)
+
+
+TASKS = {}
+
+
+def fresh_task(lora=True, learning_rate=1e-2):
+    """A task as it was made, without compiling it once more."""
+    if lora not in TASKS:
+        task = make_task(lora)
+        values = {v.path: np.array(v.value) for v in task.variables}
+        states = [np.array(v.value) for v in task.optimizer.variables]
+        TASKS[lora] = task, values, states
+    task, values, states = TASKS[lora]
+    for variable in task.variables:
+        variable.assign(values[variable.path])
+    for variable, state in zip(task.optimizer.variables, states):
+        variable.assign(state)
+    task.optimizer.learning_rate = learning_rate
+    task.step, task.step_logs = 0, {}
+    return task
+
+
+class Interrupted(Exception):
+    pass
+
+
+class At(keras.callbacks.Callback):
+    """Does something at a step."""
+
+    def __init__(self, step, action):
+        super().__init__()
+        self.step, self.action = step, action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._model.step == self.step:
+            self.action(self._model)
+
+
+def stop(task):
+    task.stop_training = True
+
+
+def interrupt(task):
+    raise Interrupted
+
+
+def log_of(directory):
+    lines = read_log(directory)
+    for line in lines:
+        del line["tokens_per_second"]
+    return lines
+
+
+def epochs_of(directory):
+    paths = sorted(pathlib.Path(directory).glob("epoch-*.json"))
+    return {p.name: json.loads(p.read_text()) for p in paths}
+
+
+def assert_same_run(directory, final, straight):
+    """The log, the epochs' means and the weights, all of them exactly."""
+    expected_directory, expected = straight
+    assert log_of(directory) == log_of(expected_directory)
+    assert epochs_of(directory) == epochs_of(expected_directory)
+    assert set(final) == set(expected)
+    for name in expected:
+        np.testing.assert_array_equal(final[name], expected[name], name)
+
+
+def steps_saved(directory):
+    names = os.listdir(pathlib.Path(directory) / "checkpoints")
+    return sorted(int(name) for name in names)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """`straight(kind)`: `(directory, final weights)` of an unbroken run."""
+    runs = {}
+
+    def run(kind, **settings):
+        key = (kind, *sorted(settings.items()))
+        if key not in runs:
+            directory = tmp_path_factory.mktemp("straight")
+            settings = KINDS[kind] | settings
+            task = fresh_task(settings.get("lora", True))
+            fit(task, directory, **settings)
+            runs[key] = (directory, weights(task))
+        return runs[key]
+
+    return run
+
+
+# In one process
+
+
+@pytest.mark.parametrize("how", [stop, interrupt])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_an_interrupted_run_goes_on(kind, how, straight, tmp_path):
+    """Stopped in an epoch, then at the end of one, then run through."""
+    settings = KINDS[kind] | {"every": 2}
+    size = 4 if settings.get("packing") else 6
+    for step in (3, 2 * size, None):
+        task = make_task(settings.get("lora", True))
+        try:
+            fit(task, tmp_path, callbacks=[At(step, how)], **settings)
+        except Interrupted:
+            assert step
+    assert_same_run(tmp_path, weights(task), straight(kind))
+
+
+@pytest.mark.parametrize("every", [1, 4, 5, 100])
+def test_every_distance_between_checkpoints(every, straight, tmp_path):
+    for step in (1, 7, 12, 13, None):
+        task = fresh_task()
+        try:
+            fit(task, tmp_path, callbacks=[At(step, interrupt)], every=every)
+        except Interrupted:
+            pass
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+def test_a_stream_stopped_behind_an_epochs_last_batch(straight, tmp_path):
+    """Its epochs have no known end, and none is done twice."""
+    settings = KINDS["full-stream"] | {"every": 1}
+
+    class Stop(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            raise Interrupted
+
+    for callbacks in ([At(6, stop)], [Stop()], []):
+        task = fresh_task(lora=False)
+        try:
+            fit(task, tmp_path, callbacks=callbacks, **settings)
+        except Interrupted:
+            pass
+    assert_same_run(tmp_path, weights(task), straight("full-stream"))
+
+
+def test_the_same_task_goes_on_after_an_interruption(straight, tmp_path):
+    task = fresh_task()
+    with pytest.raises(Interrupted):
+        fit(task, tmp_path, callbacks=[At(5, interrupt)], every=2)
+    fit(task, tmp_path, every=2)
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+def test_a_complete_run_is_not_done_again(straight, tmp_path):
+    fit(fresh_task(), tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    task = fresh_task()
+
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            raise AssertionError("a step was taken")
+
+    fit(task, tmp_path, callbacks=[Fail()])
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+    assert task.step == 18
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_more_epochs_go_on(best, straight, tmp_path):
+    """Also from a run whose end put EarlyStopping's best weights in."""
+    fit(fresh_task(), tmp_path, epochs=2, best=best)
+    task = fresh_task()
+    fit(task, tmp_path, best=best)
+    expected = straight("lora-unpacked", best=best)
+    assert_same_run(tmp_path, weights(task), expected)
+
+
+def test_the_best_weights_of_early_stopping_are_kept(straight, tmp_path):
+    """They were reached before the interruption, and are put in at the end.
+
+    The learning rate is so high that the validation loss only rises.
+    """
+    run = {"epochs": 3, "best": True}
+    straight_task = fresh_task(learning_rate=0.5)
+    fit(straight_task, tmp_path / "straight", **run)
+    losses = [
+        epoch["val_loss"]
+        for epoch in epochs_of(tmp_path / "straight").values()
+    ]
+    assert losses[0] == min(losses)
+    for step in (14, None):
+        task = fresh_task(learning_rate=0.5)
+        try:
+            callbacks = [At(step, interrupt)]
+            fit(task, tmp_path / "again", callbacks=callbacks, **run)
+        except Interrupted:
+            pass
+    expected = tmp_path / "straight", weights(straight_task)
+    assert_same_run(tmp_path / "again", weights(task), expected)
+    # The complete run, once more.
+    task = fresh_task(learning_rate=0.5)
+    fit(task, tmp_path / "again", **run)
+    assert_same_run(tmp_path / "again", weights(task), expected)
+
+
+def test_a_run_that_stopped_early_stays_stopped(tmp_path):
+    def run():
+        task = fresh_task(learning_rate=0.5)
+        fit(task, tmp_path, epochs=6, patience=1)
+        return task
+
+    first = run()
+    assert first.step == 12
+    before = (tmp_path / "metrics.jsonl").read_text()
+    again = run()
+    assert again.step == 12
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    for name, value in weights(first).items():
+        np.testing.assert_array_equal(value, weights(again)[name])
+
+
+def test_what_patience_has_counted_is_kept(tmp_path):
+    """One epoch without improvement before, one after the interruption."""
+    for step in (14, None):
+        task = fresh_task(learning_rate=0.5)
+        try:
+            callbacks = [At(step, interrupt)]
+            fit(task, tmp_path, callbacks, epochs=6, patience=2)
+        except Interrupted:
+            pass
+    assert task.step == 18
+
+
+def test_a_step_on_a_plateau_is_kept(tmp_path):
+    """ReduceLROnPlateau, its counters and the learning rate it has set."""
+    straight = None
+    for name, steps in (("straight", [None]), ("again", [8, 13, None])):
+        for step in steps:
+            task = fresh_task(learning_rate=0.5)
+            plateau = keras.callbacks.ReduceLROnPlateau(
+                monitor="val_loss", patience=1, factor=0.5
+            )
+            try:
+                callbacks = [At(step, interrupt), plateau]
+                fit(task, tmp_path / name, callbacks, epochs=4)
+            except Interrupted:
+                pass
+        straight = straight or (tmp_path / name, weights(task))
+    assert_same_run(tmp_path / "again", weights(task), straight)
+
+
+def test_skipped_steps_stay_skipped(tmp_path):
+    rows = random_rows(12, seed=5)
+    runs = {}
+    for name, steps in (("straight", [None]), ("again", [2, 3, 4, None])):
+        for step in steps:
+            task = fresh_task()
+            directory = tmp_path / name
+            callbacks = [
+                kpt.callbacks.Checkpoint(directory, every=1),
+                kpt.callbacks.MetricsLog(directory),
+                At(step, interrupt),
+            ]
+            try:
+                task.fit(
+                    rows,
+                    batch_size=4,
+                    epochs=3,
+                    skip_steps=(3, 5),
+                    callbacks=callbacks,
+                    verbose=0,
+                )
+            except Interrupted:
+                pass
+        runs[name] = weights(task), log_of(directory)
+    assert [line["step"] for line in runs["again"][1]] == [1, 2, 4, 6, 7, 8, 9]
+    assert runs["again"][1] == runs["straight"][1]
+    for key, value in runs["straight"][0].items():
+        np.testing.assert_array_equal(value, runs["again"][0][key])
+
+
+def test_a_run_goes_on_without_the_batches_of_a_spike(tmp_path):
+    """From a checkpoint before the spike; the rest keeps its batches."""
+    fit(fresh_task(), tmp_path, every=4, keep=10)
+    before = log_of(tmp_path)
+    for step in steps_saved(tmp_path):
+        if step > 8:
+            shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    task = fresh_task()
+    task.fit(
+        random_rows(22, seed=5),
+        batch_size=4,
+        epochs=3,
+        seed=3,
+        skip_steps=(9, 10),
+        verbose=0,
+        callbacks=[
+            kpt.callbacks.MetricsLog(tmp_path),
+            kpt.callbacks.Checkpoint(tmp_path),
+        ],
+    )
+    after = log_of(tmp_path)
+    assert after[:8] == before[:8]
+    assert [line["step"] for line in after] == [*range(1, 9), *range(11, 19)]
+
+
+def test_keep_and_every_are_respected(tmp_path):
+    fit(fresh_task(), tmp_path / "a", every=5, keep=3)
+    # Step 18 is the end.
+    assert steps_saved(tmp_path / "a") == [10, 15, 18]
+    fit(fresh_task(), tmp_path / "b", every=100, keep=1)
+    assert steps_saved(tmp_path / "b") == [18]
+
+
+def test_an_adapters_checkpoint_holds_the_adapter_alone(tmp_path):
+    task = fresh_task()
+    fit(task, tmp_path, epochs=1, every=100)
+    arrays, _ = task.training_state()
+    held = sum(x.nbytes for group in arrays.values() for x in group.values())
+    files = (tmp_path / "checkpoints" / "6").rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    whole = sum(v.value.nbytes for v in task.variables)
+    assert size < 1.2 * held + 100_000 and held < whole / 2
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_two_fits_in_one_script(step, tmp_path):
+    """Each with a directory of its own; the script is killed in either."""
+
+    def script(directory, interrupted=None):
+        task = fresh_task()
+        for i, seed in enumerate((5, 6)):
+            callbacks = [
+                kpt.callbacks.MetricsLog(directory),
+                kpt.callbacks.Checkpoint(directory / f"run{i}", every=1),
+            ]
+            if interrupted == i + 1:
+                callbacks.append(At(4 * i + 2, interrupt))
+            task.fit(
+                random_rows(16, seed=seed),
+                batch_size=4,
+                callbacks=callbacks,
+                verbose=0,
+            )
+        return weights(task), log_of(directory)
+
+    final, log = script(tmp_path / "straight")
+    assert [line["step"] for line in log] == list(range(1, 9))
+    with pytest.raises(Interrupted):
+        script(tmp_path / "again", interrupted=step)
+    again, again_log = script(tmp_path / "again")
+    assert again_log == log
+    for key, value in final.items():
+        np.testing.assert_array_equal(value, again[key])
+
+
+def test_generating_while_training_does_not_make_it_another_run(tmp_path):
+    class Sample(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.generate(
+                {"prompt_ids": [5, 6]},
+                max_tokens=2,
+                stop_token_ids=None,
+                return_token_ids=True,
+            )
+
+    fit(fresh_task(), tmp_path, [Sample()], epochs=1)
+    task = fresh_task()
+    fit(task, tmp_path, [Sample()], epochs=2)
+    assert task.step == 12
+
+
+# Refusals
+
+
+def refused(directory, task, *parts, **settings):
+    before = weights(task)
+    with pytest.raises(ValueError) as error:
+        fit(task, directory, **settings)
+    for part in (str(directory), *parts):
+        assert part in str(error.value)
+    assert task.compiled_train_step._cache_size() == 0
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, weights(task)[name])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    fit(make_task(), directory, epochs=1)
+    return directory
+
+
+def test_another_model_is_refused(saved):
+    task = make_task(family="qwen3")
+    refused(saved, task, "Llama3CausalLM", "Qwen3CausalLM")
+
+
+def test_other_frozen_weights_are_refused(saved):
+    refused(saved, make_task(family="llama3_ref"), "frozen", "weights")
+
+
+def test_another_rank_is_refused(saved):
+    task = make_task(lora=kpt.LoRA(rank=2, dropout=0.2))
+    refused(saved, task, "lora", "'rank': 4", "'rank': 2")
+
+
+def test_an_adapters_run_is_not_one_of_whole_weights(saved):
+    refused(saved, make_task(lora=False), "lora", "'rank': 4", "None")
+
+
+def test_another_optimizer_is_refused(saved):
+    task = make_task()
+    task.compile(optimizer=keras.optimizers.SGD(0.1))
+    refused(saved, task, "optimizer", "Adam", "SGD")
+
+
+def test_another_loss_is_refused(saved):
+    task = make_task(loss=kpt.losses.DFTLoss())
+    refused(saved, task, "loss", "SFTLoss", "DFTLoss")
+
+
+def test_other_data_is_refused(saved):
+    task = make_task()
+    with pytest.raises(ValueError, match="same data.*num_examples=22.*=5"):
+        task.fit(
+            random_rows(5),
+            batch_size=4,
+            seed=3,
+            callbacks=[kpt.callbacks.Checkpoint(saved)],
+            verbose=0,
+        )
+    refused_packing = "packing=False.*packing=True"
+    with pytest.raises(ValueError, match=refused_packing):
+        fit(task, saved, packing=True)
+
+
+def test_another_seed_is_refused(saved):
+    task = make_task()
+    with pytest.raises(ValueError, match="seed=3.*Received: seed=4"):
+        task.fit(
+            random_rows(22, seed=5),
+            batch_size=4,
+            seed=4,
+            callbacks=[kpt.callbacks.Checkpoint(saved)],
+            verbose=0,
+        )
+
+
+def test_a_list_of_targets_is_the_same_run(tmp_path):
+    lora = kpt.LoRA(rank=2, targets=["q_proj", "v_proj"])
+    fit(make_task(lora=lora), tmp_path, epochs=1)
+    task = make_task(lora=lora)
+    fit(task, tmp_path, epochs=2)
+    assert task.step == 12
+
+
+@pytest.mark.parametrize("name", ["every", "keep"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", True, None])
+def test_bad_arguments_are_refused(name, value, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}`.*positive.*{name}="):
+        kpt.callbacks.Checkpoint(tmp_path, **{name: value})
+
+
+def test_an_unwritable_directory_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    directory = tmp_path / "file" / "run"
+    task = make_task()
+    with pytest.raises(ValueError, match="writable; nothing was.*file/run"):
+        task.fit(
+            random_rows(4),
+            callbacks=[kpt.callbacks.Checkpoint(directory)],
+            verbose=0,
+        )
+    assert task.compiled_train_step._cache_size() == 0
+    with pytest.raises(ValueError, match="writable; nothing was.*file/run"):
+        kpt.callbacks.MetricsLog(directory)
+
+
+# Damage
+
+
+def truncate(step):
+    for path in sorted((step / "state").rglob("*")):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_data(step):
+    for path in (step / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(step):
+    for path in (step / "state").rglob("d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        path.write_bytes(content)
+
+
+def remove_state(step):
+    shutil.rmtree(step / "state")
+
+
+def remove_meta(step):
+    shutil.rmtree(step / "meta")
+
+
+def empty_meta(step):
+    (step / "meta" / "metadata").write_text("")
+
+
+def remove_all(step):
+    for path in step.rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+DAMAGES = [
+    truncate,
+    cut_data,
+    flip,
+    remove_state,
+    remove_meta,
+    empty_meta,
+    remove_all,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage, straight, tmp_path, capsys
+):
+    with pytest.raises(Interrupted):
+        fit(fresh_task(), tmp_path, [At(9, interrupt)], every=2)
+    assert steps_saved(tmp_path) == [6, 8]
+    damage(tmp_path / "checkpoints" / "8")
+    capsys.readouterr()
+    task = fresh_task()
+    fit(task, tmp_path, every=2)
+    printed = capsys.readouterr().out
+    assert "step 8 is damaged" in printed
+    assert "going on from step 6" in printed
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+@pytest.mark.parametrize("damage", [truncate, remove_meta])
+def test_damage_everywhere_is_an_error(damage, tmp_path):
+    with pytest.raises(Interrupted):
+        fit(fresh_task(), tmp_path, [At(9, interrupt)], every=2)
+    for step in (6, 8):
+        damage(tmp_path / "checkpoints" / str(step))
+    with pytest.raises(ValueError) as error:
+        fit(fresh_task(), tmp_path, every=2)
+    for part in ("No checkpoint", str(tmp_path), "Remove the directory"):
+        assert part in str(error.value)
+    # Nothing was thrown away.
+    assert steps_saved(tmp_path) == [6, 8]
+
+
+# SIGTERM
+
+
+def test_sigterm_is_given_back(tmp_path):
+    def mine(number, frame):
+        pass
+
+    old = signal.signal(signal.SIGTERM, mine)
+    try:
+        fit(fresh_task(), tmp_path, epochs=1)
+        assert signal.getsignal(signal.SIGTERM) is mine
+        with pytest.raises(Interrupted):
+            fit(fresh_task(), tmp_path, [At(8, interrupt)], epochs=2)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+class Terminated(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [2, 6, 18])
+def test_sigterm_saves_then_ends_as_before(step, straight, tmp_path):
+    """In an epoch, at the end of one, and at the end of all."""
+
+    def end(number, frame):
+        raise Terminated
+
+    def terminate(task):
+        signal.raise_signal(signal.SIGTERM)
+
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(Terminated):
+            fit(fresh_task(), tmp_path, [At(step, terminate)], every=100)
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert steps_saved(tmp_path) == [step]
+    task = fresh_task()
+    fit(task, tmp_path, every=100)
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+# Fresh processes
+
+
+def start(directory, **settings):
+    directory.mkdir(exist_ok=True)
+    settings = {"directory": str(directory), **settings}
+    return subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "tests/callbacks/train_script.py"),
+            json.dumps(settings),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def kill_when(process, condition, delay=0.0, number=signal.SIGKILL):
+    """Sends a signal once something is so; whether it was in time."""
+    end = time.monotonic() + 300
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            break
+        time.sleep(0.005)
+    time.sleep(delay)
+    in_time = process.poll() is None
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=300)
+    if in_time and process.returncode > 0:
+        raise AssertionError(output)
+    return process.returncode == -number
+
+
+def lines_in(directory):
+    path = directory / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def final_of(directory):
+    with np.load(directory / "final.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def straight_process(tmp_path_factory):
+    runs = {}
+
+    def run(kind):
+        if kind not in runs:
+            directory = tmp_path_factory.mktemp("process")
+            finish(start(directory, **KINDS[kind]))
+            runs[kind] = directory, final_of(directory)
+        return runs[kind]
+
+    return run
+
+
+def killed_runs(kind, kills, seed, directory, straight_process):
+    rng = random.Random(seed)
+    done = 0
+    while done < kills:
+        # Of 16 or 18 steps; those that were saved are not done again.
+        ahead = lines_in(directory) + rng.randint(0, 5)
+        run = KINDS[kind] | {"every": rng.randint(1, 3), "pause": 0.05}
+        process = start(directory, **run)
+        killed = kill_when(
+            process,
+            lambda ahead=ahead: lines_in(directory) >= ahead + 1,
+            delay=rng.uniform(0, 0.15),
+        )
+        done += killed
+        if not killed:
+            # It was through: from the start once more.
+            assert_same_run(
+                directory, final_of(directory), straight_process(kind)
+            )
+            shutil.rmtree(directory)
+    finish(start(directory, **KINDS[kind]))
+    assert_same_run(directory, final_of(directory), straight_process(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_killed_at_random_steps(kind, straight_process, tmp_path):
+    killed_runs(kind, 2, kind, tmp_path / "run", straight_process)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_killed_at_more_random_steps(kind, seed, straight_process, tmp_path):
+    killed_runs(kind, 3, seed, tmp_path / "run", straight_process)
+
+
+@pytest.mark.slow
+def test_killed_before_the_first_checkpoint_and_in_validation(
+    straight_process, tmp_path
+):
+    run = KINDS["lora-unpacked"]
+    process = start(tmp_path, every=100, pause=0.1, **run)
+    assert kill_when(process, lambda: lines_in(tmp_path) >= 2)
+    assert steps_saved(tmp_path) == []
+    process = start(tmp_path, every=1, pause=0.2, **run)
+    assert kill_when(process, (tmp_path / "validating").exists)
+    # The epoch's last step is not saved before its end.
+    assert steps_saved(tmp_path)[-1] == 5
+    finish(start(tmp_path, every=1, **run))
+    straight = straight_process("lora-unpacked")
+    assert_same_run(tmp_path, final_of(tmp_path), straight)
+
+
+@pytest.mark.slow
+def test_a_terminated_process_has_saved(straight_process, tmp_path):
+    run = KINDS["lora-unpacked"]
+    process = start(tmp_path, every=100, pause=0.1, **run)
+    assert kill_when(
+        process, lambda: lines_in(tmp_path) >= 3, number=signal.SIGTERM
+    )
+    (step,) = steps_saved(tmp_path)
+    assert 3 <= step <= 6
+    assert lines_in(tmp_path) == step
+    finish(start(tmp_path, every=100, **run))
+    straight = straight_process("lora-unpacked")
+    assert_same_run(tmp_path, final_of(tmp_path), straight)
+
+
+@pytest.mark.slow
+def test_a_full_disk_spares_the_last_checkpoint(straight_process, tmp_path):
+    run = KINDS["lora-unpacked"] | {"every": 2, "keep": 1}
+    process = start(tmp_path, pause=0.1, **run)
+    assert kill_when(process, lambda: lines_in(tmp_path) >= 5)
+    good = steps_saved(tmp_path)[-1]
+    output = finish(start(tmp_path, file_limit=8192, **run), code=1)
+    for part in (
+        "OSError: A checkpoint could not be written",
+        str(tmp_path),
+        f"the last good one is step {good}",
+        "Make room and run the script again",
+    ):
+        assert part in output
+    assert good in steps_saved(tmp_path)
+    finish(start(tmp_path, **run))
+    straight = straight_process("lora-unpacked")
+    assert_same_run(tmp_path, final_of(tmp_path), straight)
