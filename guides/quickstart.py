@@ -85,6 +85,7 @@ rows = [
 train_file = folder / "train.jsonl"
 train_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 print(rows[0])
+
 """
 ## A small model to start from
 
@@ -170,7 +171,8 @@ print(f"{task.causal_lm.count_params():,} weights")
 """
 `compile` takes a Keras optimizer or an Optax transformation. The loss is the
 mean cross-entropy of the tokens that the assistant wrote; the question is
-only read.
+only read. The rate here suits a model of this size: for a real one leave
+`optimizer` out, and AdamW gets a rate for fine-tuning.
 """
 
 schedule = keras.optimizers.schedules.CosineDecay(

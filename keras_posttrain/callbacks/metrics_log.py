@@ -39,14 +39,13 @@ class MetricsLog(keras.callbacks.Callback):
         make_directory(self.path.parent)
         self._file = None
         self._pending = None
-        self._last_step = None
+        self._start = self._last_step = None
         self._num_tokens = 0
         self._clock = None
 
     def on_train_begin(self, logs=None):
         self.close()
-        self._last_step = self._model.step
-        self._clock = time.perf_counter()
+        self._start = None
 
     def on_train_batch_end(self, batch, logs=None):
         task = self._model
@@ -55,7 +54,7 @@ class MetricsLog(keras.callbacks.Callback):
             return
         self._write()
         if self._file is None:
-            self._open(task.step)
+            self._open(self._start)
         self._last_step = task.step
         self._pending = (task.step, task.step_logs)
 
@@ -64,6 +63,9 @@ class MetricsLog(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._clock = time.perf_counter()
+        if self._start is None:
+            # Where a resumed run goes on is known by now.
+            self._start = self._last_step = self._model.step
 
     def on_train_end(self, logs=None):
         self.close()
@@ -113,7 +115,7 @@ class MetricsLog(keras.callbacks.Callback):
             ) from e
 
     def _open(self, step):
-        """Keeps the lines of the steps before this one, and their tokens."""
+        """Keeps the lines of the steps up to this one, and their tokens."""
         kept, dropped = [], []
         if self.path.exists():
             for line in self.path.read_text().splitlines():
@@ -121,8 +123,8 @@ class MetricsLog(keras.callbacks.Callback):
                     row = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # cut off in the middle by a crash
-                (kept if row["step"] < step else dropped).append(line)
-                if row["step"] < step:
+                (kept if row["step"] <= step else dropped).append(line)
+                if row["step"] <= step:
                     self._num_tokens = row["num_tokens"]
         if not kept:
             self._num_tokens = 0

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 TASKS = {}
 
 
-def fresh_task(lora=True, learning_rate=1e-2):
+def fresh_task(lora=True):
     """A task as it was made, without compiling it once more."""
     if lora not in TASKS:
         task = make_task(lora)
@@ -47,7 +47,6 @@ def fresh_task(lora=True, learning_rate=1e-2):
         variable.assign(values[variable.path])
     for variable, state in zip(task.optimizer.variables, states):
         variable.assign(state)
-    task.optimizer.learning_rate = learning_rate
     task.step, task.step_logs = 0, {}
     return task
 
@@ -200,57 +199,49 @@ def test_more_epochs_go_on(best, straight, tmp_path):
     assert_same_run(tmp_path, weights(task), expected)
 
 
-def test_the_best_weights_of_early_stopping_are_kept(straight, tmp_path):
-    """They were reached before the interruption, and are put in at the end.
+# Only the first epoch counts as an improvement.
+WORSE = {"min_delta": 100.0}
 
-    The learning rate is so high that the validation loss only rises.
-    """
-    run = {"epochs": 3, "best": True}
-    straight_task = fresh_task(learning_rate=0.5)
-    fit(straight_task, tmp_path / "straight", **run)
-    losses = [
-        epoch["val_loss"]
-        for epoch in epochs_of(tmp_path / "straight").values()
-    ]
-    assert losses[0] == min(losses)
-    for step in (14, None):
-        task = fresh_task(learning_rate=0.5)
+
+def test_the_best_weights_of_early_stopping_are_kept(tmp_path):
+    """They were reached before the interruption, and are put in at the end."""
+    run = {"best": True, **WORSE}
+    task = fresh_task()
+    fit(task, tmp_path / "straight", **run)
+    straight = tmp_path / "straight", weights(task)
+    first = fresh_task()
+    fit(first, tmp_path / "first", epochs=1)
+    for name, value in weights(first).items():
+        np.testing.assert_array_equal(value, straight[1][name])
+    for step in (14, None, None):
+        task = fresh_task()
         try:
-            callbacks = [At(step, interrupt)]
-            fit(task, tmp_path / "again", callbacks=callbacks, **run)
+            fit(task, tmp_path / "again", [At(step, interrupt)], **run)
         except Interrupted:
-            pass
-    expected = tmp_path / "straight", weights(straight_task)
-    assert_same_run(tmp_path / "again", weights(task), expected)
-    # The complete run, once more.
-    task = fresh_task(learning_rate=0.5)
-    fit(task, tmp_path / "again", **run)
-    assert_same_run(tmp_path / "again", weights(task), expected)
+            continue
+        assert_same_run(tmp_path / "again", weights(task), straight)
 
 
 def test_a_run_that_stopped_early_stays_stopped(tmp_path):
     def run():
-        task = fresh_task(learning_rate=0.5)
-        fit(task, tmp_path, epochs=6, patience=1)
-        return task
+        task = fresh_task()
+        fit(task, tmp_path, epochs=6, patience=1, **WORSE)
+        assert task.step == 12
+        return weights(task), (tmp_path / "metrics.jsonl").read_text()
 
-    first = run()
-    assert first.step == 12
-    before = (tmp_path / "metrics.jsonl").read_text()
-    again = run()
-    assert again.step == 12
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-    for name, value in weights(first).items():
-        np.testing.assert_array_equal(value, weights(again)[name])
+    (first, log), (again, same_log) = run(), run()
+    assert log == same_log
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, again[name])
 
 
 def test_what_patience_has_counted_is_kept(tmp_path):
     """One epoch without improvement before, one after the interruption."""
     for step in (14, None):
-        task = fresh_task(learning_rate=0.5)
+        task = fresh_task()
         try:
             callbacks = [At(step, interrupt)]
-            fit(task, tmp_path, callbacks, epochs=6, patience=2)
+            fit(task, tmp_path, callbacks, epochs=6, patience=2, **WORSE)
         except Interrupted:
             pass
     assert task.step == 18
@@ -261,9 +252,9 @@ def test_a_step_on_a_plateau_is_kept(tmp_path):
     straight = None
     for name, steps in (("straight", [None]), ("again", [8, 13, None])):
         for step in steps:
-            task = fresh_task(learning_rate=0.5)
+            task = fresh_task()
             plateau = keras.callbacks.ReduceLROnPlateau(
-                monitor="val_loss", patience=1, factor=0.5
+                monitor="val_loss", patience=1, factor=0.5, min_delta=100.0
             )
             try:
                 callbacks = [At(step, interrupt), plateau]
@@ -552,6 +543,8 @@ DAMAGES = [
 ]
 
 
+# TensorStore goes on reading after Orbax has given up.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(
     damage, straight, tmp_path, capsys
@@ -569,6 +562,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [truncate, remove_meta])
 def test_damage_everywhere_is_an_error(damage, tmp_path):
     with pytest.raises(Interrupted):

@@ -30,6 +30,7 @@ DEFAULTS = {
     "keep": 2,
     "patience": 50,
     "best": False,
+    "min_delta": 0.0,
     "pause": 0.0,
     "file_limit": None,
 }
@@ -87,6 +88,7 @@ def fit(task, directory, callbacks=(), **settings):
             keras.callbacks.LearningRateScheduler(lambda e, lr: lr * 0.8),
             keras.callbacks.EarlyStopping(
                 patience=settings["patience"],
+                min_delta=settings["min_delta"],
                 restore_best_weights=settings["best"],
             ),
             Watch(directory, settings["pause"]),

@@ -1,5 +1,7 @@
 """The chunked projection, against the whole log-softmax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +20,8 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 3, 13, 8, 29
 SLOTS = ROWS * LENGTH
 HEADS = {
     "plain": Head(transposed=False),
-    "tied": Head(transposed=True),
     "soft cap": Head(transposed=True, soft_cap=2.5),
-    "temperature": Head(transposed=False, temperature=0.7),
-    "both": Head(transposed=True, soft_cap=2.5, temperature=1.6),
+    "temperature": Head(transposed=False, soft_cap=4.0, temperature=1.6),
 }
 by_head = pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 by_chunk = pytest.mark.parametrize("chunk_size", [1, 5, None])
@@ -42,6 +42,7 @@ def example(head, seed=0, dtype="float32"):
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def full_values(head, hidden, kernel, token_ids, mask, predicted_by=None):
     """What the chunks must give, from all logits at once."""
     rows, length = token_ids.shape
@@ -116,6 +117,7 @@ def chunked(head, size):
     )
 
 
+select = jax.jit(select_tokens)
 all_values = jax.jit(
     lambda head, *arrays: token_values(head, *arrays, entropy=True),
     static_argnums=0,
@@ -141,7 +143,7 @@ def both(loss):
 def test_values_equal_the_full_log_softmax(head, chunk_size):
     hidden, kernel, ids, mask = example(head)
     want = full_values(head, hidden, kernel, ids, mask)
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     head = chunked(head, chunk_size)
     got = all_values(head, hidden, kernel, tokens)
     assert set(got) == set(want)
@@ -150,10 +152,6 @@ def test_values_equal_the_full_log_softmax(head, chunk_size):
         np.testing.assert_allclose(
             got[name], want[name], rtol=2e-5, atol=2e-6, err_msg=name
         )
-    probe = jnp.zeros(SLOTS)
-    same = token_logps(head, hidden, kernel, tokens, probe, True)
-    for name in want:
-        np.testing.assert_array_equal(got[name], same[name])
 
 
 @by_head
@@ -168,14 +166,14 @@ def test_gradients_equal_those_of_the_full_log_softmax(head, chunk_size):
 
 
 def test_a_loss_that_couples_tokens_has_its_gradient():
-    head = chunked(HEADS["both"], 7)
+    head = chunked(HEADS["temperature"], 7)
     hidden, kernel, ids, mask = example(head)
 
     def coupled(values):
         return jnp.sum(values["per_token_logps"]) ** 2
 
     def loss(hidden, kernel):
-        tokens = select_tokens(ids, mask)
+        tokens = select(ids, mask)
         probe = jnp.zeros(SLOTS)
         return coupled(token_logps(head, hidden, kernel, tokens, probe))
 
@@ -208,7 +206,7 @@ def test_any_number_of_tokens(kind):
     if kind in ("one", "last"):
         at = (1, 4) if kind == "one" else (ROWS - 1, LENGTH - 1)
         mask = mask.at[at].set(True)
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     count = {"none": 0, "all": ROWS * (LENGTH - 1)}.get(kind, 1)
     assert int(tokens.count) == count, "the first column is never selected"
     want = full_values(head, hidden, kernel, ids, mask)
@@ -228,13 +226,13 @@ def test_predicted_by_names_the_hidden_state():
     """Two completions of one prompt stored once: columns 0-3 the prompt,
     4-7 and 8-12 the completions, each of whose first tokens the prompt's
     last hidden state predicts. Its gradient is the sum of both."""
-    head = chunked(HEADS["tied"], 3)
+    head = chunked(HEADS["soft cap"], 3)
     hidden, kernel, ids, _ = example(head)
     columns = np.arange(LENGTH) - 1
     columns[[0, 4, 8]] = [0, 3, 3]
     predicted_by = jnp.asarray(np.tile(columns, (ROWS, 1)), "int32")
     mask = jnp.asarray(np.tile(np.arange(LENGTH) >= 4, (ROWS, 1)))
-    tokens = select_tokens(ids, mask, predicted_by)
+    tokens = select(ids, mask, predicted_by)
     want = full_values(head, hidden, kernel, ids, mask, predicted_by)
     got = all_values(head, hidden, kernel, tokens)
     for name in want:
@@ -269,7 +267,7 @@ def test_bfloat16_stays_within_its_rounding(head):
     twice, each time by at most 2**-8 of the largest term."""
     hidden, kernel, ids, mask = example(head, dtype="bfloat16")
     want = full_values(head, hidden, kernel, ids, mask)
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     got = all_values(chunked(head, 5), hidden, kernel, tokens)
     for name in want:
         np.testing.assert_allclose(got[name], want[name], atol=2e-5)
@@ -289,11 +287,11 @@ def test_what_is_not_selected_is_not_looked_at(chunk_size):
     """NaN in the hidden states of tokens without loss, the last one of all
     included, reaches no value and no gradient, as it would through any
     projection."""
-    head = chunked(HEADS["both"], chunk_size)
+    head = chunked(HEADS["temperature"], chunk_size)
     hidden, kernel, ids, mask = example(head)
     mask = mask.at[0, :2].set(False).at[-1, -1].set(False)
     arguments = (ids, mask, random_weights(), jnp.negative)
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     used = np.zeros(SLOTS, bool)
     used[np.asarray(tokens.source)[: int(tokens.count)]] = True
     assert 0 < used.sum() < SLOTS and not used[-1]
@@ -333,7 +331,7 @@ def test_the_loop_runs_as_often_as_there_are_tokens(count, chunks):
     places = np.argwhere(np.ones((ROWS, LENGTH - 1)))[:count]
     mask[places[:, 0], places[:, 1] + 1] = True
     mask = jnp.asarray(mask)
-    head = chunked(HEADS["tied"], 4)
+    head = chunked(HEADS["soft cap"], 4)
     frozen = Head(transposed=True, chunk_size=4, trainable=False)
     assert projections(head, mask, fused_loss) == chunks
     assert projections(head, mask, chunked_loss) == 2 * chunks
@@ -381,7 +379,7 @@ def test_logits_never_exist_at_full_length(head, trainable):
             both(path(head, *arguments)), hidden, kernel
         )
         assert 0 < found <= kernel_size
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     found = largest_of_vocabulary(
         lambda h, k: token_values(head, h, k, tokens, entropy=True),
         hidden,
@@ -391,7 +389,7 @@ def test_logits_never_exist_at_full_length(head, trainable):
 
 
 def test_jit_equals_no_jit_and_ranks_are_strict(strict_ranks):
-    head = chunked(HEADS["both"], 5)
+    head = chunked(HEADS["temperature"], 5)
     hidden, kernel, ids, mask = example(head)
     for path in (fused_loss, chunked_loss):
         loss = both(path(head, ids, mask, random_weights(), dynamic))
@@ -405,7 +403,7 @@ def test_large_logits_do_not_overflow():
     hidden, kernel, ids, mask = example(head)
     hidden = hidden * 1e4
     want = full_values(head, hidden, kernel, ids, mask)
-    tokens = select_tokens(ids, mask)
+    tokens = select(ids, mask)
     got = all_values(head, hidden, kernel, tokens)
     np.testing.assert_allclose(
         got["per_token_logps"], want["per_token_logps"], rtol=1e-5, atol=0.02
