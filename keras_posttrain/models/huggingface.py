@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import difflib
 import math
 import os
 import pathlib
@@ -81,11 +82,14 @@ def resolve(preset):
         return None
     path = pathlib.Path(preset).expanduser()
     if not path.is_dir():
+        names = keras_hub.models.CausalLM.presets
+        close = difflib.get_close_matches(preset, names, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?"
         raise ValueError(
             "A preset must be the path of an existing directory (Hugging "
             "Face's or KerasHub's), 'hf://owner/name', 'kaggle://...' or a "
             "name out of `keras_hub.models.CausalLM.presets`. "
-            f"Received: preset={preset!r}"
+            f"Received: preset={preset!r}.{hint if close else ''}"
         )
     if not (path / CONFIG).is_file():
         raise ValueError(
