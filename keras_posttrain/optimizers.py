@@ -1,3 +1,5 @@
+import contextlib
+
 import jax
 import keras
 import optax
@@ -29,8 +31,9 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
     optax.adamw(1e-5, weight_decay=0.1, mask=kpt.decay_mask)
     ```
 
-    Its learning rate is known, logged and settable where the transformation
-    was made with `optax.inject_hyperparams`; else it is logged as `null`.
+    Its learning rate is known and logged where the transformation was made
+    with `optax.inject_hyperparams`, once, and settable if it was a number
+    there; else it is logged as `null`.
 
     Args:
         transform: `optax.GradientTransformation`.
@@ -40,7 +43,7 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=1.0, name=name)
         self.transform = transform
         self._state_variables = None
-        self._rate_at = None
+        self._rate_at, self._rate_is_scheduled = None, False
 
     def build(self, variables):
         if self.built:
@@ -56,14 +59,26 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             self.transform.init(params)
         )
         self._state_variables = []
-        for i, (path, leaf) in enumerate(leaves):
+        for i, (_, leaf) in enumerate(leaves):
             variable = keras.Variable(
                 leaf, dtype=leaf.dtype, trainable=False, name=f"state_{i}"
             )
             self._track_variable(variable)
             self._state_variables.append(variable)
-            if "hyperparams" in str(path) and "'learning_rate'" in str(path):
-                self._rate_at = i
+        self._find_learning_rate([path for path, _ in leaves])
+
+    def _find_learning_rate(self, paths):
+        """Which state variable `optax.inject_hyperparams` keeps the rate in.
+
+        Beside its value, a schedule has a state of its own. Several rates,
+        as of `optax.multi_transform`, have no one value.
+        """
+        at = [_place(path, "hyperparams") for path in paths]
+        if at.count(True) == 1:
+            self._rate_at = at.index(True)
+        self._rate_is_scheduled = any(
+            _place(path, "hyperparams_states") for path in paths
+        )
 
     @property
     def learning_rate(self):
@@ -73,10 +88,11 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, value):
-        if self._rate_at is None:
+        if self._rate_at is None or self._rate_is_scheduled:
             raise ValueError(
-                "An Optax transformation keeps its learning rate to itself. "
-                "Give it a schedule, or make it settable: "
+                "An Optax transformation keeps its learning rate to itself, "
+                "and so does a schedule. Give it the schedule that you mean, "
+                "or make its one rate settable: "
                 "`optax.inject_hyperparams(optax.adamw)(learning_rate=1e-5)`. "
                 f"Received: learning_rate={value}"
             )
@@ -102,6 +118,15 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             self._state_variables, jax.tree.leaves(state)
         ):
             variable.assign(leaf)
+
+
+def _place(path, field):
+    """Whether a path of a state goes through `field["learning_rate"]`."""
+    return any(
+        getattr(key, "name", None) == field
+        and getattr(entry, "key", None) == "learning_rate"
+        for key, entry in zip(path, path[1:])
+    )
 
 
 def decay_mask(params):
@@ -162,16 +187,56 @@ def check(optimizer):
             f"{optimizer.gradient_accumulation_steps}"
         )
 
+    # Keras scales losses in its own step, and gradients back in here.
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scaled or getattr(optimizer, "loss_scale_factor", None):
+        raise ValueError(
+            "Losses are not scaled: float32 and bfloat16 gradients do not "
+            "underflow, and the optimizer would divide them by a factor that "
+            "they do not have. Pass the inner optimizer, without "
+            "`loss_scale_factor`. Received: optimizer="
+            f"{type(optimizer).__name__}, loss_scale_factor="
+            f"{getattr(optimizer, 'loss_scale_factor', None)}"
+        )
 
-def exclude_undecayed(optimizer, exclude):
-    """Leaves variables out of weight decay, unless the user chose which."""
+
+def _exclude_from_decay(optimizer, variables, masters):
+    """Leaves norms and biases out of weight decay, unless the user chose.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`.
+        variables: list of `keras.Variable`, the model's.
+        masters: list of `keras.Variable`, what the optimizer updates.
+    """
     if not getattr(optimizer, "weight_decay", None) or optimizer.built:
         return
-    # Whoever has called `exclude_from_weight_decay` has chosen.
-    if hasattr(optimizer, "_exclude_from_weight_decay"):
+    # Whoever has called `exclude_from_weight_decay` has chosen, and named
+    # the model's variables.
+    chosen = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if chosen is not None:
+        chosen.update(
+            optimizer._var_key(m)
+            for v, m in zip(variables, masters)
+            if optimizer._var_key(v) in chosen
+        )
         return
-    if exclude:
-        optimizer.exclude_from_weight_decay(var_list=exclude)
+    undecayed = [m for v, m in zip(variables, masters) if not is_decayed(v)]
+    if undecayed:
+        optimizer.exclude_from_weight_decay(var_list=undecayed)
+
+
+def _master(variable):
+    """A float32 copy of the same path: Optax masks and Keras's exclusions
+    from weight decay go by it."""
+    if keras.backend.standardize_dtype(variable.dtype) == "float32":
+        return variable
+    *scopes, name = variable.path.split("/")
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        return keras.Variable(
+            variable.value.astype("float32"), dtype="float32", name=name
+        )
 
 
 def build(optimizer, variables):
@@ -194,16 +259,8 @@ def build(optimizer, variables):
             "Nothing is trainable: every layer of the model is frozen. Set "
             "`causal_lm.trainable = True` or pass `lora=kpt.LoRA(...)`."
         )
-    masters = [
-        v
-        if keras.backend.standardize_dtype(v.dtype) == "float32"
-        else keras.Variable(
-            v.value.astype("float32"), dtype="float32", name=f"master_{i}"
-        )
-        for i, v in enumerate(variables)
-    ]
-    undecayed = [m for m, v in zip(masters, variables) if not is_decayed(v)]
-    exclude_undecayed(optimizer, undecayed)
+    masters = [_master(v) for v in variables]
+    _exclude_from_decay(optimizer, variables, masters)
     optimizer.build(masters)
     known = {id(v) for v in variables}
     for master in masters:
