@@ -171,7 +171,7 @@ def test_optax_adam_is_optaxs():
     for step in range(4):
         gradients = random_gradients(step)
         got = run.step(gradients)
-        named = dict(zip(params, gradients))
+        named = {v.path: g for v, g in zip(variables, gradients)}
         updates, state = transform.update(named, state, params)
         params = optax.apply_updates(params, updates)
         for a, v in zip(got, variables):

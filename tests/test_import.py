@@ -1,0 +1,108 @@
+"""What `import keras_posttrain` does to a process."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(code, **environment):
+    """Runs code in a process without this one's settings."""
+    dropped = (
+        "KERAS_BACKEND",
+        "KERAS_POSTTRAIN_CACHE",
+        "JAX_COMPILATION_CACHE_DIR",
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def output(code, **environment):
+    done = run(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+CACHE = "print(jax.config.jax_compilation_cache_dir)"
+
+
+def test_it_sets_the_backend_and_a_cache_of_the_users(tmp_path):
+    """Also where the environment names another backend: nothing of Keras's
+    has been imported that could disagree."""
+    backend, cache = output(
+        "import keras_posttrain, keras, jax;"
+        f"print(keras.config.backend()); {CACHE}",
+        KERAS_BACKEND="torch",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert backend == "jax"
+    assert pathlib.Path(cache).parent == tmp_path / "keras_posttrain"
+
+
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"])
+def test_another_backend_is_explained(backend):
+    if backend == "tensorflow":
+        pytest.importorskip("tensorflow")
+    done = run("import keras, keras_posttrain", KERAS_BACKEND=backend)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: keras_posttrain runs on the JAX")
+    assert f"backend='{backend}'" in last and 'KERAS_BACKEND="jax"' in last
+
+
+def cache_setting(before="", **environment):
+    """The cache that the package's own set-up leaves, without Keras."""
+    path = ROOT / "keras_posttrain" / "_compilation_cache.py"
+    return output(
+        "import jax; from importlib import util;"
+        f"spec = util.spec_from_file_location('cache', {str(path)!r});"
+        "module = util.module_from_spec(spec);"
+        f"spec.loader.exec_module(module); {before} module.enable(); {CACHE}",
+        **environment,
+    )[0]
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+def test_the_cache_can_be_turned_off(value):
+    assert cache_setting(KERAS_POSTTRAIN_CACHE=value) == "None"
+
+
+def test_the_cache_can_be_elsewhere(tmp_path):
+    found = cache_setting(KERAS_POSTTRAIN_CACHE=str(tmp_path / "mine"))
+    assert found == str(tmp_path / "mine")
+    found = cache_setting(KERAS_POSTTRAIN_CACHE="~/mine", HOME=str(tmp_path))
+    assert found == str(tmp_path / "mine")
+
+
+def test_the_caches_default_is_the_users_and_the_machines(tmp_path):
+    first = cache_setting(XDG_CACHE_HOME="", HOME=str(tmp_path))
+    root = tmp_path / ".cache" / "keras_posttrain"
+    assert pathlib.Path(first).parent == root
+    assert cache_setting(XDG_CACHE_HOME="", HOME=str(tmp_path)) == first
+
+
+def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
+    mine = str(tmp_path / "mine")
+    assert cache_setting(JAX_COMPILATION_CACHE_DIR=mine) == mine
+    before = f"jax.config.update('jax_compilation_cache_dir', {mine!r});"
+    assert cache_setting(before) == mine
+
+
+@pytest.mark.slow
+def test_it_adds_little_to_kerashubs_import():
+    code = (
+        "import keras_hub, time; start = time.perf_counter();"
+        "import keras_posttrain; print(time.perf_counter() - start)"
+    )
+    took = [float(output(code, KERAS_BACKEND="jax")[-1]) for _ in range(3)]
+    assert min(took) < 0.3, took
