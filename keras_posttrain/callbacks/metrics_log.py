@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import os
@@ -82,7 +83,9 @@ class MetricsLog(keras.callbacks.Callback):
         finally:
             self._file = self._pending = None
             if file is not None:
-                file.close()
+                # What a full disk has refused was told of already.
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def _write(self):
         if self._pending is None:
@@ -96,11 +99,8 @@ class MetricsLog(keras.callbacks.Callback):
         values["num_tokens"] = self._num_tokens
         values["tokens_per_second"] = tokens / max(now - self._clock, 1e-9)
         self._clock = now
-        first = ("loss", "grad_norm", "learning_rate", "num_tokens")
-        names = [n for n in first if n in values]
-        names += sorted(set(values) - set(names))
         line = {"step": step}
-        for name in names:
+        for name in in_order(values):
             value = values[name]
             line[name] = value if math.isfinite(value) else None
         try:
@@ -135,6 +135,12 @@ class MetricsLog(keras.callbacks.Callback):
         temporary.write_text("".join(x + "\n" for x in kept))
         os.replace(temporary, self.path)
         self._file = open(self.path, "a")
+
+
+def in_order(names):
+    """Names of metrics: those of every step first, then by letter."""
+    first = ("loss", "grad_norm", "learning_rate", "num_tokens")
+    return [n for n in first if n in names] + sorted(set(names) - set(first))
 
 
 def make_directory(directory):

@@ -4,6 +4,8 @@ import time
 
 import keras
 
+from keras_posttrain.callbacks.metrics_log import in_order
+
 # Reading the logs waits for the device: at most this often, in seconds.
 INTERVAL = 0.5
 
@@ -94,9 +96,9 @@ class Progress(keras.callbacks.Callback):
             parts.append(f"step {self._model.step}")
         hidden = ("num_tokens", "skipped")
         parts += [
-            f"{name} {float(value):.4g}"
-            for name, value in logs.items()
-            if name not in hidden and math.isfinite(value)
+            f"{name} {float(logs[name]):.4g}"
+            for name in in_order(logs)
+            if name not in hidden and math.isfinite(logs[name])
         ]
         if elapsed > 0 and self._tokens:
             parts.append(f"{self._tokens / elapsed:,.0f} tokens/s")
