@@ -71,6 +71,39 @@ def test_all_guides_are_run():
     assert {path.stem for path in GUIDES} <= functions
 
 
+def test_the_readme_names_what_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!http)([^)]+)\)", text)
+    paths = links + re.findall(r"`(tests/[\w/]+\.py)`", text)
+    assert len(paths) > 12
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_readmes_code_runs(tmp_path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(code.splitlines()) <= 17
+    # The one line that a reader changes, too.
+    preset = ROOT / "tests" / "reference" / "models" / "qwen3"
+    code, count = re.subn(
+        r"^preset = .*$", f"preset = {str(preset)!r}", code, flags=re.MULTILINE
+    )
+    assert count == 1
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert has_files(tmp_path / "adapter", ADAPTER)
+    assert has_files(tmp_path / "model", MODEL)
+    assert [line["step"] for line in read_log(tmp_path / "run")] == [1, 2, 3]
+
+
 @pytest.mark.slow
 def test_quickstart(tmp_path):
     folder = tmp_path / "made"
