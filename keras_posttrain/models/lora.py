@@ -2,6 +2,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
+import numbers
 import pathlib
 import re
 
@@ -31,6 +33,17 @@ PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
+
+
+# Settings that adapt fewer layers than `target_modules` names.
+NARROWED = ("layers_to_transform", "layers_pattern", "exclude_modules")
+# Ways to start A and B that leave the base as it is. The others (PiSSA, OLoRA,
+# CorDA, LoftQ, ...) train beside a base of which a part was taken away.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def _is_number(x):
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +86,45 @@ class LoRA:
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if self.alpha is None and isinstance(self.rank, int):
+            object.__setattr__(self, "alpha", 2 * self.rank)
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        if type(self.rank) is not int or self.rank < 1:
             raise ValueError(
                 "`rank` must be a positive int, the inner dimension of the "
                 f"adapter (8 to 64 is usual). Received: rank={self.rank!r}"
             )
-        if not 0 <= self.dropout < 1:
+        if not _is_number(self.alpha) or not 0 < self.alpha < math.inf:
+            raise ValueError(
+                "`alpha` must be a positive number, or None for `2 * rank`. "
+                f"Received: alpha={self.alpha!r}"
+            )
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ValueError(
                 "`dropout` must be a probability in [0, 1). "
                 f"Received: dropout={self.dropout!r}"
             )
-        if self.alpha is None:
-            object.__setattr__(self, "alpha", 2 * self.rank)
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
-        patterns = self.targets
-        if patterns != "all-linear":
-            patterns = [patterns] if isinstance(patterns, str) else patterns
-            for pattern in patterns:
-                try:
-                    re.compile(pattern)
-                except (re.error, TypeError) as e:
-                    raise ValueError(
-                        "`targets` must be 'all-linear', a regular "
-                        "expression or a list of them. Received: "
-                        f"targets={self.targets!r} ({e})"
-                    ) from e
+        try:
+            for pattern in self.patterns:
+                re.compile(pattern)
+            wrong = None if self.patterns else "no pattern"
+        except (re.error, TypeError) as e:
+            wrong = e
+        if wrong is not None:
+            raise ValueError(
+                "`targets` must be 'all-linear', a regular expression or a "
+                f"list of them. Received: targets={self.targets!r} ({wrong})"
+            )
+
+    @property
+    def patterns(self):
+        """The regular expressions of `targets`, each for a name's end."""
+        if self.targets == "all-linear":
+            return (".*",)
+        if isinstance(self.targets, str):
+            return (self.targets,)
+        return self.targets
 
     @property
     def scale(self):
@@ -106,11 +132,7 @@ class LoRA:
         return self.alpha / divisor
 
     def matches(self, name):
-        if self.targets == "all-linear":
-            return True
-        patterns = self.targets
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        return any(re.search(f"(?:{p})$", name) for p in patterns)
+        return any(re.search(f"(?:{p})$", name) for p in self.patterns)
 
     def shape(self):
         """What two adapters must share for one to take the other's weights."""
@@ -423,10 +445,18 @@ class Adapter(keras.layers.Layer):
                     )
                 new[id(variable)] = (variable, value)
         if tensors:
+            known = {f"{PREFIX}{name}" for name in self.names}
+            if all(_module(name) in known for name in tensors):
+                why = "the task's `targets` leaves out"
+            else:
+                why = (
+                    "are not all linear layers of this model's decoder, which "
+                    "alone can be adapted"
+                )
             raise ValueError(
                 f"The adapter in {str(directory)!r} also adapts "
-                f"{_module_names(tensors)}, which the task's `targets` "
-                f"leaves out. Received: targets={self.lora.targets!r}"
+                f"{_module_names(tensors)}, which {why}. "
+                f"Received: targets={self.lora.targets!r}"
             )
         for variable, value in new.values():
             variable.assign(value)
@@ -436,12 +466,12 @@ def _row_major(variable):
     return np.ascontiguousarray(np.asarray(variable.value, "float32").T)
 
 
+def _module(tensor_name):
+    return re.sub(r"\.lora_\w+(\.weight)?$", "", tensor_name)
+
+
 def _module_names(tensors):
-    names = {
-        re.sub(r"\.lora_[AB]\.weight$", "", n).rsplit(".", 1)[-1]
-        for n in tensors
-    }
-    return sorted(names)
+    return sorted({_module(n).rsplit(".", 1)[-1] for n in tensors})
 
 
 def read_peft(directory):
@@ -467,14 +497,30 @@ def lora_from_config(config, directory):
             f"Only LoRA adapters can be loaded. {str(directory)!r} holds "
             f"peft_type={config['peft_type']!r}."
         )
-    for key, plain in PLAIN.items():
+    # Methods beside LoRA have a config inside its config; EVA's only says how
+    # A was started.
+    others = [k for k in config if k.endswith("_config") and k != "eva_config"]
+    for key, plain in (*PLAIN.items(), *((k, None) for k in others)):
         value = config.get(key, plain)
-        if value != plain and value not in (None, False):
+        if value != plain and value not in (None, False, {}):
             raise ValueError(
                 f"The adapter in {str(directory)!r} uses {key}={value!r}, "
                 f"which is not plain LoRA; only {key}={plain!r} is supported."
             )
+    start = config.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        raise ValueError(
+            f"The adapter in {str(directory)!r} was started with "
+            f"init_lora_weights={start!r}, which changes the base weights "
+            "too. Convert it to plain LoRA with PEFT: "
+            "`save_pretrained(..., path_initial_model_for_weight_conversion="
+            "...)`."
+        )
     targets = config.get("target_modules") or "all-linear"
+    if any(config.get(key) for key in NARROWED):
+        # The names of the tensors say what these settings left over.
+        names = {_module(n) for n in read_peft(directory)[1]}
+        targets = [name.removeprefix(PREFIX) for name in names]
     if not isinstance(targets, str):
         targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))
     return LoRA(
