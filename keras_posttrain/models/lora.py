@@ -13,33 +13,15 @@ import keras
 import numpy as np
 
 from keras_posttrain.models import huggingface
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-# PEFT settings that change the function an adapter computes; every other
-# value than the one given here is another method.
-PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "modules_to_save": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "lora_bias": False,
-    "layer_replication": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-
-
-# Settings that adapt fewer layers than `target_modules` names.
-NARROWED = ("layers_to_transform", "layers_pattern", "exclude_modules")
-# Ways to start A and B that leave the base as it is. The others (PiSSA, OLoRA,
-# CorDA, LoftQ, ...) train beside a base of which a part was taken away.
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+from keras_posttrain.models.adapter_files import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    lora_settings,
+    module_name,
+    module_names,
+    read_peft,
+)
 
 
 def _is_number(x):
@@ -432,7 +414,7 @@ class Adapter(keras.layers.Layer):
                     raise ValueError(
                         f"The adapter in {str(directory)!r} has no weights "
                         f"for {pair.name!r}, which `targets` names; it has "
-                        f"{_module_names(tensors)}. Pass these as "
+                        f"{module_names(tensors)}. Pass these as "
                         "`kpt.LoRA(targets=...)`."
                     )
                 value = np.asarray(tensors.pop(name), "float32").T
@@ -446,7 +428,7 @@ class Adapter(keras.layers.Layer):
                 new[id(variable)] = (variable, value)
         if tensors:
             known = {f"{PREFIX}{name}" for name in self.names}
-            if all(_module(name) in known for name in tensors):
+            if all(module_name(name) in known for name in tensors):
                 why = "the task's `targets` leaves out"
             else:
                 why = (
@@ -455,7 +437,7 @@ class Adapter(keras.layers.Layer):
                 )
             raise ValueError(
                 f"The adapter in {str(directory)!r} also adapts "
-                f"{_module_names(tensors)}, which {why}. "
+                f"{module_names(tensors)}, which {why}. "
                 f"Received: targets={self.lora.targets!r}"
             )
         for variable, value in new.values():
@@ -466,67 +448,6 @@ def _row_major(variable):
     return np.ascontiguousarray(np.asarray(variable.value, "float32").T)
 
 
-def _module(tensor_name):
-    return re.sub(r"\.lora_\w+(\.weight)?$", "", tensor_name)
-
-
-def _module_names(tensors):
-    return sorted({_module(n).rsplit(".", 1)[-1] for n in tensors})
-
-
-def read_peft(directory):
-    """The config and the tensors of a PEFT adapter directory."""
-    from safetensors.numpy import load_file
-
-    directory = pathlib.Path(directory)
-    for file in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / file).exists():
-            raise ValueError(
-                f"A PEFT adapter directory has {CONFIG_FILE} and "
-                f"{WEIGHTS_FILE}; {file} is missing. "
-                f"Received: {str(directory)!r}"
-            )
-    config = json.loads((directory / CONFIG_FILE).read_text())
-    return config, load_file(str(directory / WEIGHTS_FILE))
-
-
 def lora_from_config(config, directory):
     """`LoRA` with the settings of a PEFT `adapter_config.json`."""
-    if config.get("peft_type", "LORA") != "LORA":
-        raise ValueError(
-            f"Only LoRA adapters can be loaded. {str(directory)!r} holds "
-            f"peft_type={config['peft_type']!r}."
-        )
-    # Methods beside LoRA have a config inside its config; EVA's only says how
-    # A was started.
-    others = [k for k in config if k.endswith("_config") and k != "eva_config"]
-    for key, plain in (*PLAIN.items(), *((k, None) for k in others)):
-        value = config.get(key, plain)
-        if value != plain and value not in (None, False, {}):
-            raise ValueError(
-                f"The adapter in {str(directory)!r} uses {key}={value!r}, "
-                f"which is not plain LoRA; only {key}={plain!r} is supported."
-            )
-    start = config.get("init_lora_weights")
-    if start not in PLAIN_STARTS:
-        raise ValueError(
-            f"The adapter in {str(directory)!r} was started with "
-            f"init_lora_weights={start!r}, which changes the base weights "
-            "too. Convert it to plain LoRA with PEFT: "
-            "`save_pretrained(..., path_initial_model_for_weight_conversion="
-            "...)`."
-        )
-    targets = config.get("target_modules") or "all-linear"
-    if any(config.get(key) for key in NARROWED):
-        # The names of the tensors say what these settings left over.
-        names = {_module(n) for n in read_peft(directory)[1]}
-        targets = [name.removeprefix(PREFIX) for name in names]
-    if not isinstance(targets, str):
-        targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))
-    return LoRA(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        dropout=config.get("lora_dropout", 0.0),
-        targets=targets,
-        rslora=config.get("use_rslora", False),
-    )
+    return LoRA(**lora_settings(config, directory))
