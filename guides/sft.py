@@ -266,10 +266,18 @@ print("steps 1 to", steps[-1], "without a gap:", steps == sorted(set(steps)))
 """
 ## Evaluate and chat
 
+`evaluate` gives the loss and its metrics. With `num_samples` it also completes
+rows, each from where its first token with loss stands.
+"""
+
+scores = task.evaluate(held_out, num_samples=1, max_tokens=32)
+for name, value in scores.items():
+    print(name, value)
+
+"""
 `generate` takes a string, a list of messages, or a list of either.
 """
 
-print(task.evaluate(held_out))
 chats = [row["messages"][:2] for row in held_out]
 for chat, answer in zip(chats, task.generate(chats, temperature=0)):
     print(chat[-1]["content"], "->", answer)

@@ -135,9 +135,10 @@ def test_sft(tmp_path):
     trained = re.findall(r"^trained '(.*)'$", text, re.MULTILINE)
     answers = "It is Vienna.<|im_end|>They speak German.<|im_end|>"
     assert "".join(trained) == answers
-    # The task, the adapter on a fresh model, and the same merged.
+    # The task's two turns; the adapter on a fresh model; the same merged.
     answers = re.findall(r"^It is .*\.$", text, re.MULTILINE)
-    assert len(answers) == 2 and answers[0] == answers[1]
+    assert len(answers) == 3 and answers[1] == answers[2] == "It is Athens."
+    assert answers[0] == "It is Athens. They speak Greek."
     difference = re.search(r"largest difference to PEFT: (\S+)", text)
     assert float(difference[1]) < 1e-4
 
