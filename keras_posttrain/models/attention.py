@@ -17,6 +17,8 @@ from keras_hub.src.vllm.context import vllm_context_scope
 # (rows, heads, block, keys), and are made again in the backward pass, so
 # that memory grows with the length and not with its square.
 BLOCK = 256
+# Scores of at most this many bytes are kept for the backward pass instead.
+KEEP_SCORES = 2**25
 # Blocks are unrolled while there are few of them, so that each sees only the
 # keys before it; longer rows scan over groups of blocks.
 MAX_GROUPS = 8
@@ -81,14 +83,14 @@ def segment_attention(
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
-    attend = jax.checkpoint(
-        functools.partial(
-            _attend_block,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-        )
+    attend = functools.partial(
+        _attend_block,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
+    if 4 * rows * heads * length**2 > KEEP_SCORES:
+        attend = jax.checkpoint(attend)
     group = max(-(-length // MAX_GROUPS), BLOCK)
     group = -(-group // BLOCK) * BLOCK if length > BLOCK else length
     out = []
