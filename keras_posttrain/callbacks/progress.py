@@ -84,10 +84,10 @@ class Progress(keras.callbacks.Callback):
         elapsed = time.perf_counter() - self._start
         parts = [f"epoch {self._epoch + 1}/{epochs}"]
         left = None
-        if data.num_batches:
+        if data.epoch_size:
             # Steps of an earlier `fit` count, but are none of this one's.
             step = self._model.step
-            total = self._model._step_base + epochs * data.num_batches
+            total = self._model._step_base + epochs * data.epoch_size
             parts.append(f"step {step}/{total}")
             if self._steps > 1:
                 per_step = elapsed / (self._steps - 1)

@@ -17,6 +17,7 @@ from keras_posttrain.data import streaming
 WINDOW = 2048
 PREFETCH = 8
 MAX_SEQUENCES = 64
+ENDLESS = 2**62
 
 
 class BatchAdapter(DataAdapter):
@@ -121,19 +122,26 @@ class BatchAdapter(DataAdapter):
         self._history.add(step, position)
 
     @property
-    def num_batches(self):
+    def epoch_size(self):
         """Int, batches of an epoch, skipped ones included; `None` of a
         stream."""
         return self._source.num_batches
 
     @property
+    def num_batches(self):
+        """`epoch_size` for Keras. Of a stream it is a number never reached:
+        told `None`, Keras would end every epoch where the first ended, also
+        one that was resumed in its middle."""
+        return self.epoch_size or ENDLESS
+
+    @property
     def batches_left(self):
         """Int, batches that the next iterator gives: those of its epoch from
         the position on, without skipped ones; `None` of a stream."""
-        if self.num_batches is None:
+        if self.epoch_size is None:
             return None
         first = self._start[1]
-        last = (first // self.num_batches + 1) * self.num_batches
+        last = (first // self.epoch_size + 1) * self.epoch_size
         return last - first - self._skips_between(first, last)
 
     @property

@@ -92,7 +92,10 @@ class Generator:
         else:
             self.task._need_tokenizer("messages")
             ids = chat.render_ids(
-                self.task.tokenizer, prompt, add_generation_prompt=True
+                self.task.tokenizer,
+                prompt,
+                add_generation_prompt=True,
+                **self.task.chat_template_kwargs,
             )
         size = self.task.causal_lm.backbone.vocabulary_size
         if not ids or min(ids) < 0 or max(ids) >= size:

@@ -17,7 +17,7 @@ class Resumable(keras.Model):
 
     def at_epoch_end(self):
         """Whether the step just done was the last of its epoch."""
-        size = self.data.num_batches
+        size = self.data.epoch_size
         if not size:
             return False
         done = self.data.state_after(self._consumed)["step"]

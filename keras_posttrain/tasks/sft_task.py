@@ -51,6 +51,7 @@ class SFTTask(Task):
             "truncation": self.truncation,
             "train_on": self.train_on,
             "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "name": name,
         }
         return prepare_sft(

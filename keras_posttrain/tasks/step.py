@@ -132,7 +132,8 @@ def update_metrics(trackers, values, logs, weights):
     Args:
         trackers: list of `keras.metrics.Mean`.
         values: list of arrays, those of the trackers' variables.
-        logs: dict of scalars by tracker name.
+        logs: dict of scalars by tracker name; a tracker that has none there
+            stays as it is.
         weights: dict of scalars by tracker name, 1 by default. A value that
             is not finite has no weight.
 
@@ -143,6 +144,8 @@ def update_metrics(trackers, values, logs, weights):
     mapping = list(zip(variables, values))
     with keras.StatelessScope(state_mapping=mapping) as scope:
         for tracker in trackers:
+            if tracker.name not in logs:
+                continue  # a step of one's own need not report all
             value = jnp.asarray(logs[tracker.name], "float32")
             weight = jnp.asarray(weights.get(tracker.name, 1.0), "float32")
             finite = jnp.isfinite(value)
@@ -150,7 +153,8 @@ def update_metrics(trackers, values, logs, weights):
                 jnp.where(finite, value, 0.0),
                 sample_weight=jnp.where(finite, weight, 0.0),
             )
-        return [scope.get_current_value(v) for v in variables]
+        renewed = [scope.get_current_value(v) for v in variables]
+    return [n if n is not None else o for n, o in zip(renewed, values)]
 
 
 def bits(x):

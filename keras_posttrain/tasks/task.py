@@ -29,6 +29,8 @@ class Task(Trainer):
             that is longer.
         chat_template: str or `None`, a Jinja2 template instead of the
             preset's own.
+        chat_template_kwargs: dict of variables for the template, such as
+            `{"enable_thinking": False}`, in training and in `generate`.
         remat: `"none"`, or `"full"` to keep only the inputs of decoder
             layers for the backward pass.
         chunk_size: int or `None`, tokens whose logits exist at once.
@@ -44,6 +46,7 @@ class Task(Trainer):
         sequence_length=1024,
         truncation="error",
         chat_template=None,
+        chat_template_kwargs=None,
         remat="none",
         chunk_size=None,
         name=None,
@@ -65,6 +68,7 @@ class Task(Trainer):
             self.tokenizer = tokenizer.with_chat_template(chat_template)
         self.sequence_length = sequence_length
         self.truncation = truncation
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.remat, self.chunk_size = remat, chunk_size
         flatten_linear_layers(causal_lm.backbone)
         self.adapter = Adapter(causal_lm, lora) if lora else None

@@ -351,10 +351,7 @@ class Trainer(Resumable):
         # Keras compares names to guess whether `logs` are its own metrics. A
         # mean of nothing (a learning rate that Optax does not tell) is no 0.
         del logs
-        return {
-            t.name: t.result() if float(t.count.value) else float("nan")
-            for t in self.metrics
-        }
+        return {t.name: t.result() for t in self.metrics if float(t.count)}
 
     def _hand_back(self, state):
         """Lets Keras put back the variables that it has emptied."""

@@ -195,3 +195,30 @@ def test_expert_train_step_runs_under_fit():
         results.append(weights(task))
     for key, value in results[0].items():
         np.testing.assert_allclose(value, results[1][key], atol=1e-6)
+
+
+def test_template_variables_reach_training_and_generation():
+    """Qwen 3's template opens the answer with an empty thought or not."""
+    plain, quiet = (
+        make(chat_template_kwargs=kwargs)
+        for kwargs in ({}, {"enable_thinking": False})
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    found = [t._generator._prompt_ids(0, messages) for t in (plain, quiet)]
+    assert found[1][: len(found[0])] == found[0]
+    assert "<think>" in quiet.tokenizer.decode(
+        found[1][len(found[0]) :], skip_special_tokens=False
+    )
+
+
+def test_an_own_step_need_not_report_every_metric():
+    class Bare(kpt.SFTTask):
+        def train_step(self, state, batch):
+            gradients, logs = self.loss_and_gradients(state, batch)
+            logs = {"loss": logs["loss"], "num_tokens": logs["num_tokens"]}
+            return self.apply_gradients(state, gradients, logs)
+
+    task = Bare.from_preset(REFERENCE / "models/qwen3", sequence_length=64)
+    task.compile(optimizer=keras.optimizers.SGD(0.1))
+    history = task.fit(ROWS, batch_size=4, verbose=0).history
+    assert "entropy" not in history and history["loss"][0] > 0

@@ -74,7 +74,7 @@ def test_packed_equals_unpacked(family):
     # All sequences fit in the rows of one batch, so the step is the same.
     unpacked = one_step(family)
     packed = one_step(family, packing=True, batch_size=4)
-    assert packed[2].data.num_batches == 1
+    assert packed[2].data.epoch_size == 1
     assert_same(unpacked, packed)
 
 
