@@ -389,7 +389,7 @@ def test_logits_never_exist_at_full_length(head, trainable):
 
 
 def test_jit_equals_no_jit_and_ranks_are_strict(strict_ranks):
-    head = chunked(HEADS["temperature"], 5)
+    head = chunked(HEADS["temperature"], 40)
     hidden, kernel, ids, mask = example(head)
     for path in (fused_loss, chunked_loss):
         loss = both(path(head, ids, mask, random_weights(), dynamic))
