@@ -30,6 +30,10 @@ class Checkpoint(keras.callbacks.Callback):
         every: int, steps between two checkpoints. The end of training is
             saved too.
         keep: int, how many checkpoints stay.
+        from_step: int or `None`: go back to the newest checkpoint that is
+            not after this step, and remove those after it; with `fit`'s
+            `skip_steps`, a run leaves a loss spike out that way. Run again
+            with the same `from_step`, it goes on where it stopped.
 
     Raises:
         ValueError: at the start of training, for a directory that cannot be
@@ -45,9 +49,10 @@ class Checkpoint(keras.callbacks.Callback):
 
     reads_step_logs = True
 
-    def __init__(self, directory, every=500, keep=2):
+    def __init__(self, directory, every=500, keep=2, from_step=None):
         super().__init__()
-        for name, value in (("every", every), ("keep", keep)):
+        numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
+        for name, value in numbers.items():
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int)
@@ -58,7 +63,7 @@ class Checkpoint(keras.callbacks.Callback):
                     f"Received: {name}={value!r}"
                 )
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
-        self.every, self.keep = every, keep
+        self.every, self.keep, self.from_step = every, keep, from_step
         self._manager = self._old_handler = None
 
     def on_train_begin(self, logs=None):
@@ -170,6 +175,7 @@ class Checkpoint(keras.callbacks.Callback):
         meta["stopped"] = bool(stopped)
         meta["callbacks"] = others.counters(task.fit_callbacks)
         meta["best"] = list(arrays["best"])
+        meta["from_step"] = self.from_step
         self._checked(
             self._manager.save,
             task.step,
@@ -186,14 +192,18 @@ class Checkpoint(keras.callbacks.Callback):
 
         task = self.model
         expected, _ = task.training_state()
-        failures = []
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        failures, left_behind = [], []
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
             try:
                 meta = self._manager.restore(
                     step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
                 )["meta"]
             except Exception as e:  # noqa: BLE001 - whatever a damage raises
                 failures.append((step, e))
+                continue
+            if self._is_before_branch(step, meta):
+                left_behind.append(step)
                 continue
             task.check_training_state(meta, self.directory)
             best = {name: expected["trainable"] for name in meta["best"]}
@@ -220,7 +230,30 @@ class Checkpoint(keras.callbacks.Callback):
             self._epoch = meta["epoch"]
             self._saved = step
             break
+        self._leave(left_behind, steps)
         self._report(failures)
+
+    def _is_before_branch(self, step, meta):
+        """Whether a checkpoint lies after `from_step`, but not on its run."""
+        if self.from_step is None or step <= self.from_step:
+            return False
+        return meta["from_step"] != self.from_step
+
+    def _leave(self, left_behind, steps):
+        if left_behind and self._saved is None:
+            raise ValueError(
+                f"No checkpoint in {str(self.directory)!r} is from step "
+                f"{self.from_step} or before; there are those of steps "
+                f"{sorted(steps)}. Received: from_step={self.from_step}"
+            )
+        for step in left_behind:
+            self._manager.delete(step)
+        if left_behind:
+            print(
+                f"Going on from step {self._saved}; removed the checkpoints "
+                f"of steps {sorted(left_behind)}.",
+                flush=True,
+            )
 
     def _report(self, failures):
         if not failures:

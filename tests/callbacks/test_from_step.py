@@ -1,0 +1,63 @@
+"""Going back behind a loss spike, without the data that made it."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, random_rows, read_log, weights
+
+ROWS = random_rows(16, seed=7)
+
+
+def run(directory, *, keep=5, from_step=None, skip_steps=(), stop_at=None):
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=64, lora=kpt.LoRA(rank=2)
+    )
+    task.compile(optimizer=keras.optimizers.Adam(1e-2))
+    callbacks = [
+        kpt.callbacks.Checkpoint(
+            directory, every=2, keep=keep, from_step=from_step
+        ),
+        kpt.callbacks.MetricsLog(directory),
+    ]
+    if stop_at:
+
+        class Crash(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if self.model.step == stop_at:
+                    raise RuntimeError("crash")
+
+        callbacks.append(Crash())
+    task.fit(
+        ROWS,
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=callbacks,
+        skip_steps=skip_steps,
+    )
+    return weights(task), [x["step"] for x in read_log(directory)]
+
+
+def test_a_run_goes_back_and_leaves_steps_out(tmp_path, capsys):
+    skip = (5, 6)
+    straight, steps = run(tmp_path / "straight", skip_steps=skip)
+    assert steps == [1, 2, 3, 4, 7, 8]
+    run(tmp_path / "spiked")
+    branch = dict(from_step=4, skip_steps=skip)
+    with pytest.raises(RuntimeError, match="crash"):
+        run(tmp_path / "spiked", stop_at=8, **branch)
+    assert "removed the checkpoints of steps [6, 8]" in capsys.readouterr().out
+    # The same script again goes on from the branch's own newest checkpoint.
+    again, steps = run(tmp_path / "spiked", **branch)
+    assert "removed" not in capsys.readouterr().out
+    assert steps == [1, 2, 3, 4, 7, 8]
+    for key, value in straight.items():
+        np.testing.assert_array_equal(value, again[key])
+
+
+def test_there_must_be_a_checkpoint_that_early(tmp_path):
+    run(tmp_path, keep=1)
+    with pytest.raises(ValueError, match="No checkpoint .* step 2 or before"):
+        run(tmp_path, from_step=2)
