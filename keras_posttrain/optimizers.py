@@ -1,6 +1,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import keras
 import optax
 
@@ -79,6 +80,9 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         self._rate_is_scheduled = any(
             _place(path, "hyperparams_states") for path in paths
         )
+
+    # Optax stores the rate of the update that it has made.
+    rate_is_of_last_update = True
 
     @property
     def learning_rate(self):
@@ -259,12 +263,46 @@ def build(optimizer, variables):
             "Nothing is trainable: every layer of the model is frozen. Set "
             "`causal_lm.trainable = True` or pass `lora=kpt.LoRA(...)`."
         )
-    masters = [_master(v) for v in variables]
-    _exclude_from_decay(optimizer, variables, masters)
-    optimizer.build(masters)
-    known = {id(v) for v in variables}
-    for master in masters:
-        if id(master) not in known:
-            optimizer._track_variable(master)
+    if optimizer.built:
+        masters = _masters_of(optimizer, variables)
+    else:
+        masters = [_master(v) for v in variables]
+        _exclude_from_decay(optimizer, variables, masters)
+        optimizer.build(masters)
+        known = {id(v) for v in variables}
+        for master in masters:
+            if id(master) not in known:
+                optimizer._track_variable(master)
+        # Past Keras's `__setattr__`, which would track the variables again.
+        vars(optimizer)["kpt_masters"] = list(zip(variables, masters))
     place = {id(v): i for i, v in enumerate(optimizer.variables)}
     return [place.get(id(m)) for m in masters]
+
+
+def _masters_of(optimizer, variables):
+    """The masters of an optimizer that was built for these variables."""
+    pairs = vars(optimizer).get("kpt_masters", [])
+    if [id(v) for v, _ in pairs] != [id(v) for v in variables]:
+        raise ValueError(
+            "The optimizer was built for other variables and keeps their "
+            "state. Pass a new optimizer to `compile`. "
+            f"Received: optimizer={optimizer.name!r}"
+        )
+    return [master for _, master in pairs]
+
+
+def refresh_masters(optimizer, variables):
+    """Lets masters follow weights that were assigned since.
+
+    A master whose rounded value is the weight stays: it knows more digits.
+
+    Args:
+        optimizer: what `build` was given.
+        variables: list of trainable `keras.Variable`s.
+    """
+    for variable, master in zip(variables, _masters_of(optimizer, variables)):
+        if master is variable:
+            continue
+        weight, value = variable.value, master.value
+        same = value.astype(weight.dtype) == weight
+        master.assign(jnp.where(same, value, weight.astype(value.dtype)))

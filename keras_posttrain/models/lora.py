@@ -272,6 +272,12 @@ class Adapter(keras.layers.Layer):
 
         return call
 
+    def detach(self, causal_lm):
+        """Gives the model back as it was before."""
+        for pair in self.pairs:
+            pair.layer.call = pair.plain_call
+        causal_lm.trainable = True
+
     @contextlib.contextmanager
     def disabled(self):
         """The model without the adapter."""

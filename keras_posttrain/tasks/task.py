@@ -264,9 +264,15 @@ class Task(Trainer):
                     "`lora=kpt.LoRA(...)`."
                 )
             config, _ = read_peft(path)
-            lora = lora_from_config(config, path)
-            self.adapter = Adapter(self.causal_lm, lora)
+            adapter = Adapter(self.causal_lm, lora_from_config(config, path))
+            try:
+                adapter.load(path)
+            except ValueError:
+                adapter.detach(self.causal_lm)
+                raise
+            self.adapter = adapter
             self._make_policy()
+            return
         self.adapter.load(path)
 
     def merge_adapter(self):

@@ -82,7 +82,10 @@ class Trainer(Resumable):
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
         super().compile(
-            optimizer=optimizer, loss=None, run_eagerly=run_eagerly
+            optimizer=optimizer,
+            loss=None,
+            run_eagerly=run_eagerly,
+            auto_scale_loss=False,
         )
         self.objective = loss
         self.micro_batch_size = micro_batch_size
@@ -161,6 +164,7 @@ class Trainer(Resumable):
         streamed = self.data_report.rows == 0
         if not streamed:
             _show(report, verbose)
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self.data = self._batches(
             examples,
             batch_size,
@@ -432,12 +436,14 @@ class Trainer(Resumable):
         norm = steps.global_norm(gradients)
         keep = jnp.isfinite(norm) & (weight > 0)
         logs["grad_norm"] = norm
-        logs["learning_rate"] = self._learning_rate(state)
+        before = state
         logs["skipped"] = 1.0 - keep.astype("float32")
         gradients = steps.clip(gradients, norm, self.max_grad_norm)
         state = steps.apply_optimizer(
             self.optimizer, self._masters, state, gradients, keep
         )
+        late = getattr(self.optimizer, "rate_is_of_last_update", False)
+        logs["learning_rate"] = self._learning_rate(state if late else before)
         weights = dict.fromkeys(self.objective.metric_names, weight)
         metrics = steps.update_metrics(
             self._train_trackers,

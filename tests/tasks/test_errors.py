@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import grain
 import keras
 import keras_hub
 import numpy as np
@@ -539,3 +540,48 @@ def test_a_corrected_call_works(tmp_path):
         sorted(weights(fresh).items()), sorted(weights(task).items())
     ):
         np.testing.assert_array_equal(value, other, name)
+
+
+class Wrong(kpt.losses.TokenLoss):
+    """A user's loss with a mistake that shows while it is traced."""
+
+    def token_loss(self, logps):
+        raise KeyError("a mistake in a loss")
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_an_error_in_a_step_costs_no_weights(method):
+    task = make(lora=kpt.LoRA(rank=2))
+    before = {v.path: np.array(v.value) for v in task.variables}
+    task.compile(loss=Wrong())
+    refused(
+        lambda: getattr(task, method)(ROWS),
+        "a mistake in a loss",
+        error=KeyError,
+    )
+    assert task.step == 0
+    for variable in task.variables:
+        np.testing.assert_array_equal(before[variable.path], variable.value)
+    task.compile(loss=kpt.losses.SFTLoss())
+    task.fit(ROWS, verbose=0)
+    assert task.step == 1
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_a_bad_row_of_a_stream_costs_no_weights(method, place):
+    rows = random_rows(8, seed=9)
+    rows[place] = {"token_ids": [1, 9999], "completion_mask": [0, 1]}
+    stream = grain.MapDataset.source(rows).to_iter_dataset()
+    task = make(lora=kpt.LoRA(rank=2))
+    task.compile()
+    options = {"shuffle": False} if method == "fit" else {}
+    refused(
+        lambda: getattr(task, method)(stream, batch_size=2, **options),
+        f"row {place}",
+        "9999",
+    )
+    assert all(np.isfinite(v.value).all() for v in task.variables)
+    # What was trained before the bad row stays.
+    assert task.step == (2 if place and method == "fit" else 0)
+    task.fit(ROWS, verbose=0)

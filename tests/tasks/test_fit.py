@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import optax
 import pytest
 
 import keras_posttrain as kpt
@@ -222,3 +223,47 @@ def test_an_own_step_need_not_report_every_metric():
     task.compile(optimizer=keras.optimizers.SGD(0.1))
     history = task.fit(ROWS, batch_size=4, verbose=0).history
     assert "entropy" not in history and history["loss"][0] > 0
+
+
+def test_a_refused_adapter_leaves_the_task_as_it_was(tmp_path):
+    other = kpt.SFTTask.from_preset(
+        REFERENCE / "models/llama3", lora=kpt.LoRA(rank=2)
+    )
+    other.save_adapter(tmp_path)
+    task = make()
+    expected = task.log_probs(ROWS[:2])
+    with pytest.raises(ValueError, match="another model"):
+        task.load_adapter(tmp_path)
+    assert task.adapter is None
+    assert len(task.trainable_variables) == len(task.causal_lm.weights)
+    for found, want in zip(task.log_probs(ROWS[:2]), expected):
+        np.testing.assert_array_equal(found, want)
+
+
+def test_bfloat16_weights_assigned_after_compile_are_trained_on():
+    """Neither the old masters nor a second `compile` undo them."""
+    optimizer = keras.optimizers.SGD(1e-6)
+    task = make(dtype="bfloat16")
+    task.compile(optimizer=optimizer)
+    task.fit(ROWS, batch_size=4, verbose=0)
+    variable = task.trainable_variables[-1]
+    variable.assign(variable.value * 2)
+    wanted = np.asarray(variable.value, "float32")
+    task.compile(optimizer=optimizer)
+    task.fit(ROWS, batch_size=4, verbose=0)
+    np.testing.assert_allclose(
+        np.asarray(variable.value, "float32"), wanted, rtol=0.01
+    )
+
+
+def test_the_rate_of_an_injected_schedule_is_that_of_the_step(tmp_path):
+    schedule = optax.linear_schedule(1e-2, 0.0, 3)
+    task = make()
+    task.compile(optimizer=optax.inject_hyperparams(optax.sgd)(schedule))
+    log = kpt.callbacks.MetricsLog(tmp_path)
+    task.fit(ROWS, batch_size=4, verbose=0, callbacks=[log])
+    np.testing.assert_allclose(
+        [x["learning_rate"] for x in read_log(tmp_path)],
+        [schedule(i) for i in range(3)],
+        rtol=1e-6,
+    )
