@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 TASKS = {}
+CACHE = None
 
 
 def fresh_task(lora=True):
@@ -131,7 +132,7 @@ def test_an_interrupted_run_goes_on(kind, how, straight, tmp_path):
     settings = KINDS[kind] | {"every": 2}
     size = 4 if settings.get("packing") else 6
     for step in (3, 2 * size, None):
-        task = make_task(settings.get("lora", True))
+        task = fresh_task(settings.get("lora", True))
         try:
             fit(task, tmp_path, callbacks=[At(step, how)], **settings)
         except Interrupted:
@@ -626,6 +627,12 @@ def test_sigterm_saves_then_ends_as_before(step, straight, tmp_path):
 # Fresh processes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    global CACHE
+    CACHE = tmp_path_factory.mktemp("cache")
+
+
 def start(directory, **settings):
     directory.mkdir(exist_ok=True)
     settings = {"directory": str(directory), **settings}
@@ -636,7 +643,12 @@ def start(directory, **settings):
             json.dumps(settings),
         ],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            # What is killed while it writes a compiled program leaves half.
+            "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
