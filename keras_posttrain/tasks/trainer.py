@@ -262,6 +262,8 @@ class Trainer(Resumable):
                     **kwargs,
                 )
         finally:
+            # Keras does so only where nothing was raised.
+            self.jax_state_sync()
             self._evaluating = False
         logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
@@ -298,27 +300,28 @@ class Trainer(Resumable):
 
         def train_function(state, iterator):
             trainable, frozen, optimizer, metrics = state
+            # Whatever raises from here on, the weights are not lost.
+            self._hand_back(state)
             try:
                 batch = next(iterator)
             except StopIteration:
-                self._hand_back(state)
                 if self._consumed or not self._resumed:
                     raise
                 # A stream was stopped behind the last batch of an epoch: it
                 # has none left, but Keras wants one step in each.
                 self._resumed = False
                 return {}, state
-            self._consumed += 1
-            self.step = self._step_base + self.data.step_of(self._consumed)
+            consumed = self._consumed + 1
+            step = self._step_base + self.data.step_of(consumed)
             changing = {
                 "trainable": trainable,
                 "optimizer": optimizer,
                 "metrics": metrics,
-                "step": np.int32(self.step),
+                "step": np.int32(step),
                 "seed": np.int32(self._seed),
             }
             logs, new = run(changing, frozen, batch)
-            self.step_logs = logs
+            self._consumed, self.step, self.step_logs = consumed, step, logs
             state = (
                 new["trainable"],
                 frozen,
@@ -345,6 +348,7 @@ class Trainer(Resumable):
 
         def test_function(state, iterator):
             trainable, frozen, metrics = state
+            self._hand_back((trainable, frozen, None, metrics))
             batch = next(iterator)
             metrics = run(metrics, trainable, frozen, batch)
             return {}, (trainable, frozen, metrics)
