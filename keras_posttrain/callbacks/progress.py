@@ -8,6 +8,8 @@ from keras_posttrain.callbacks.metrics_log import in_order
 
 # Reading the logs waits for the device: at most this often, in seconds.
 INTERVAL = 0.5
+# In a file, where no line can be written over, a line this often.
+LINE_INTERVAL = 60.0
 
 
 class Progress(keras.callbacks.Callback):
@@ -27,7 +29,7 @@ class Progress(keras.callbacks.Callback):
         self._skipped = []
         self._steps = 0
         self._tokens = 0.0
-        self._start = time.perf_counter()
+        self._start = self._printed = time.perf_counter()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -47,8 +49,20 @@ class Progress(keras.callbacks.Callback):
         elif now - self._shown > INTERVAL:
             self._read()
             self._shown = now
-            if self.verbose != 2 and sys.stdout.isatty():
+            if self.verbose == 2:
+                return
+            if sys.stdout.isatty():
                 print("\r" + self._line() + "\033[K", end="", flush=True)
+            elif now - self._printed > LINE_INTERVAL:
+                print(self._line(), flush=True)
+                self._printed = now
+
+    def on_test_begin(self, logs=None):
+        self._paused = time.perf_counter()
+
+    def on_test_end(self, logs=None):
+        # Rates are those of training.
+        self._start += time.perf_counter() - self._paused
 
     def on_epoch_end(self, epoch, logs=None):
         self._read()

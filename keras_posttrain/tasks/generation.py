@@ -55,8 +55,12 @@ class Generator:
         self.task._need_tokenizer("num_samples")
         cut = []
         for example in itertools.islice(iter(examples), count):
-            first = int(np.flatnonzero(example.completion_mask)[0])
-            cut.append((example.token_ids[:first], example.token_ids[first:]))
+            trained = example.completion_mask != 0
+            first = int(np.argmax(trained))
+            # The first answer alone: a chat may go on behind it.
+            answer = np.cumprod(trained[first:]).sum()
+            ids = example.token_ids
+            cut.append((ids[:first], ids[first : first + answer]))
         completions = self(
             [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
             max_tokens=max_tokens,

@@ -70,7 +70,10 @@ def test_evaluate_also_generates():
     keys = {"prompt", "completion", "reference"}
     assert [set(s) for s in found] == [keys] * 2
     assert found[1]["prompt"].endswith("<|im_start|>assistant\n")
-    assert "It is 1." in found[1]["reference"]
+    assert found[1]["reference"].strip().endswith("It is 1.")
+    longer = [{"messages": CHAT[0]["messages"] + CHAT[1]["messages"]}]
+    found = task.evaluate(longer, num_samples=1, max_tokens=4)["samples"]
+    assert found[0]["reference"].strip().endswith("It is 0.")
 
 
 def test_validation_early_stopping_and_schedules_work_as_in_keras():
