@@ -51,6 +51,13 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE and not getattr(
             self.backbone, "vision_encoder", None
         )
+        if remat != "none" and not self.packable:
+            raise ValueError(
+                f"{type(self.backbone).__name__} runs by KerasHub's own call, "
+                "whose layers cannot be rematerialised one by one. Use "
+                "remat='none' and a smaller `micro_batch_size`. "
+                f"Received: remat={remat!r}"
+            )
         wanted = set(self.backbone.input) - PLAIN_INPUTS
         if not self.packable and wanted:
             raise ValueError(

@@ -76,6 +76,11 @@ def test_log_probs_and_a_step(make):
         task.fit(ROWS, packing=True)
 
 
+def test_remat_is_refused_where_it_would_do_nothing():
+    with pytest.raises(ValueError, match="MixtralBackbone .* remat='full'"):
+        kpt.SFTTask(mixtral(), sequence_length=16, remat="full")
+
+
 def test_lora_names_are_unknown_outside_the_table():
     with pytest.raises(ValueError, match="Mixtral"):
         kpt.SFTTask(mixtral(), lora=kpt.LoRA(rank=2), sequence_length=16)
