@@ -79,6 +79,8 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
     own.mkdir(exist_ok=True)
     if tokenizer is not None:
         tokenizer.save(own)
+        stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
+        write_json(own / "generation_config.json", stop)
     if family_of(causal_lm) is not None:
         write_json(own / huggingface.CONFIG, huggingface.hf_config(causal_lm))
 
