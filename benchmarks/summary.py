@@ -121,6 +121,14 @@ def ratios(rows):
         yield "w2 full: our peak memory over TRL's", pair[0] / pair[1]
 
 
+def counted(results):
+    """How many times the libraries ran: `3`, or `2 to 3` if cut short."""
+    counts = sorted(len(repeats) for repeats in results.values() if repeats)
+    if not counts or counts[0] == counts[-1]:
+        return f"{counts[-1] if counts else 0}"
+    return f"{counts[0]} to {counts[-1]}"
+
+
 def markdown(results, options):
     rows = {run: medians(repeats) for run, repeats in results.items()}
     rows = {run: row for run, row in rows.items() if row}
@@ -130,7 +138,7 @@ def markdown(results, options):
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, "
         f"commit {options.commit}, "
         f"{os.cpu_count()} CPUs ({platform.machine()}), float32, medians of "
-        f"{options.repeats} processes with {options.passes} passes each. "
+        f"{counted(results)} processes of {options.passes} passes each. "
         "Tokens are real ones, without padding. `ours` is our best tokens/s "
         "of the group over that of the row. `other` is the most CPUs that "
         f"other processes used; a run above {BUSY} is marked with *.",
