@@ -58,14 +58,18 @@ def metric_value(metric):
     return metric[1]
 
 
-def merge_metrics(left, right):
-    """Combines the metrics of two sets of rows into those of both."""
-    merged = {}
-    for name, (kind, *values) in left.items():
-        others = right[name][1:]
-        if kind in ("mean", "sum"):
-            merged[name] = (kind, *(a + b for a, b in zip(values, others)))
-        else:
-            pick = jnp.minimum if kind == "min" else jnp.maximum
-            merged[name] = (kind, pick(values[0], others[0]))
-    return merged
+def merge_metrics(stacked):
+    """Combines the metrics of several sets of rows into those of all.
+
+    Args:
+        stacked: dict of metrics as `Loss.total` reports them, each value
+            with a leading axis over the sets.
+
+    Returns:
+        The dict of metrics of all rows together.
+    """
+    reduce = {"mean": jnp.sum, "sum": jnp.sum, "min": jnp.min, "max": jnp.max}
+    return {
+        name: (kind, *(reduce[kind](v, axis=0) for v in values))
+        for name, (kind, *values) in stacked.items()
+    }

@@ -73,11 +73,9 @@ def over_micro_batches(function, batch, count):
     shapes = jax.eval_shape(lambda x: function(x)[0], first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, "float32"), shapes)
     total, values = jax.lax.scan(body, zeros, rows)
-    reduce = {"mean": jnp.sum, "sum": jnp.sum, "min": jnp.min, "max": jnp.max}
-    metrics = {
-        name: (kind, *(reduce[kind](x) for x in values[name]))
-        for name, kind in kinds.items()
-    }
+    metrics = reductions.merge_metrics(
+        {name: (kind, *values[name]) for name, kind in kinds.items()}
+    )
     return total, metrics
 
 

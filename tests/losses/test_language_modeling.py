@@ -193,11 +193,19 @@ def test_micro_batches_add_up_to_the_batch(loss):
         for rows in (slice(0, 1), slice(1, 4))
     ]
     total = sum(terms["loss"] for terms, _ in parts)
-    merged = reductions.merge_metrics(parts[0][1], parts[1][1])
+    merged = merged_metrics(parts[0][1], parts[1][1])
     np.testing.assert_allclose(total / normalizer, want, rtol=1e-6)
     for name, value in want_metrics.items():
         got = reductions.metric_value(merged[name])
         np.testing.assert_allclose(got, value, rtol=1e-6)
+
+
+def merged_metrics(left, right):
+    stacked = {
+        name: (kind, *map(jnp.stack, zip(values, right[name][1:])))
+        for name, (kind, *values) in left.items()
+    }
+    return reductions.merge_metrics(stacked)
 
 
 @by_loss
@@ -271,7 +279,7 @@ def test_metrics_merge_by_their_kind():
         "low": ("min", jnp.float32(-3)),
         "high": ("max", jnp.float32(2)),
     }
-    merged = reductions.merge_metrics(left, right)
+    merged = merged_metrics(left, right)
     got = {k: float(reductions.metric_value(v)) for k, v in merged.items()}
     assert got == {"mean": 1.0, "sum": 3.0, "low": -3.0, "high": 4.0}
     empty = ("mean", jnp.float32(0), jnp.float32(0))
