@@ -37,6 +37,22 @@ def segment_sum(values, segment_ids, num_sequences):
     return jnp.sum(jnp.where(member, values[:, :, None], 0.0), axis=1)
 
 
+def spread(values, segment_ids):
+    """Gives each token the value of its sequence: `segment_sum` backwards.
+
+    Args:
+        values: float array of shape `(rows, num_sequences)`.
+        segment_ids: int array of shape `(rows, length)`, as in
+            `segment_sum`.
+
+    Returns:
+        A float array of shape `(rows, length)`, 0 at padding.
+    """
+    slot = jnp.maximum(segment_ids - 1, 0)
+    values = jnp.take_along_axis(values, slot, axis=1)
+    return jnp.where(segment_ids > 0, values, 0.0)
+
+
 def ratio(numerator, denominator):
     """`numerator / denominator`, and 0 where the denominator is 0."""
     safe = jnp.where(denominator == 0, 1.0, denominator)
@@ -48,14 +64,25 @@ def metric_value(metric):
 
     Args:
         metric: `("mean", numerator, denominator)`, `("sum", value)`,
-            `("min", value)` or `("max", value)`.
+            `("min", value)`, `("max", value)`, or `("effective_share", sum
+            of weights, sum of their squares, count)`: Kish's effective
+            sample size over the count, 1 where all weights are equal.
 
     Returns:
-        A float32 scalar.
+        A float32 scalar. Of nothing at all (a minimum that is still
+        infinite, a count of 0) it is 0.
     """
-    if metric[0] == "mean":
-        return ratio(metric[1], metric[2])
-    return metric[1]
+    kind, *values = metric
+    if kind == "mean":
+        return ratio(*values)
+    if kind == "effective_share":
+        total, squares, count = values
+        return ratio(ratio(total, squares) * total, count)
+    if kind == "min":
+        return jnp.where(jnp.isposinf(values[0]), 0.0, values[0])
+    if kind == "max":
+        return jnp.where(jnp.isneginf(values[0]), 0.0, values[0])
+    return values[0]
 
 
 def merge_metrics(stacked):
@@ -68,8 +95,8 @@ def merge_metrics(stacked):
     Returns:
         The dict of metrics of all rows together.
     """
-    reduce = {"mean": jnp.sum, "sum": jnp.sum, "min": jnp.min, "max": jnp.max}
+    reduce = {"min": jnp.min, "max": jnp.max}
     return {
-        name: (kind, *(reduce[kind](v, axis=0) for v in values))
+        name: (kind, *(reduce.get(kind, jnp.sum)(v, axis=0) for v in values))
         for name, (kind, *values) in stacked.items()
     }

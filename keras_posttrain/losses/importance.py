@@ -1,0 +1,181 @@
+"""What policy losses are made of: the arrays they read, ratios between
+policies, and divergences."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from keras_posttrain.losses import reductions
+
+# Log-ratios are kept within this bound, so that no exponential overflows:
+# exp(20) is about 5e8, far beyond every clip.
+LOG_RATIO_BOUND = 20.0
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTokens:
+    """The arrays of a batch as a policy loss reads them, in float32.
+
+    Every array of tokens is 0 outside `mask`, whatever the batch holds
+    there, so that nothing of a prompt or of padding reaches a gradient.
+
+    Attributes:
+        mask: float array of shape `(rows, length)`, the completion mask.
+        segment_ids: int array of shape `(rows, length)`.
+        sequence_mask: float array of shape `(rows, num_sequences)`.
+        logps: float array of shape `(rows, length)`, log-probabilities under
+            the policy in training. The only array with a gradient beside
+            `entropies`.
+        old_logps: the same under the policy that took the samples, as the
+            trainer computes it; where the batch has none, `logps` held
+            constant.
+        advantages: float array of shape `(rows, length)`.
+        entropies: float array of shape `(rows, length)` or `None`.
+        ref_logps: the same under the reference policy, or `None`.
+        rollout_logps: the same as the engine that sampled reports them, or
+            `None`. A NaN says that the engine reported none for that token;
+            it then has the trainer's.
+    """
+
+    mask: jax.Array
+    segment_ids: jax.Array
+    sequence_mask: jax.Array
+    logps: jax.Array
+    old_logps: jax.Array
+    advantages: jax.Array
+    entropies: jax.Array | None = None
+    ref_logps: jax.Array | None = None
+    rollout_logps: jax.Array | None = None
+
+    @classmethod
+    def of(cls, batch, outputs):
+        """Reads a batch and the outputs of the model on it.
+
+        Args:
+            batch: dict of arrays as a loss gets it. `advantages` are of
+                shape `(rows, num_sequences)`, or `(rows, length)` where
+                tokens have their own.
+            outputs: dict of arrays; `ref_per_token_logps` may be in either.
+
+        Returns:
+            `PolicyTokens`.
+        """
+        mask = batch["completion_mask"].astype("float32")
+        segment_ids = batch["segment_ids"]
+
+        def read(values):
+            values = jnp.asarray(values, "float32")
+            return jnp.where(mask != 0, values, 0.0)
+
+        def constant(name):
+            found = outputs.get(name, batch.get(name))
+            return (
+                None if found is None else jax.lax.stop_gradient(read(found))
+            )
+
+        logps = read(outputs["per_token_logps"])
+        old = constant("old_per_token_logps")
+        old = jax.lax.stop_gradient(logps) if old is None else old
+        rollout = constant("rollout_per_token_logps")
+        if rollout is not None:
+            rollout = jnp.where(jnp.isnan(rollout), old, rollout)
+        entropies = outputs.get("entropies")
+        return cls(
+            mask=mask,
+            segment_ids=segment_ids,
+            sequence_mask=batch["sequence_mask"].astype("float32"),
+            logps=logps,
+            old_logps=old,
+            advantages=jax.lax.stop_gradient(read(_advantages(batch))),
+            entropies=None if entropies is None else read(entropies),
+            ref_logps=constant("ref_per_token_logps"),
+            rollout_logps=rollout,
+        )
+
+    def sequence_sum(self, values):
+        """`(rows, num_sequences)`: the sum over each sequence's tokens."""
+        return reductions.segment_sum(
+            values * self.mask, self.segment_ids, self.sequence_mask.shape[1]
+        )
+
+    def sequence_mean(self, values):
+        """As `sequence_sum`, a mean; 0 for a sequence without tokens."""
+        count = self.sequence_sum(jnp.ones_like(self.mask))
+        return reductions.ratio(self.sequence_sum(values), count)
+
+    def spread(self, values):
+        """`(rows, length)`: each token its sequence's value."""
+        return reductions.spread(values, self.segment_ids)
+
+    def mean_metric(self, values):
+        """The metric of the mean of `values` over all tokens."""
+        total = reductions.token_sum(values, self.mask)
+        return ("mean", total, self.mask.sum())
+
+    def sequence_metric(self, values):
+        """The metric of the mean of `values` over all sequences."""
+        values = jnp.where(self.sequence_mask != 0, values, 0.0)
+        return ("mean", values.sum(), self.sequence_mask.sum())
+
+
+def _advantages(batch):
+    advantages, per_sequence = batch["advantages"], batch["sequence_mask"]
+    if advantages.shape == per_sequence.shape:
+        return reductions.spread(advantages, batch["segment_ids"])
+    if advantages.shape == batch["completion_mask"].shape:
+        return advantages
+    raise ValueError(
+        "`advantages` must have the shape of `sequence_mask`, "
+        f"{per_sequence.shape}, or, one for each token, that of "
+        f"`completion_mask`, {batch['completion_mask'].shape}. "
+        f"Received: advantages of shape {advantages.shape}"
+    )
+
+
+def bounded(log_ratios):
+    """`log_ratios` within `LOG_RATIO_BOUND` of 0."""
+    return jnp.clip(log_ratios, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def token_log_ratios(tokens):
+    """`log(policy / old policy)` of each token, `(rows, length)`."""
+    return bounded(tokens.logps - tokens.old_logps)
+
+
+def sequence_log_ratios(tokens):
+    """Of each sequence, the mean of its tokens' log-ratios: the log of the
+    geometric mean of their ratios. Every token of it has the same value."""
+    ratios = tokens.logps - tokens.old_logps
+    return bounded(tokens.spread(tokens.sequence_mean(ratios)))
+
+
+def kl_estimate(logps, ref_logps, estimator="k3"):
+    """An estimate of KL(policy || reference) from each sampled token.
+
+    With `d = ref_logps - logps`, `"k1"` is `-d`, `"k2"` is `d**2 / 2` and
+    `"k3"` is `exp(d) - d - 1`. All have the divergence (k2: nearly) as their
+    mean, but as terms of a loss they differ: the expected gradient of k1 is
+    0, so that it regularises nothing, that of k2 is the gradient of the
+    divergence, and that of k3 is that of the divergence the other way.
+
+    Args:
+        logps: float array, log-probabilities under the policy.
+        ref_logps: float array of the same shape, under the reference.
+        estimator: `"k1"`, `"k2"` or `"k3"`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Schulman, 2020](http://joschu.net/blog/kl-approx.html).
+    """
+    difference = ref_logps - logps
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    difference = bounded(difference)
+    return jnp.expm1(difference) - difference
