@@ -6,7 +6,8 @@ import keras
 import keras_hub
 
 from keras_posttrain.models import head as heads
-from keras_posttrain.models.attention import attention_scope
+from keras_posttrain.models.attention import attention_scope, decoding_scope
+from keras_posttrain.models.top_tokens import top_tokens
 
 # Backbones whose attention layers have the seam of `models/attention.py`.
 PACKABLE = (
@@ -107,15 +108,53 @@ class Policy:
 
     def _packed_forward(self, batch):
         ids = batch["token_ids"]
-        rows, length = ids.shape
-        x = self.backbone.token_embedding(ids.reshape(-1, 1))
+        scope = attention_scope(batch["segment_ids"], batch["positions"])
+        x = self._run_layers(ids.reshape(-1), scope, self._layer)
+        return x.reshape(*ids.shape, -1)
+
+    def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
+        """Final hidden states of `(tokens,)` ids, as `(tokens, 1, hidden)`."""
+        x = self.backbone.token_embedding(ids[:, None])
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
-        with attention_scope(batch["segment_ids"], batch["positions"]):
+        with scope:
             for layer in self.backbone.transformer_layers:
-                x = self._layer(layer, x)
-        x = self.backbone.layer_norm(x)
-        return x.reshape(rows, length, -1)
+                x = run(layer, x)
+        return self.backbone.layer_norm(x)
+
+    def prefill(self, batch):
+        """Keys and values of prompts.
+
+        Args:
+            batch: as in `hidden_states`.
+
+        Returns:
+            A list with, for each layer, `(keys, values)` of shape
+            `(rows * length, kv_heads, head_dim)`, keys rotated.
+        """
+        kept = []
+        scope = attention_scope(batch["segment_ids"], batch["positions"], kept)
+        self._run_layers(batch["token_ids"].reshape(-1), scope)
+        return kept
+
+    def decode(self, token_ids, lengths, step, past, recent):
+        """Logits of the next token of many sequences.
+
+        Args:
+            token_ids: int array of shape `(slots,)`, the last token of each.
+            lengths, step, past, recent: as in
+                `models/attention.py:decoding_scope`.
+
+        Returns:
+            `(logits, recent)`: float32 of shape `(slots, vocabulary)`, not
+            divided by a temperature, and `recent` with the tokens added.
+        """
+        recent = list(recent)
+        scope = decoding_scope(lengths, step, past, recent)
+        hidden = self._run_layers(token_ids, scope)[:, 0]
+        kernel = self.kernel.value.astype(hidden.dtype)
+        logits, _ = self.head().logits(hidden, kernel)
+        return logits, recent
 
     def _layer(self, layer, x):
         if self.remat == "none":
@@ -204,6 +243,24 @@ class Policy:
             )
         values = self._shaped(values, batch)
         return {name: values[name] for name in needs}
+
+    def top_tokens(self, batch, mask, k, temperature=1.0):
+        """The most probable tokens where those of `mask` stand.
+
+        Args:
+            batch, mask, temperature: as in `token_outputs`.
+            k: int, how many.
+
+        Returns:
+            Dict of `top_ids` (int32) and `top_logps` (float32) of shape
+            `(rows, length, k)`, best first, 0 as in `token_outputs`.
+        """
+        hidden, kernel = self._flat(batch, None)
+        values = top_tokens(
+            self.head(temperature), hidden, kernel, _select(batch, mask), k
+        )
+        shape = (*batch["token_ids"].shape, k)
+        return {name: v.reshape(shape) for name, v in values.items()}
 
     def token_loss_sum(
         self, batch, weights, token_loss, *, needs=(), dropout_key=None

@@ -133,6 +133,11 @@ class Task(Trainer):
 
     preset = None
 
+    @property
+    def max_length(self):
+        """Tokens that a sequence may have by the model's config, or `None`."""
+        return guards.max_length(self.causal_lm)
+
     # Setting up
 
     def _make_policy(self):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from keras_posttrain.rollout import sampling
 from keras_posttrain.rollout.sampling import block_shape, sample, sample_key
 
 draw = jax.jit(sample)
@@ -214,16 +215,18 @@ def test_tokens_without_weight_are_never_drawn():
     assert set(found.tolist()) == {40, 41, 300}
 
 
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-24, 0.5, 1 - 2.0**-24])
-def test_the_ends_of_the_inverse_cdf(uniform, monkeypatch):
+@pytest.mark.parametrize("bits", [0, 2**31, 2**32 - 1])
+def test_the_ends_of_the_noise(bits, monkeypatch):
     """The least and the greatest number that a generator gives."""
-    from keras_posttrain.rollout import sampling
-
     monkeypatch.setattr(
-        sampling,
-        "_uniform",
-        lambda keys, positions: jnp.full((len(keys), 2), uniform, "float32"),
+        jax.random,
+        "bits",
+        lambda key, shape, dtype: jnp.full(shape, bits, dtype),
     )
+    noise = sampling._gumbel(keys_of(4), np.zeros(4, "int32"), 3)
+    # -log(-log1p(-x)) of x = 2**-33, 0.5 and 1 - 2**-24.
+    expected = {0: 22.873, 2**31: 0.3665, 2**32 - 1: -2.8115}
+    np.testing.assert_allclose(noise, expected[bits], atol=1e-3)
     rng = np.random.default_rng(4)
     logits = rng.normal(0, 5, (256, 511)).astype("float32")
     logits[:, rng.permutation(511)[:250]] = -np.inf

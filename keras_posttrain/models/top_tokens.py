@@ -1,0 +1,46 @@
+"""The most probable tokens at each place, a chunk of logits at a time."""
+
+import jax
+import jax.numpy as jnp
+
+
+def top_tokens(head, hidden, kernel, tokens, k):
+    """The `k` most probable tokens, and their log-probabilities.
+
+    Args:
+        head, hidden, kernel, tokens: as in `models/head.py:token_values`.
+        k: int.
+
+    Returns:
+        Dict of `top_ids` (int32) and `top_logps` (float32) of shape
+        `(rows * length, k)`, best first, 0 where no token was asked for.
+    """
+    slots = tokens.index.shape[0]
+    size = head.chunk(kernel.shape[0 if head.transposed else 1], slots)
+    pad = -slots % size
+    index, source = (
+        jnp.pad(x, (0, pad)) for x in (tokens.index, tokens.source)
+    )
+    # Slots without a token write to a place behind the last, cut off below.
+    out = (
+        jnp.zeros((slots + 1, k), "int32"),
+        jnp.zeros((slots + 1, k), "float32"),
+    )
+
+    def body(i, out):
+        def cut(x):
+            return jax.lax.dynamic_slice_in_dim(x, i * size, size)
+
+        used = i * size + jnp.arange(size) < tokens.count
+        logits, _ = head.logits(hidden[cut(source)], kernel)
+        best, ids = jax.lax.top_k(logits, k)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        place = jnp.where(used, cut(index), slots)
+        return (
+            out[0].at[place].set(ids.astype("int32")),
+            out[1].at[place].set(best - total),
+        )
+
+    steps = (tokens.count + size - 1) // size
+    ids, logps = jax.lax.fori_loop(0, steps, body, out)
+    return {"top_ids": ids[:slots], "top_logps": logps[:slots]}

@@ -1,0 +1,29 @@
+"""How much memory is free on the devices that JAX computes on."""
+
+import os
+
+import jax
+
+
+def free_bytes():
+    """Bytes free on the first device; of a CPU, of the machine."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    try:
+        with open("/proc/meminfo") as f:
+            lines = dict(line.split(":") for line in f)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        # No Linux: half of all memory, for want of a better guess.
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page // 2
+
+
+def readable(size):
+    """`"1.5 GiB"`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

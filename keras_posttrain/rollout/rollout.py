@@ -1,0 +1,326 @@
+"""What a rollout engine is: token ids in, sampled tokens out."""
+
+import dataclasses
+import numbers
+
+import keras
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how to go on from it.
+
+    Log-probabilities are those of the whole distribution at `temperature`:
+    what `top_k`, `top_p` and `min_p` leave out is not renormalised. The three
+    apply in this order, each to what the ones before it left.
+
+    Args:
+        token_ids: ints, the prompt; of a conversation all tokens so far.
+        num_generations: int, samples of this prompt.
+        max_tokens: int, the most new tokens of a sample.
+        temperature: float, 0 for the most probable token always.
+        top_k: int or `None`, sample among this many most probable tokens.
+        top_p: float in (0, 1] or `None`, sample among the fewest tokens that
+            have this much probability together.
+        min_p: float in [0, 1] or `None`, sample among tokens at least this
+            share as probable as the most probable one.
+        stop_token_ids: ints; the first of them that is drawn ends a sample
+            and is its last token.
+        seed: int or `None` for one drawn by the engine. A sample depends on
+            the seed, the prompt, its number among the samples of the prompt
+            and the weights, and on nothing else.
+    """
+
+    token_ids: tuple
+    num_generations: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    stop_token_ids: tuple = ()
+    seed: int | None = None
+
+    def __post_init__(self):
+        for name in ("token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            if ids is None and name == "stop_token_ids":
+                ids = ()
+            object.__setattr__(self, name, tuple(int(x) for x in ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sample of a request.
+
+    Attributes:
+        token_ids: list of ints, the new tokens, a stop token included.
+        per_token_logps: float32 array of shape `(tokens,)`:
+            `log_softmax(logits / temperature)` of each, over the whole
+            vocabulary; at temperature 0 that of temperature 1.
+        finish_reason: `"stop"` or `"length"`.
+        weight_version: int, the version of the weights that drew it.
+    """
+
+    token_ids: list
+    per_token_logps: np.ndarray
+    finish_reason: str
+    weight_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of given tokens.
+
+    Attributes:
+        per_token_logps: float32 array of shape `(tokens,)`; the first, which
+            nothing predicts, is 0.
+        top_ids: int32 array of shape `(tokens, k)`, the most probable tokens
+            at each place, best first, or `None`. The first row is 0.
+        top_logps: float32 array of shape `(tokens, k)`, their
+            log-probabilities, or `None`. The first row is 0.
+    """
+
+    per_token_logps: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logps: np.ndarray | None = None
+
+
+class Rollout(keras.callbacks.Callback):
+    """A source of samples from the policy that a task trains.
+
+    An engine is bound to a task as Keras binds a callback, by
+    `set_model(task)`. It knows token ids only, no text. A subclass brings
+    `_generate`, `_score` and `sync_weights`, and `start` and `stop` where it
+    holds something that has to be given back.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.weight_version = 0
+
+    def start(self):
+        """Makes the engine ready. Called when training begins."""
+
+    def stop(self):
+        """Gives back what the engine holds. Called when training ends."""
+
+    def on_train_begin(self, logs=None):
+        self.start()
+
+    def on_train_end(self, logs=None):
+        self.stop()
+
+    def generate(self, requests, *, on_tokens=None, progress=False):
+        """Samples.
+
+        Args:
+            requests: list of `Request`s.
+            on_tokens: `f(request, generation, token_ids)` or `None`: called
+                with new tokens of a sample as they come, in order, with the
+                indices of its request and of the sample within it.
+            progress: bool, whether a bar over the samples is shown.
+
+        Returns:
+            A list with, for each request, the list of its `Completion`s.
+
+        Raises:
+            ValueError: for a request that cannot be served; the message
+                names its index. Nothing is sampled then.
+        """
+        self._need_task()
+        requests = [
+            dataclasses.replace(r, seed=np.random.randint(2**31))
+            if r.seed is None
+            else r
+            for r in check_requests(
+                requests, self._vocabulary_size(), self._max_length()
+            )
+        ]
+        return self._generate(requests, on_tokens, progress)
+
+    def score(self, sequences, *, top_k=None, temperature=1.0):
+        """Log-probabilities of the tokens of sequences.
+
+        Args:
+            sequences: list of sequences of token ids.
+            top_k: int or `None`, how many of the most probable tokens are
+                wanted at each place.
+            temperature: float, divides the logits; 0 counts as 1.
+
+        Returns:
+            A list of `Scores`.
+        """
+        self._need_task()
+        vocabulary = self._vocabulary_size()
+        if top_k is not None:
+            _need(
+                _is_int(top_k) and 1 <= top_k <= vocabulary,
+                f"`top_k` must be an int in [1, {vocabulary}]",
+                top_k=top_k,
+            )
+        _need(
+            _is_number(temperature) and 0 <= temperature < float("inf"),
+            "`temperature` must be a finite number of at least 0",
+            temperature=temperature,
+        )
+        sequences = [[int(x) for x in s] for s in sequences]
+        for i, ids in enumerate(sequences):
+            _check_ids(f"sequence {i}", ids, vocabulary)
+            _check_fits(f"Sequence {i}", len(ids), 0, self._max_length())
+        return self._score(sequences, top_k, float(temperature or 1.0))
+
+    def sync_weights(self):
+        """Makes the engine sample from the task's weights as they are now.
+
+        Returns:
+            int, the new `weight_version`.
+        """
+        raise NotImplementedError
+
+    def _generate(self, requests, on_tokens, progress):
+        raise NotImplementedError
+
+    def _score(self, sequences, top_k, temperature):
+        raise NotImplementedError
+
+    # What is asked of the task
+
+    def _need_task(self):
+        if self.model is None:
+            raise ValueError(
+                f"This {type(self).__name__} has no model yet. Pass it to "
+                "`compile(rollout=...)`, or call `set_model(task)`."
+            )
+
+    def _vocabulary_size(self):
+        return self.model.causal_lm.backbone.vocabulary_size
+
+    def _max_length(self):
+        """Tokens that a sequence may have, or `None`."""
+        return self.model.max_length
+
+
+# --- Checks ------------------------------------------------------------------
+
+
+def _is_int(x):
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _is_number(x):
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _need(holds, expected, **received):
+    if not holds:
+        (name, value), *where = received.items()
+        where = "".join(f" of {k} {v}" for k, v in where)
+        raise ValueError(f"{expected}. Received: {name}={value!r}{where}")
+
+
+def check_requests(requests, vocabulary_size, max_length=None):
+    """Refuses requests that cannot be served.
+
+    Args:
+        requests: list of `Request`s.
+        vocabulary_size: int.
+        max_length: int or `None`, tokens that a sequence may have.
+
+    Returns:
+        The requests, as a list.
+
+    Raises:
+        ValueError: names the request, the field and its value.
+    """
+    if isinstance(requests, Request):
+        raise ValueError(
+            "`requests` must be a list of `Request`s. Received: one "
+            "`Request`; put it in a list."
+        )
+    requests = list(requests)
+    for i, r in enumerate(requests):
+        _need(
+            isinstance(r, Request),
+            "`requests` must be a list of `kpt.rollout.Request`s",
+            requests=type(r).__name__,
+            item=i,
+        )
+        for name in ("num_generations", "max_tokens"):
+            value = getattr(r, name)
+            _need(
+                _is_int(value) and value >= 1,
+                f"`{name}` must be a positive int",
+                **{name: value},
+                request=i,
+            )
+        _check_sampling(i, r)
+        if r.seed is not None:
+            _need(_is_int(r.seed), "`seed` must be an int", seed=r.seed,
+                  request=i)  # fmt: skip
+        _check_ids(f"the prompt of request {i}", r.token_ids, vocabulary_size)
+        wrong = [x for x in r.stop_token_ids if not 0 <= x < vocabulary_size]
+        _need(
+            not wrong,
+            "`stop_token_ids` must be ids of the model's vocabulary, in "
+            f"[0, {vocabulary_size})",
+            stop_token_ids=wrong,
+            request=i,
+        )
+        _check_fits(f"Request {i}", len(r.token_ids), r.max_tokens, max_length)
+    return requests
+
+
+def _check_sampling(i, r):
+    number = _is_number(r.temperature)
+    _need(
+        number and 0 <= r.temperature < float("inf"),
+        "`temperature` must be 0 (greedy) or a finite positive number",
+        temperature=r.temperature,
+        request=i,
+    )
+    _need(
+        r.top_k is None or (_is_int(r.top_k) and r.top_k >= 1),
+        "`top_k` must be a positive int or None",
+        top_k=r.top_k,
+        request=i,
+    )
+    _need(
+        r.top_p is None or (_is_number(r.top_p) and 0 < r.top_p <= 1),
+        "`top_p` must be in (0, 1] or None",
+        top_p=r.top_p,
+        request=i,
+    )
+    _need(
+        r.min_p is None or (_is_number(r.min_p) and 0 <= r.min_p <= 1),
+        "`min_p` must be in [0, 1] or None",
+        min_p=r.min_p,
+        request=i,
+    )
+
+
+def _check_ids(what, ids, vocabulary_size):
+    if not ids:
+        raise ValueError(
+            f"There is nothing to go on from: {what} is empty. Give it at "
+            "least one token, such as the tokenizer's begin-of-text token."
+        )
+    for column, x in enumerate(ids):
+        if not 0 <= x < vocabulary_size:
+            raise ValueError(
+                f"Token ids must be in [0, {vocabulary_size}), the model's "
+                f"vocabulary. Received: id {x} at place {column} of {what}"
+            )
+
+
+def _check_fits(what, tokens, new_tokens, max_length):
+    if max_length is None or tokens + new_tokens <= max_length:
+        return
+    asked = f" and max_tokens={new_tokens}" if new_tokens else ""
+    raise ValueError(
+        f"{what} does not fit the model's context of {max_length} tokens. "
+        f"Received: {tokens} token ids{asked}, "
+        f"{tokens + new_tokens} in all. Shorten it"
+        + (" or lower `max_tokens`." if new_tokens else ".")
+    )
