@@ -21,6 +21,7 @@ from keras_posttrain import (
     _compilation_cache,  # noqa: E402
     callbacks,  # noqa: E402
     losses,  # noqa: E402
+    rewards,  # noqa: E402
 )
 from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
@@ -38,6 +39,7 @@ __all__ = [
     "callbacks",
     "decay_mask",
     "losses",
+    "rewards",
 ]
 
 _compilation_cache.enable()

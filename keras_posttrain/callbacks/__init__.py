@@ -1,5 +1,6 @@
 from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.completions_log import CompletionsLog
 from keras_posttrain.callbacks.metrics_log import MetricsLog
 from keras_posttrain.callbacks.progress import Progress
 
-__all__ = ["Checkpoint", "MetricsLog", "Progress"]
+__all__ = ["Checkpoint", "CompletionsLog", "MetricsLog", "Progress"]

@@ -27,6 +27,12 @@ from keras_posttrain.losses.policy import (
     VESPOLoss,
 )
 from keras_posttrain.losses.policy_loss import PolicyLoss
+from keras_posttrain.losses.value import (
+    ValueLoss,
+    generalized_advantages,
+    token_rewards,
+    whiten,
+)
 
 __all__ = [
     "BNPOLoss",

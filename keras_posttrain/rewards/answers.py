@@ -1,0 +1,250 @@
+"""Rewards that compare a completion with the answer in a column."""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import re
+import threading
+
+from keras_posttrain.rewards.reward import Reward, completion_text
+
+
+@dataclasses.dataclass(frozen=True)
+class _AnswerReward(Reward):
+    """1 where the completion's answer is that of a column, 0 elsewhere."""
+
+    column: str = "answer"
+    extract: str | None = None
+
+    def __post_init__(self):
+        check_pattern("extract", self.extract)
+
+    @property
+    def needs(self):
+        return ("completions", self.column)
+
+    def __call__(self, prompts=None, completions=None, **columns):
+        answers = columns[self.column]
+        return [
+            None if answer is None else self.compare(self.found(text), answer)
+            for text, answer in zip(
+                map(completion_text, completions), answers, strict=True
+            )
+        ]
+
+    def found(self, text):
+        """The part of a completion that is the answer, or `None`."""
+        return last_match(self.extract, text)
+
+    def compare(self, text, answer):
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactMatchReward(_AnswerReward):
+    """1 for a completion that is the answer, 0 for any other.
+
+    Spaces at both ends do not count. `None` where the row has no answer.
+
+    Args:
+        column: string, the column of the answers: strings, or numbers, or
+            lists of those that are accepted.
+        extract: string, a regular expression whose last match in the
+            completion is its answer (its first group, where it has one), or
+            `None` for the whole text. No match earns 0.
+        ignore_case: bool.
+
+    Example:
+
+    ```python
+    reward = kpt.rewards.ExactMatchReward(extract=r"Answer: (.*)")
+    reward(["1 + 1?"], ["Let me see. Answer: 2"], answer=["2"])  # [1.0]
+    ```
+    """
+
+    ignore_case: bool = False
+
+    def compare(self, text, answer):
+        several = isinstance(answer, (list, tuple, set))
+        accepted = answer if several else [answer]
+        return float(
+            text is not None
+            and any(self._plain(text) == self._plain(a) for a in accepted)
+        )
+
+    def _plain(self, value):
+        text = str(value).strip()
+        return text.casefold() if self.ignore_case else text
+
+
+# Thousands with commas, decimals, powers of ten and simple fractions. A
+# hyphen after a word, a digit or a bracket is no sign.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(
+    rf"(?<![\w).])(?P<sign>[-+]\s?)?[$€£]?(?P<top>(?:{_DIGITS})"
+    rf"(?:[eE][-+]?\d+)?)(?:\s?/\s?(?P<bottom>{_DIGITS}))?"
+    rf"|(?P<plain>(?:{_DIGITS})(?:[eE][-+]?\d+)?)"
+)
+
+
+def last_number(text):
+    """The last number that a text states, as a float, or `None`.
+
+    Args:
+        text: string. `"1,234.5"`, `"-3"`, `"$5"`, `"2e-3"` and `"1/2"` are
+            numbers; the hyphen of `"17-25"` is no sign.
+
+    Returns:
+        Float, or `None` where there is none or it is not finite.
+    """
+    matches = list(_NUMBER.finditer(str(text).replace("\u2212", "-")))
+    if not matches:
+        return None
+    match = matches[-1]
+    number = _read(match["plain"] or match["top"])
+    if match["bottom"]:
+        bottom = _read(match["bottom"])
+        if bottom == 0:
+            return None
+        number /= bottom
+    if (match["sign"] or "").startswith("-"):
+        number = -number
+    return number if math.isfinite(number) else None
+
+
+def _read(digits):
+    return float(digits.replace(",", ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericReward(_AnswerReward):
+    """1 where the last number of the completion is that of the answer.
+
+    `None` where the row has no answer or no number in it, so that GSM8K's
+    answers, whose last number follows `####`, can be used as they are.
+    Numbers are compared in double precision: `|x - answer| <= tolerance +
+    relative_tolerance * |answer|`.
+
+    Args:
+        column: string, the column of the answers: numbers, or strings whose
+            last number counts.
+        extract: string, a regular expression whose last match the number is
+            looked for in (its first group, where it has one), or `None` for
+            the whole text. No match earns 0.
+        tolerance: float, the largest difference.
+        relative_tolerance: float, in shares of the answer.
+
+    Example:
+
+    ```python
+    reward = kpt.rewards.NumericReward(tolerance=0.01)
+    reward(["2/3?"], ["It is about 0.667."], answer=["0.6667"])  # [1.0]
+    ```
+    """
+
+    tolerance: float = 1e-6
+    relative_tolerance: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("tolerance", "relative_tolerance"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"`{name}` must be a finite number of at least 0. "
+                    f"Received: {name}={value!r}."
+                )
+
+    def compare(self, text, answer):
+        expected = last_number(answer)
+        if expected is None:
+            return None
+        number = None if text is None else last_number(text)
+        if number is None:
+            return 0.0
+        limit = self.tolerance + self.relative_tolerance * abs(expected)
+        return float(abs(number - expected) <= limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class MathReward(_AnswerReward):
+    r"""1 where the completion states a formula equal to the answer.
+
+    `\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `x + 1` and `1 + x`.
+    Needs the package `math-verify`: `pip install keras_posttrain[math]`.
+    `None` where the row has no answer or none that can be read.
+
+    A formula that takes long to compare earns 0 after five seconds where
+    rewards run in the main thread, that is without a `timeout`; with one,
+    the `timeout` alone ends it.
+
+    Args:
+        column: string, the column of the answers: strings such as
+            `"\\frac{1}{2}"`, with or without `$`, or numbers.
+        extract: string, a regular expression whose last match holds the
+            formula (its first group, where it has one), or `None` for the
+            whole text. No match earns 0.
+
+    Example:
+
+    ```python
+    reward = kpt.rewards.MathReward()
+    reward(["?"], [r"So it is $\frac{2}{4}$."], answer=["1/2"])  # [1.0]
+    ```
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError(
+                "`MathReward` needs the package math-verify. Install it: "
+                "`pip install math-verify`."
+            )
+
+    def compare(self, text, answer):
+        import math_verify
+
+        # Its limits are signals, which only the main thread can have.
+        main = threading.current_thread() is threading.main_thread()
+        seconds = 5 if main else None
+        parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
+        expected = parse(_as_formula(str(answer)))
+        if not expected:
+            return None
+        if text is None:
+            return 0.0
+        found = parse(_as_formula(text) if self.extract else text)
+        return float(
+            math_verify.verify(expected, found, timeout_seconds=seconds)
+        )
+
+
+def _as_formula(text):
+    """Marks a bare formula as one, so that all of it is read."""
+    is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+    has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
+    return text if is_marked or has_words else f"${text}$"
+
+
+def check_pattern(name, pattern):
+    """Raises a `ValueError` for what is no regular expression."""
+    if pattern is None:
+        return
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"`{name}` must be a regular expression. Received: "
+            f"{name}={pattern!r} ({error})."
+        ) from None
+
+
+def last_match(pattern, text):
+    """The last match, or its first group; all of the text for `None`."""
+    if pattern is None:
+        return text
+    matches = list(re.finditer(pattern, text, re.DOTALL))
+    if not matches:
+        return None
+    return matches[-1][1 if matches[-1].re.groups else 0]

@@ -1,0 +1,132 @@
+"""Calls of user code with a limit of time, sync or async."""
+
+import asyncio
+import concurrent.futures
+import inspect
+import threading
+import time
+
+import keras
+
+from keras_posttrain.rewards import reward
+
+# How long an event loop may take to say that a call is cancelled, in seconds.
+GRACE = 1.0
+
+
+class OutOfTime(Exception):
+    """A call took longer than its limit."""
+
+
+class Call:
+    """A call under way, or done.
+
+    Async functions run in an event loop of a thread of ours, the same one
+    for all calls, so that a client or a lock outlives a batch. Sync functions
+    are done when this returns. They run in the calling thread without a
+    limit, in a thread of their own with one: Python cannot end a thread, so
+    that one that never returns goes on in the background.
+
+    Args:
+        function: callable.
+        values: dict of keyword arguments.
+        timeout: float, seconds, or `None`.
+    """
+
+    def __init__(self, function, values, timeout=None):
+        self._timeout = timeout
+        self._start = time.perf_counter()
+        self.seconds = 0.0
+        if reward.is_async(function):
+            self._future = _submit(function(**values), timeout)
+        else:
+            self._future = _call(function, values, timeout)
+            if self._future.done() and not self._future.exception():
+                # An object that is called like a function may be async too.
+                result = self._future.result()
+                if inspect.isawaitable(result):
+                    self._future = _submit(result, timeout)
+        self._future.add_done_callback(self._stop)
+
+    def _stop(self, future):
+        self.seconds = time.perf_counter() - self._start
+
+    def result(self):
+        """What the function returned; raises what it raised or OutOfTime."""
+        left = None
+        if self._timeout is not None:
+            passed = time.perf_counter() - self._start
+            left = max(self._timeout - passed, 0.0) + GRACE
+        try:
+            return self._future.result(left)
+        except concurrent.futures.TimeoutError:
+            if self._future.done():
+                raise  # the function's own
+            # Something blocks the event loop: the next call gets another.
+            _forget_loop()
+            raise OutOfTime from None
+
+    def cancel(self):
+        self._future.cancel()
+
+
+def _call(function, values, timeout):
+    """A finished future of a sync call."""
+    future = concurrent.futures.Future()
+    if timeout is None:
+        try:
+            future.set_result(function(**values))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+    distribution = keras.distribution.distribution()
+
+    def work():
+        try:
+            # Keras keeps the distribution by thread.
+            if distribution is not None:
+                with distribution.scope():
+                    future.set_result(function(**values))
+            else:
+                future.set_result(function(**values))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        future.exception(timeout)
+    except concurrent.futures.TimeoutError:
+        future = concurrent.futures.Future()  # the other may still be set
+        future.set_exception(OutOfTime())
+    return future
+
+
+async def _limited(awaitable, timeout):
+    try:
+        async with asyncio.timeout(timeout) as scope:
+            return await awaitable
+    except TimeoutError as error:
+        if scope.expired():
+            raise OutOfTime from error
+        raise
+
+
+_loop = None
+_lock = threading.Lock()
+
+
+def _submit(awaitable, timeout):
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(
+            _limited(awaitable, timeout), _loop
+        )
+
+
+def _forget_loop():
+    global _loop
+    with _lock:
+        _loop = None

@@ -1,0 +1,339 @@
+"""All rewards of a batch: called, checked, and what failed told."""
+
+import numbers
+
+import numpy as np
+
+from keras_posttrain.rewards import reward
+from keras_posttrain.rewards.calls import Call, OutOfTime
+
+ON_ERROR = ("raise", "skip")
+# The most characters of a prompt or a completion in an error.
+SHOWN = 80
+
+
+def check_rewards(functions, column_names, where="the dataset"):
+    """Checks before the first rollout that rewards can be called.
+
+    Args:
+        functions: list of reward functions.
+        column_names: names of the columns of the rows.
+        where: string, what to call the rows in errors.
+
+    Returns:
+        List of strings, a name for each reward in metrics: its `__name__`,
+        with `_2` and so on where two would be the same.
+
+    Raises:
+        ValueError: there is no reward, one is no function, or one needs a
+            column that is not there.
+
+    Example:
+
+    ```python
+    def correct(completions, answer):
+        return [float(a in c) for a, c in zip(answer, completions)]
+
+    check_rewards([correct], ["prompt", "answer"])  # ["correct"]
+    ```
+    """
+    if not isinstance(functions, (list, tuple)) or not functions:
+        raise ValueError(
+            "`rewards` must be a list of at least one reward function. "
+            f"Received: rewards={functions!r}. Pass for example "
+            "`rewards=[correct]`."
+        )
+    columns = list(column_names)
+    for column in ("prompts", "completions", "completion_ids"):
+        if column in columns:
+            raise ValueError(
+                f"Rows must have no column {column!r}: rewards get what was "
+                f"sampled under that name. Received: {where} with "
+                f"columns={columns}. Rename the column."
+            )
+    names = reward.names(functions)
+    for function, name in zip(functions, names):
+        reward.check_function(function, name, columns, where)
+    return names
+
+
+def run_rewards(
+    functions,
+    prompts,
+    completions,
+    columns=None,
+    *,
+    prompt_ids=None,
+    completion_ids=None,
+    rows=None,
+    timeout=None,
+    on_error="raise",
+):
+    """Calls every reward once for a whole batch of completions.
+
+    Async functions run side by side while the sync ones run in turn. To name
+    the row that an exception or a time-out came from, a failing function is
+    called again on parts of the batch, unless `on_error="skip"`.
+
+    Args:
+        functions: list of reward functions, see `Reward`.
+        prompts: list of strings or messages, one a completion.
+        completions: list of strings or messages.
+        columns: dict of lists, the other columns of the rows, or `None`.
+        prompt_ids, completion_ids: lists of lists of ints, or `None`.
+        rows: list of ints, the dataset row of each completion for errors, or
+            `None`.
+        timeout: float, seconds that a call of a function may take, or
+            `None`. A sync function with a limit runs in a thread; one that
+            never returns cannot be ended there, but the run goes on without
+            it or stops with an error. An async function that blocks its
+            event loop holds up the other async ones.
+        on_error: `"raise"`, or `"skip"`: an exception, a time-out or a wrong
+            number of rewards leaves out the function's rewards of the batch,
+            a reward that is no finite number this one.
+
+    Returns:
+        Tuple `(rewards, report)`: a float32 array of shape
+        `(completions, functions)`, NaN where a function did not judge or was
+        skipped, and a dict by name of dicts with `seconds`, `not_judged` and
+        `skipped` (numbers of completions), and `error` (the first message,
+        or `None`).
+
+    Raises:
+        ValueError: a function raised, or returned something else than a
+            finite number or `None` for each completion; the message names
+            the function and the row.
+        TimeoutError: a function ran out of time.
+
+    Example:
+
+    ```python
+    def short(completions):
+        return [float(len(c) < 3) for c in completions]
+
+    rewards, _ = run_rewards([short], ["1 + 1 =", "2 + 2 ="], ["2", "four"])
+    # [[1.0], [0.0]]
+    ```
+    """
+    batch = Batch(
+        prompts, completions, columns, prompt_ids, completion_ids, rows
+    )
+    check_rewards(functions, columns or {}, "the batch")
+    _check_settings(timeout, on_error)
+    names = reward.names(functions)
+    rewards = np.full((batch.size, len(functions)), np.nan, "float32")
+    report = {name: _entry() for name in names}
+    if not batch.size:
+        return rewards, report
+    calls = {}
+    try:
+        # Async ones first: they wait for others while the sync ones work.
+        for i in sorted(
+            range(len(names)), key=lambda i: not reward.is_async(functions[i])
+        ):
+            values = batch.choose(functions[i], names[i])
+            calls[i] = Call(functions[i], values, timeout)
+        for i, name in enumerate(names):
+            column, entry = _collect(
+                calls[i], functions[i], name, batch, timeout, on_error
+            )
+            rewards[:, i], report[name] = column, entry
+    finally:
+        for call in calls.values():
+            call.cancel()
+    return rewards, report
+
+
+class Batch:
+    """What rewards are called on, and how its rows are named in errors."""
+
+    def __init__(self, prompts, completions, columns, prompt_ids, ids, rows):
+        given = zip(reward.GIVEN, (prompts, completions, prompt_ids, ids))
+        self.size = len(completions)
+        self.values = {k: v for k, v in given if v is not None}
+        # Prompts of tokenised rows are a column as well.
+        self.values = {**(columns or {}), **self.values}
+        self.rows = rows
+        for name, value in (*self.values.items(), ("rows", rows)):
+            if value is not None and len(value) != self.size:
+                raise ValueError(
+                    f"`{name}` must have an entry for each completion. "
+                    f"Received: {len(value)} for {self.size} completions."
+                )
+
+    def choose(self, function, name, part=None):
+        """The keyword arguments of a function, on a slice of the batch."""
+        arguments = reward.arguments(function)
+        for needed in arguments.required:
+            if needed not in self.values:
+                raise ValueError(
+                    f"The reward function {name!r} needs `{needed}`, which "
+                    "was not given to `run_rewards`."
+                )
+        values = arguments.choose(self.values)
+        if part is None:
+            return values
+        return {k: v[part] for k, v in values.items()}
+
+    def describe(self, index):
+        """A completion in words: its place, its row and how it starts."""
+        row = "" if self.rows is None else f" (dataset row {self.rows[index]})"
+        return (
+            f"completion {index} of {self.size}{row}, "
+            f"prompt={_start(self.values.get('prompts'), index)}, "
+            f"completion={_start(self.values['completions'], index)}"
+        )
+
+
+def _start(values, index):
+    if values is None:
+        return "?"
+    text = reward.readable(values[index])
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
+
+
+def _entry(seconds=0.0, not_judged=0, skipped=0, error=None):
+    return {
+        "seconds": seconds,
+        "not_judged": not_judged,
+        "skipped": skipped,
+        "error": error,
+    }
+
+
+def _check_settings(timeout, on_error):
+    if on_error not in ON_ERROR:
+        raise ValueError(
+            f"`on_error` must be one of {ON_ERROR}. Received: "
+            f"on_error={on_error!r}."
+        )
+    if timeout is not None and (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, numbers.Real)
+        or not timeout > 0
+    ):
+        raise ValueError(
+            "`timeout` must be a number of seconds above 0, or None for no "
+            f"limit. Received: timeout={timeout!r}."
+        )
+
+
+def _collect(call, function, name, batch, timeout, on_error):
+    """A function's rewards of the batch, and its entry of the report."""
+    try:
+        result = call.result()
+        column, wrong = _floats(result, batch.size)
+    except Exception as error:
+        message = _whole_batch_message(error, name, batch, timeout)
+        if on_error == "raise":
+            kind = TimeoutError if isinstance(error, OutOfTime) else ValueError
+            where = _culprit(error, function, name, batch, timeout)
+            raise kind(f"{message} {where}{_ADVICE}") from error
+        skipped = np.full(batch.size, np.nan, "float32")
+        return skipped, _entry(call.seconds, 0, batch.size, message)
+    message = None
+    if wrong:
+        index, value = wrong[0]
+        message = (
+            f"The reward function {name!r} must return a finite number or "
+            f"None for each completion. Received: {value!r} for "
+            f"{batch.describe(index)}."
+        )
+        if on_error == "raise":
+            raise ValueError(message + _ADVICE)
+    not_judged = int(np.isnan(column).sum()) - len(wrong)
+    return column, _entry(call.seconds, not_judged, len(wrong), message)
+
+
+_ADVICE = ' Correct the function, or leave such rewards out: on_error="skip".'
+
+
+class _WrongResult(Exception):
+    """A result that is no list with an entry for each completion."""
+
+
+def _floats(result, count):
+    """Rewards as float32 with NaN for None, and the wrong ones."""
+    is_array = hasattr(result, "__array__") and np.ndim(result) == 1
+    if not is_array and not isinstance(result, (list, tuple)):
+        shown = " ".join(repr(result).split())[:SHOWN]
+        raise _WrongResult(f"{type(result).__name__} {shown}")
+    if len(result) != count:
+        raise _WrongResult(f"{len(result)} rewards")
+    column = np.full(count, np.nan, "float32")
+    wrong = []
+    for i, value in enumerate(result):
+        if value is None:
+            continue
+        number = _float(value)
+        if number is None:
+            wrong.append((i, value))
+        else:
+            column[i] = number
+    return column, wrong
+
+
+def _float(value):
+    """A finite float32, or `None`; numbers in strings are none."""
+    is_scalar = hasattr(value, "__array__") and np.ndim(value) == 0
+    if not isinstance(value, numbers.Real) and not is_scalar:
+        return None
+    try:
+        with np.errstate(over="ignore"):
+            number = np.float32(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if np.isfinite(number) else None
+
+
+def _whole_batch_message(error, name, batch, timeout):
+    if isinstance(error, _WrongResult):
+        return (
+            f"The reward function {name!r} must return a list with a number "
+            f"or None for each of the {batch.size} completions. Received: "
+            f"{error}."
+        )
+    if isinstance(error, OutOfTime):
+        return (
+            f"The reward function {name!r} took longer than the limit of "
+            f"{timeout} s for {batch.size} completions."
+        )
+    return (
+        f"The reward function {name!r} raised {type(error).__name__}: {error}."
+    )
+
+
+def _culprit(error, function, name, batch, timeout):
+    """Finds the completion that fails alone, by halving, and describes it.
+
+    Parts get their share of the limit, so that looking for what takes too
+    long takes no longer than the limit.
+    """
+    if isinstance(error, _WrongResult):
+        return f"The first is {batch.describe(0)}."
+    late = isinstance(error, OutOfTime)
+
+    def fails(start, stop):
+        limit = timeout
+        if late:
+            limit = timeout * (stop - start) / batch.size
+        values = batch.choose(function, name, slice(start, stop))
+        try:
+            Call(function, values, limit).result()
+        except Exception as again:
+            return isinstance(again, type(error))
+        return False
+
+    low, high = 0, batch.size
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fails(low, middle) else (middle, high)
+    if batch.size > 1 and not fails(low, high):
+        return (
+            "No completion alone makes it fail; the first is "
+            f"{batch.describe(0)}."
+        )
+    share = ""
+    if late and batch.size > 1:
+        share = f" (past its share of {timeout / batch.size:.3g} s)"
+    return f"It fails{share} on {batch.describe(low)}."
