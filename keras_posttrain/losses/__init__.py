@@ -60,4 +60,8 @@ __all__ = [
     "TokenLoss",
     "TopEntropyMask",
     "VESPOLoss",
+    "ValueLoss",
+    "generalized_advantages",
+    "token_rewards",
+    "whiten",
 ]

@@ -1,6 +1,7 @@
 """Rewards that another model gives."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import inspect
 import string
@@ -8,6 +9,7 @@ import string
 import keras_hub
 import numpy as np
 
+from keras_posttrain.rewards import reward
 from keras_posttrain.rewards.answers import (
     check_pattern,
     last_match,
@@ -90,18 +92,26 @@ class JudgeReward(Reward):
         scale = {"low": self.low, "high": self.high}
         texts = render(self.template, prompts, completions, columns, scale)
         places = asyncio.Semaphore(self.max_concurrency)
+        threads = concurrent.futures.ThreadPoolExecutor(self.max_concurrency)
+        loop = asyncio.get_running_loop()
 
         async def judge(text):
             async with places:
-                if inspect.iscoroutinefunction(self.ask):
-                    reply = await self.ask(text)
-                else:
-                    reply = await asyncio.to_thread(self.ask, text)
-                    if inspect.isawaitable(reply):
-                        reply = await reply
+                if reward.is_async(self.ask):
+                    return self._scaled(await self.ask(text))
+                reply = await loop.run_in_executor(threads, self.ask, text)
+                if inspect.isawaitable(reply):
+                    reply = await reply
             return self._scaled(reply)
 
-        return await asyncio.gather(*map(judge, texts))
+        tasks = [asyncio.create_task(judge(text)) for text in texts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # Where one fails, the rest need not be asked.
+            for task in tasks:
+                task.cancel()
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _scaled(self, reply):
         if not isinstance(reply, str):

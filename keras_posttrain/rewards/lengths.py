@@ -94,7 +94,8 @@ class SoftOverlongReward(_TokenReward):
     def score(self, ids):
         start = self.max_completion_length - self.buffer
         share = (len(ids) - start) / self.buffer
-        return self.max_penalty * min(max(share, 0.0), 1.0)
+        # Plus 0.0, which makes a 0 of minus 0.
+        return self.max_penalty * min(max(share, 0.0), 1.0) + 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,8 @@ class RepetitionReward(_TokenReward):
         ngrams = list(zip(*shifted))
         if not ngrams:
             return 0.0
-        return self.max_penalty * (1 - len(set(ngrams)) / len(ngrams))
+        repeated = 1 - len(set(ngrams)) / len(ngrams)
+        return self.max_penalty * repeated + 0.0
 
 
 @dataclasses.dataclass(frozen=True)

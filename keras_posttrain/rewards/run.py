@@ -4,12 +4,10 @@ import numbers
 
 import numpy as np
 
-from keras_posttrain.rewards import reward
+from keras_posttrain.rewards import results, reward
 from keras_posttrain.rewards.calls import Call, OutOfTime
 
 ON_ERROR = ("raise", "skip")
-# The most characters of a prompt or a completion in an error.
-SHOWN = 80
 
 
 def check_rewards(functions, column_names, where="the dataset"):
@@ -189,7 +187,9 @@ def _start(values, index):
     if values is None:
         return "?"
     text = reward.readable(values[index])
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
+    return repr(
+        text if len(text) <= results.SHOWN else text[: results.SHOWN] + "…"
+    )
 
 
 def _entry(seconds=0.0, not_judged=0, skipped=0, error=None):
@@ -222,7 +222,7 @@ def _collect(call, function, name, batch, timeout, on_error):
     """A function's rewards of the batch, and its entry of the report."""
     try:
         result = call.result()
-        column, wrong = _floats(result, batch.size)
+        column, wrong = results.to_floats(result, batch.size)
     except Exception as error:
         message = _whole_batch_message(error, name, batch, timeout)
         if on_error == "raise":
@@ -248,46 +248,8 @@ def _collect(call, function, name, batch, timeout, on_error):
 _ADVICE = ' Correct the function, or leave such rewards out: on_error="skip".'
 
 
-class _WrongResult(Exception):
-    """A result that is no list with an entry for each completion."""
-
-
-def _floats(result, count):
-    """Rewards as float32 with NaN for None, and the wrong ones."""
-    is_array = hasattr(result, "__array__") and np.ndim(result) == 1
-    if not is_array and not isinstance(result, (list, tuple)):
-        shown = " ".join(repr(result).split())[:SHOWN]
-        raise _WrongResult(f"{type(result).__name__} {shown}")
-    if len(result) != count:
-        raise _WrongResult(f"{len(result)} rewards")
-    column = np.full(count, np.nan, "float32")
-    wrong = []
-    for i, value in enumerate(result):
-        if value is None:
-            continue
-        number = _float(value)
-        if number is None:
-            wrong.append((i, value))
-        else:
-            column[i] = number
-    return column, wrong
-
-
-def _float(value):
-    """A finite float32, or `None`; numbers in strings are none."""
-    is_scalar = hasattr(value, "__array__") and np.ndim(value) == 0
-    if not isinstance(value, numbers.Real) and not is_scalar:
-        return None
-    try:
-        with np.errstate(over="ignore"):
-            number = np.float32(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if np.isfinite(number) else None
-
-
 def _whole_batch_message(error, name, batch, timeout):
-    if isinstance(error, _WrongResult):
+    if isinstance(error, results.WrongResult):
         return (
             f"The reward function {name!r} must return a list with a number "
             f"or None for each of the {batch.size} completions. Received: "
@@ -309,7 +271,7 @@ def _culprit(error, function, name, batch, timeout):
     Parts get their share of the limit, so that looking for what takes too
     long takes no longer than the limit.
     """
-    if isinstance(error, _WrongResult):
+    if isinstance(error, results.WrongResult):
         return f"The first is {batch.describe(0)}."
     late = isinstance(error, OutOfTime)
 

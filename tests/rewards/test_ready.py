@@ -322,6 +322,18 @@ def test_a_judge_is_asked_a_few_questions_at_a_time():
     assert most == 3
 
 
+def test_sync_questions_are_asked_at_once_as_well():
+    """All nine meet at a barrier, which breaks where they come in turn."""
+    barrier = threading.Barrier(9, timeout=10)
+
+    def ask(text):
+        barrier.wait()
+        return "10"
+
+    reward = kpt.rewards.JudgeReward(ask, max_concurrency=9)
+    assert judge(reward, ["x"] * 9) == [1.0] * 9
+
+
 @functools.cache
 def classifier(num_classes=2):
     """A real one of two layers that reads words."""
