@@ -290,8 +290,8 @@ class LeaveOneOutAdvantages(Advantages):
         advantages = centred(groups, 1) * count / np.maximum(count - 1, 1)
         if not self.normalize:
             return advantages
-        std = standard_deviation(advantages)
-        return centred(advantages) / (std + self.std_offset)
+        # Their mean over the batch is 0 as they are.
+        return advantages / (standard_deviation(advantages) + self.std_offset)
 
 
 def _penalty(kl, groups, beta):
@@ -336,8 +336,8 @@ class GDPOAdvantages(Advantages):
         return self.finish(self.of_groups(scaled))
 
     def of_groups(self, groups):
-        std = standard_deviation(groups)
-        return centred(groups) / (std + self.std_offset)
+        # Each function's sum over a group is 0, and so is the batch's mean.
+        return groups / (standard_deviation(groups) + self.std_offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,10 +366,9 @@ class ReinforcePlusPlusAdvantages(Advantages):
         return 2 if self.baseline else 1
 
     def of_groups(self, groups):
-        if self.baseline:
-            groups = centred(groups, 1)
-        std = standard_deviation(groups)
-        return centred(groups) / (std + self.std_offset)
+        # Less the means of groups, the mean of the batch is 0 already.
+        advantages = centred(groups, 1 if self.baseline else None)
+        return advantages / (standard_deviation(advantages) + self.std_offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -411,22 +410,20 @@ class PassAtKAdvantages(Advantages):
         advantages = np.zeros(len(rewards))
         judged = np.flatnonzero(~np.isnan(rewards))
         n, k = len(judged), self.k
-        if n < k or constant(rewards).item():
-            return advantages
         order = judged[np.argsort(rewards[judged], kind="stable")]
         values = rewards[order]
+        # Every set has the same best one, where there is a set.
+        if n < k or values[k - 1] == values[-1]:
+            return advantages
         # The shares of all sets whose best is the i-th from below, and of
         # the sets with one given member: itself, or another one below it.
-        ranks = range(n)
-        best = np.array([math.comb(i, k - 1) for i in ranks], float)
-        below = np.array([math.comb(max(i - 1, 0), k - 2) for i in ranks])
-        own = best / math.comb(n - 1, k - 1)
-        other = below / math.comb(n - 1, k - 1)
-        best = best / math.comb(n, k)
+        sets, with_one = math.comb(n, k), math.comb(n - 1, k - 1)
+        chosen = [math.comb(i, k - 1) for i in range(n)]
+        best = np.array([c / sets for c in chosen])
+        own = np.array([c / with_one for c in chosen])
+        other = [math.comb(max(i - 1, 0), k - 2) / with_one for i in range(n)]
         mean = np.sum(best * values)
         std = np.sqrt(np.sum(best * (values - mean) ** 2))
-        if std == 0:
-            return advantages
         above = np.cumsum((other * values)[::-1])[::-1]
         above = np.append(above[1:], 0.0)
         advantages[order] = (own * values + above - mean) / std

@@ -244,12 +244,9 @@ def sampling_metrics(tokens, correction=None):
     if correction is None:
         return metrics
     weights = correction.weights(tokens)
+    counted, values = _counted(tokens, weights, by_sequence)
     prefix = "sampling/importance_sampling_ratio/"
-    mean = (
-        tokens.sequence_metric(tokens.sequence_mean(weights))
-        if by_sequence
-        else tokens.mean_metric(weights)
-    )
+    mean = ("mean", values.sum(), counted.sum())
     metrics[prefix + "mean"] = mean
     metrics[prefix + "min"] = (
         "min",
@@ -263,11 +260,16 @@ def sampling_metrics(tokens, correction=None):
 
 
 def _effective_share(tokens, ratios, by_sequence):
+    counted, ratios = _counted(tokens, ratios, by_sequence)
+    squares = jnp.sum(ratios**2)
+    return ("effective_share", ratios.sum(), squares, counted.sum())
+
+
+def _counted(tokens, values, by_sequence):
+    """What counts, tokens or sequences that have some, as 0 and 1, and the
+    values of those."""
+    counted = tokens.mask != 0
     if by_sequence:
         counted = tokens.sequence_sum(jnp.ones_like(tokens.mask)) > 0
-        ratios = tokens.sequence_mean(ratios)
-    else:
-        counted = tokens.mask != 0
-    ratios = jnp.where(counted, ratios, 0.0)
-    count = counted.sum().astype("float32")
-    return ("effective_share", ratios.sum(), (ratios**2).sum(), count)
+        values = tokens.sequence_mean(values)
+    return counted.astype("float32"), jnp.where(counted, values, 0.0)
