@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.models import guards
-from keras_posttrain.rollout.decoding import (
-    Placement,
-    capacity,
-    power_of_two,
-)
+from keras_posttrain.rollout.decoding import Placement, bucket, power_of_two
 from keras_posttrain.rollout.memory import readable
 from keras_posttrain.rollout.sampling import sample, sample_keys
 
 # Columns of one call where somebody reads the tokens as they come.
 STREAMED_COLUMNS = 16
-LEAST_PREFILL = 64
+LEAST_LENGTH = 64
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +60,7 @@ class LockstepDecoder:
     def __init__(self, task, num_slots, cache_bytes=None):
         self.task, self.num_slots = task, num_slots
         self.cache_bytes = cache_bytes
-        self.programs = []
+        self.programs, self._bytes = [], {}
         self.placement = Placement(1)
         _check_family(task.causal_lm)
         self._prefill = jax.jit(self._prefill, static_argnums=2)
@@ -84,11 +80,7 @@ class LockstepDecoder:
             array) and the reason why it ended, `"stop"` or `"length"`.
         """
         self._check_lengths(requests)
-        samples = [
-            _Sample(i, g, r, key)
-            for i, (r, keys) in enumerate(zip(requests, sample_keys(requests)))
-            for g, key in enumerate(keys)
-        ]
+        samples = self._samples(requests)
         self._truncated = any(
             r.top_k or r.min_p or (r.top_p is not None and r.top_p < 1)
             for r in requests
@@ -108,13 +100,19 @@ class LockstepDecoder:
             out[s.request].append((s.token_ids, s.logps, reason))
         return out
 
-    def _check_lengths(self, requests):
-        backbone = self.task.causal_lm.backbone
+    @property
+    def _max_length(self):
         # Beyond its table of positions a lookup would give the last one.
-        if not hasattr(backbone, "position_embedding"):
-            return
-        longest = backbone.max_sequence_length
-        for i, r in enumerate(requests):
+        backbone = self.task.causal_lm.backbone
+        return getattr(backbone, "max_sequence_length", None)
+
+    def _capacity(self, tokens):
+        size = bucket(tokens)
+        return min(size, self._max_length or size)
+
+    def _check_lengths(self, requests):
+        longest = self._max_length
+        for i, r in enumerate(requests if longest else ()):
             tokens = len(r.token_ids)
             if tokens + r.max_tokens > longest:
                 raise ValueError(
@@ -125,6 +123,13 @@ class LockstepDecoder:
                 )
 
     # Batches
+
+    def _samples(self, requests):
+        return [
+            _Sample(i, g, r, key)
+            for i, (r, keys) in enumerate(zip(requests, sample_keys(requests)))
+            for g, key in enumerate(keys)
+        ]
 
     def _batches(self, samples):
         """Lists of samples that go together."""
@@ -146,10 +151,7 @@ class LockstepDecoder:
         shards = self.placement.shards
         most = max(self.num_slots // shards, 1)
         if self.cache_bytes is not None:
-            tokens = capacity(length)
-            cache = jax.eval_shape(lambda: self._empty_cache(1, tokens))
-            # Every step makes a new one of the old.
-            row = 2 * cache.size * cache.dtype.itemsize
+            row = self._row_bytes(self._capacity(length))
             if row > self.cache_bytes:
                 raise ValueError(
                     f"The cache does not hold one sequence of {length} "
@@ -161,21 +163,24 @@ class LockstepDecoder:
             most = min(most, self.cache_bytes // row)
         return most * shards
 
+    def _row_bytes(self, length):
+        if length not in self._bytes:
+            cache = jax.eval_shape(lambda: self._empty_cache(1, length))
+            # Every step makes a new cache of the old.
+            self._bytes[length] = 2 * cache.size * cache.dtype.itemsize
+        return self._bytes[length]
+
     def _rows_for(self, count, length):
         shards = self.placement.shards
         rows = power_of_two(-(-count // shards)) * shards
         return min(rows, self._most_rows(length))
 
     def _run(self, weights, batch, emit):
-        length = capacity(max(s.end for s in batch))
+        length = self._capacity(max(s.end for s in batch))
         rows = self._rows_for(len(batch), length)
         state, settings = self._arrays(batch, rows, length)
         index = int(state["index"])
-        width = min(power_of_two(index, LEAST_PREFILL), length)
-        if hasattr(self.task.causal_lm.backbone, "position_embedding"):
-            width = min(
-                width, self.task.causal_lm.backbone.max_sequence_length
-            )
+        width = min(power_of_two(index, LEAST_LENGTH), length)
         self._note(f"lockstep prefill of {rows} x {width} tokens")
         self._note(
             f"lockstep decode of {rows} rows x {length} tokens"
@@ -270,7 +275,7 @@ class LockstepDecoder:
             # Behind a shorter prompt it holds what the loop overwrites
             # before any token sees it.
             _, _, cache = self.task.causal_lm.call_with_cache(
-                token_ids, cache, 0
+                token_ids, cache, jnp.int32(0)
             )
         return self.placement.rows(cache)
 
