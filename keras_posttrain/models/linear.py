@@ -1,5 +1,7 @@
 """Linear layers on flattened tokens."""
 
+import math
+
 import jax.numpy as jnp
 import keras
 
@@ -26,7 +28,7 @@ def flatten_tokens(layer):
             return plain_call(inputs, *args, **kwargs)
         x = jnp.squeeze(inputs, 1)
         kernel = jnp.asarray(layer.kernel, x.dtype)
-        outputs = jnp.einsum(equation, x, kernel)
+        outputs = multiply(equation, x, kernel)
         if layer.bias is not None:
             # The bias has the axes of the output's end.
             outputs = outputs + jnp.asarray(layer.bias, x.dtype)
@@ -35,6 +37,23 @@ def flatten_tokens(layer):
         return jnp.expand_dims(outputs, 1)
 
     layer.call = call
+
+
+def multiply(equation, x, kernel):
+    """`einsum` of tokens and a kernel, as one product of matrices.
+
+    XLA's CPU backend would transpose a kernel that is summed over two axes
+    anew at every call.
+    """
+    inputs, rest = equation.split(",")
+    axes, output = rest.split("->")
+    summed, kept = inputs[1:], output[1:]
+    if axes != summed + kept:
+        return jnp.einsum(equation, x, kernel)
+    shape = kernel.shape[len(summed) :]
+    size = math.prod(kernel.shape[: len(summed)])
+    out = x.reshape(-1, size) @ kernel.reshape(size, -1)
+    return out.reshape(-1, *shape)
 
 
 def _without_length(equation):

@@ -21,7 +21,7 @@ from keras_posttrain.rollout.sampling import sample
 # until it ends, and slots whose sequence ended idle for the rest of it.
 STEPS = 32
 # Tokens of prompts that go through the model at once, at least.
-PREFILL_TOKENS = 1024
+PREFILL_TOKENS = 2048
 
 
 class Weights(typing.NamedTuple):
@@ -46,10 +46,11 @@ def power_of_two(n, at_least=1):
     return max(1 << max(n - 1, 0).bit_length(), at_least)
 
 
-def capacity(tokens):
-    """The length of cache for so many tokens: few lengths, few programs."""
-    size = power_of_two(tokens, 128)
-    return size * 3 // 4 if tokens <= size * 3 // 4 and size > 128 else size
+def bucket(tokens, at_least=128):
+    """The length that serves so many tokens: few lengths, few programs."""
+    size = power_of_two(tokens, at_least)
+    less = size * 3 // 4
+    return less if at_least < size and tokens <= less else size
 
 
 class Placement:
@@ -115,9 +116,7 @@ class SlotDecoder:
         self._decode = jax.jit(
             self._decode, static_argnums=0, donate_argnums=2
         )
-        self._resize = jax.jit(
-            self._resize, static_argnums=2, donate_argnums=0
-        )
+        self._resize = jax.jit(self._resize, static_argnums=2)
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
 
     def token_bytes(self):
@@ -184,10 +183,10 @@ class SlotDecoder:
     def _prefill_part(self, weights, part, num_rows):
         lengths = [len(p) for p, _ in part]
         total = -(-sum(lengths) // num_rows)
-        length = power_of_two(max(total, *lengths), 64)
+        length = bucket(max(total, *lengths), 64)
         rows = pack(lengths, length, max_sequences=2**30)
         while len(rows) > num_rows:
-            length *= 2
+            length = bucket(length + 1)
             rows = pack(lengths, length, max_sequences=2**30)
         batch = {
             name: np.zeros((num_rows, length), "int32")

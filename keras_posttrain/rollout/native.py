@@ -9,15 +9,18 @@ import numpy as np
 
 from keras_posttrain.models import guards
 from keras_posttrain.rollout import decoding
+from keras_posttrain.rollout.lockstep import LockstepDecoder
 from keras_posttrain.rollout.memory import free_bytes, readable
 from keras_posttrain.rollout.rollout import Completion, Rollout
-from keras_posttrain.rollout.sampling import sample_key
+from keras_posttrain.rollout.sampling import sample_keys
 from keras_posttrain.rollout.scoring import Scorer
 
 # With requests waiting, a call ends when this share of the slots is free;
-# with none, when so few are active that fewer slots hold them.
+# with none, when so few are active that this many times fewer slots hold
+# them, as long as it is worth a program of its own.
 REFILL = 1 / 8
-SHRINK = 2
+SHRINK = 4
+LEAST_SLOTS = 8
 # Steps of a call where somebody reads the tokens as they come.
 STREAMED_STEPS = 8
 
@@ -116,15 +119,12 @@ class NativeRollout(Rollout):
         return done
 
     def _in_lockstep(self, requests, on_tokens, show):
-        def emit(request, generation, ids):
-            if on_tokens is not None:
-                on_tokens(request, generation, ids)
-
-        from keras_posttrain.rollout.lockstep import LockstepDecoder
-
         if self._lockstep is None:
-            self._lockstep = LockstepDecoder(self.model, self.num_slots)
-        out = self._lockstep.generate(requests, emit)
+            budget = None if self.cache_bytes == "auto" else self.cache_bytes
+            self._lockstep = LockstepDecoder(
+                self.model, self.num_slots, budget
+            )
+        out = self._lockstep.generate(requests, on_tokens)
         done = [
             [Completion(*sample, self.weight_version) for sample in samples]
             for samples in out
@@ -267,17 +267,6 @@ class _Sample:
         return self.settings.token_ids
 
 
-def _samples(requests):
-    # Equal prompts of equal seed are so many samples of one prompt.
-    seen = collections.Counter()
-    for i, r in enumerate(requests):
-        first = seen[r.seed, r.token_ids]
-        seen[r.seed, r.token_ids] += r.num_generations
-        for g in range(r.num_generations):
-            key = sample_key(r.seed, r.token_ids, first + g)
-            yield _Sample(i, g, r, key)
-
-
 def _check_finite(request, logps):
     if not np.all(np.isfinite(logps)):
         raise ValueError(
@@ -294,17 +283,21 @@ class _Run:
         self.decoder, self.on_tokens = decoder, on_tokens
         self.progress = progress
         self.version = engine.weight_version
-        self.samples = list(_samples(requests))
+        self.samples = [
+            _Sample(i, g, r, key)
+            for i, (r, keys) in enumerate(zip(requests, sample_keys(requests)))
+            for g, key in enumerate(keys)
+        ]
         self.queue = collections.deque(self.samples)
         self.requests = requests
         longest = max(
             (len(r.token_ids) + r.max_tokens for r in requests), default=0
         )
-        self.most_tokens = decoding.capacity(longest + decoding.STEPS)
+        self.most_tokens = decoding.bucket(longest + decoding.STEPS)
         slots = 0
         if self.samples:
             slots = engine._slots_for(self.most_tokens, len(self.samples))
-        self.least_slots = decoder.placement.shards
+        self.least_slots = max(decoder.placement.shards, LEAST_SLOTS)
         self._empty(slots)
         self.stop_ids = decoding.power_of_two(
             max((len(r.stop_token_ids) for r in requests), default=0)
@@ -366,11 +359,11 @@ class _Run:
         slots, tokens = len(self.sitting), decoder.tokens
         if decoder.cache is None:
             decoder.allocate(
-                slots, min(decoding.capacity(need), self.most_tokens)
+                slots, min(decoding.bucket(need), self.most_tokens)
             )
             return
         if need > tokens:
-            tokens = decoding.capacity(max(need, 2 * tokens))
+            tokens = decoding.bucket(max(need, 2 * tokens))
             tokens = min(tokens, self.most_tokens)
         fewer = max(decoding.power_of_two(len(active)), self.least_slots)
         index = list(range(slots))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import operator
 
 import keras
 import numpy as np
@@ -47,7 +48,7 @@ class Request:
             ids = getattr(self, name)
             if ids is None and name == "stop_token_ids":
                 ids = ()
-            object.__setattr__(self, name, tuple(int(x) for x in ids))
+            object.__setattr__(self, name, tuple(operator.index(x) for x in ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Rollout(keras.callbacks.Callback):
             "`temperature` must be a finite number of at least 0",
             temperature=temperature,
         )
-        sequences = [[int(x) for x in s] for s in sequences]
+        sequences = [[operator.index(x) for x in s] for s in sequences]
         for i, ids in enumerate(sequences):
             _check_ids(f"sequence {i}", ids, vocabulary)
             _check_fits(f"Sequence {i}", len(ids), 0, self._max_length())

@@ -1,19 +1,15 @@
-import contextlib
+"""`task.generate`: prompts to requests, and completions to text."""
+
 import itertools
 
-import keras_hub
 import numpy as np
 
 from keras_posttrain.data import chat
-from keras_posttrain.models import guards
-
-# Prompts and completions share a cache whose length is rounded up to this
-# many tokens, so that a few lengths serve all calls.
-LENGTH_MULTIPLE = 64
+from keras_posttrain.rollout import NativeRollout, Request
 
 
 class Generator:
-    """`task.generate` by KerasHub's engine.
+    """Completes prompts by the built-in engine.
 
     Args:
         task: `Task`.
@@ -21,33 +17,41 @@ class Generator:
 
     def __init__(self, task):
         self.task = task
-        self._sampler_key = None
+        self.engine = NativeRollout()
+        self.engine.set_model(task)
 
-    def __call__(self, prompts, *, max_tokens, stop_token_ids, seed,
-                 return_token_ids, **sampling):  # fmt: skip
-        task = self.task
-        guards.check_generate(task.causal_lm)
-        _check(max_tokens, **sampling)
+    def __call__(
+        self, prompts, *, num_generations=1, stop_token_ids="auto", seed=None,
+        return_token_ids=False, on_text=None, verbose=0, **sampling,
+    ):  # fmt: skip
         prompts, one = _as_list(prompts)
         ids = [self._prompt_ids(i, p) for i, p in enumerate(prompts)]
-        if not return_token_ids:
-            task._need_tokenizer("generate")
-        if isinstance(stop_token_ids, str):
-            if stop_token_ids != "auto":
-                raise ValueError(
-                    "`stop_token_ids` must be 'auto', None or ints. "
-                    f"Received: stop_token_ids={stop_token_ids!r}"
-                )
-            task._need_tokenizer("stop_token_ids='auto'")
-            stop_token_ids = task.tokenizer.stop_token_ids
-        stop = tuple(int(x) for x in stop_token_ids or ())
-        if ids:
-            self._check_length(max(map(len, ids)) + max_tokens)
-        self._set_sampler(seed=seed, **sampling)
-        completions = self._complete(ids, max_tokens, stop) if ids else []
-        if not return_token_ids:
-            completions = [task.tokenizer.decode(c) for c in completions]
-        return completions[0] if one else completions
+        if not return_token_ids or on_text is not None:
+            self.task._need_tokenizer("generate")
+        # One seed for all: equal prompts still differ in their samples.
+        seed = np.random.randint(2**31) if seed is None else seed
+        requests = [
+            Request(
+                x,
+                num_generations=num_generations,
+                stop_token_ids=self._stop(stop_token_ids),
+                seed=seed,
+                **sampling,
+            )
+            for x in ids
+        ]
+        stream = None
+        if on_text is not None:
+            stream = _TextStream(self.task.tokenizer, num_generations, on_text)
+        out = self.engine.generate(
+            requests, on_tokens=stream, progress=bool(verbose)
+        )
+        if stream is not None:
+            stream.end()
+        answers = [[self._answer(c, return_token_ids) for c in x] for x in out]
+        if num_generations == 1:
+            answers = [x[0] for x in answers]
+        return answers[0] if one else answers
 
     def samples(self, examples, count, max_tokens):
         """Completes the first rows and lays their own ends beside it."""
@@ -65,11 +69,6 @@ class Generator:
             [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
             max_tokens=max_tokens,
             temperature=0,
-            top_k=None,
-            top_p=None,
-            stop_token_ids="auto",
-            seed=0,
-            return_token_ids=False,
         )
         return [
             {
@@ -82,6 +81,22 @@ class Generator:
             for (prompt, rest), completion in zip(cut, completions)
         ]
 
+    def _answer(self, completion, return_token_ids):
+        if return_token_ids:
+            return completion.token_ids
+        return self.task.tokenizer.decode(completion.token_ids)
+
+    def _stop(self, stop_token_ids):
+        if not isinstance(stop_token_ids, str):
+            return tuple(stop_token_ids or ())
+        if stop_token_ids != "auto":
+            raise ValueError(
+                "`stop_token_ids` must be 'auto', None or ints. "
+                f"Received: stop_token_ids={stop_token_ids!r}"
+            )
+        self.task._need_tokenizer("stop_token_ids='auto'")
+        return tuple(self.task.tokenizer.stop_token_ids)
+
     def _prompt_ids(self, row, prompt):
         if isinstance(prompt, dict):
             if set(prompt) != {"prompt_ids"}:
@@ -89,118 +104,49 @@ class Generator:
                     "A tokenised prompt is {'prompt_ids': [...]}. "
                     f"Received: prompt {row} with keys {sorted(prompt)}"
                 )
-            ids = [int(x) for x in prompt["prompt_ids"]]
-        elif isinstance(prompt, str):
+            return prompt["prompt_ids"]
+        if isinstance(prompt, str):
             self.task._need_tokenizer("a text prompt")
-            ids = self.task.tokenizer.encode(prompt, add_special_tokens=True)
-        else:
-            self.task._need_tokenizer("messages")
-            ids = chat.render_ids(
-                self.task.tokenizer,
-                prompt,
-                add_generation_prompt=True,
-                **self.task.chat_template_kwargs,
-            )
-        size = self.task.causal_lm.backbone.vocabulary_size
-        if not ids or min(ids) < 0 or max(ids) >= size:
-            raise ValueError(
-                f"A prompt must have at least one token, with ids in "
-                f"[0, {size}). Received: prompt {row} with ids {ids[:20]}"
-            )
-        return ids
-
-    def _check_length(self, length):
-        longest = guards.max_length(self.task.causal_lm)
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"The longest prompt and `max_tokens` together are {length} "
-                f"tokens; the model was made for {longest}."
-            )
-
-    def _set_sampler(self, temperature, top_k, top_p, seed):
-        seed = np.random.randint(2**31) if seed is None else seed
-        key = (temperature, top_k, top_p)
-        lm = self.task.causal_lm
-        if key != self._sampler_key:
-            lm.compile(optimizer=None, loss=None, weighted_metrics=None,
-                       sampler=_sampler(*key))  # fmt: skip
-            self._sampler_key = key
-        for variable in lm.sampler.variables:
-            variable.assign(np.array([seed, 0], variable.dtype))
-
-    def _complete(self, ids, max_tokens, stop):
-        lm, adapter = self.task.causal_lm, self.task.adapter
-        lengths = [len(x) for x in ids]
-        width = max(lengths) + max_tokens
-        width = -(-width // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-        tokens = np.zeros((len(ids), width), "int32")
-        for row, prompt in zip(tokens, ids):
-            row[: len(prompt)] = prompt
-        mask = np.arange(width) < np.array(lengths)[:, None]
-        inputs = {"token_ids": tokens, "padding_mask": mask.astype("int32")}
-        inputs.update(_unused_inputs(lm, len(ids)))
-        # KerasHub's compiled function takes the model's own variables: the
-        # adapter has to be in them while it runs.
-        with adapter.merged() if adapter else contextlib.nullcontext():
-            out = lm.generate(inputs, stop_token_ids=stop or None)
-        out = np.asarray(out["token_ids"])
-        return [
-            _until_stop(row[n : n + max_tokens].tolist(), stop)
-            for row, n in zip(out, lengths)
-        ]
-
-
-def _unused_inputs(causal_lm, rows):
-    """Empty image inputs that Gemma 3's `generate` reads even for text."""
-    if not isinstance(causal_lm, keras_hub.models.Gemma3CausalLM):
-        return {}
-    return {
-        "images": np.zeros((rows, 0, 1, 1, 3), "float32"),
-        "vision_mask": np.zeros((rows, 0), "int32"),
-        "vision_indices": np.zeros((rows, 0), "int32"),
-    }
-
-
-def _until_stop(ids, stop):
-    for i, token in enumerate(ids):
-        if token in stop:
-            return ids[: i + 1]
-    return ids
-
-
-def _sampler(temperature, top_k, top_p):
-    if temperature == 0:
-        return keras_hub.samplers.GreedySampler()
-    if top_p is not None:
-        return keras_hub.samplers.TopPSampler(
-            p=top_p, k=top_k, temperature=temperature, seed=0
+            return self.task.tokenizer.encode(prompt, add_special_tokens=True)
+        self.task._need_tokenizer("messages")
+        return chat.render_ids(
+            self.task.tokenizer,
+            prompt,
+            add_generation_prompt=True,
+            **self.task.chat_template_kwargs,
         )
-    if top_k is not None:
-        return keras_hub.samplers.TopKSampler(
-            k=top_k, temperature=temperature, seed=0
-        )
-    return keras_hub.samplers.RandomSampler(temperature=temperature, seed=0)
 
 
-def _check(max_tokens, temperature, top_k, top_p):
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(
-            "`max_tokens` must be a positive int. "
-            f"Received: max_tokens={max_tokens!r}"
-        )
-    if temperature < 0:
-        raise ValueError(
-            "`temperature` must be 0 (greedy) or positive. "
-            f"Received: temperature={temperature!r}"
-        )
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(
-            f"`top_k` must be a positive int. Received: top_k={top_k!r}"
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(
-            f"`top_p` must be in (0, 1]. Received: top_p={top_p!r}"
-        )
+class _TextStream:
+    """Turns new tokens into new text.
+
+    Args:
+        tokenizer: `Tokenizer`.
+        num_generations: int, the samples of a prompt.
+        on_text: `f(index, text)`.
+    """
+
+    def __init__(self, tokenizer, num_generations, on_text):
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.num_generations = num_generations
+        self.ids, self.told = {}, {}
+
+    def __call__(self, request, generation, token_ids):
+        index = request * self.num_generations + generation
+        self.ids.setdefault(index, []).extend(token_ids)
+        text = self.tokenizer.decode(self.ids[index])
+        # What ends in the middle of a character waits for its rest.
+        self._tell(index, text.rstrip("\ufffd"))
+
+    def end(self):
+        for index, ids in self.ids.items():
+            self._tell(index, self.tokenizer.decode(ids))
+
+    def _tell(self, index, text):
+        new = text[len(self.told.get(index, "")) :]
+        if new:
+            self.told[index] = text
+            self.on_text(index, new)
 
 
 def _as_list(prompts):

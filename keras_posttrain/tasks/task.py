@@ -197,11 +197,15 @@ class Task(Trainer):
         temperature=1.0,
         top_k=None,
         top_p=None,
+        min_p=None,
+        num_generations=1,
         stop_token_ids="auto",
         seed=None,
         return_token_ids=False,
+        on_text=None,
+        verbose=0,
     ):
-        """Completes prompts.
+        """Completes prompts, by the built-in engine `kpt.rollout`.
 
         Args:
             prompts: a str, a list of messages, `{"prompt_ids": [...]}`, or a
@@ -211,14 +215,32 @@ class Task(Trainer):
             top_k: int or `None`, sample among this many tokens.
             top_p: float or `None`, sample among the fewest tokens that have
                 this much probability together.
+            min_p: float or `None`, sample among tokens at least this share
+                as probable as the most probable one.
+            num_generations: int, samples of each prompt.
             stop_token_ids: ints that end a completion; `"auto"` is the
                 tokenizer's set; `None` is none.
-            seed: int or `None`, for repeatable samples.
+            seed: int or `None`, for repeatable samples: they depend on the
+                seed, the prompt and the weights, not on other prompts.
             return_token_ids: bool, lists of ids instead of text.
+            on_text: `f(index, text)` or `None`: called with new text of a
+                completion as it comes; `index` counts completions.
+            verbose: 0, or 1 for a progress bar.
 
         Returns:
-            The completion of each prompt, without the prompt; one, not a
-            list, for one prompt.
+            The completion of each prompt, without the prompt; a list of them
+            where `num_generations` is more than 1. One prompt, not a list,
+            has its answer alone.
+
+        Raises:
+            ValueError: names the prompt or the argument that cannot be
+                served; nothing is computed then.
+
+        Example:
+
+        ```python
+        task.generate("Once upon a time", on_text=lambda i, t: print(t))
+        ```
         """
         return self._generator(
             prompts,
@@ -226,9 +248,13 @@ class Task(Trainer):
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            num_generations=num_generations,
             stop_token_ids=stop_token_ids,
             seed=seed,
             return_token_ids=return_token_ids,
+            on_text=on_text,
+            verbose=verbose,
         )
 
     # Saving

@@ -480,16 +480,16 @@ def test_all_rows_are_too_long(task):
         ("a", {"stop_token_ids": "eos"}, ["'auto', None or ints", "='eos'"]),
         (3, {}, ["`prompts` must be a str", "int"]),
         ({"ids": [1]}, {}, ["{'prompt_ids': [...]}", "['ids']"]),
-        ({"prompt_ids": []}, {}, ["at least one token", "prompt 0"]),
+        ({"prompt_ids": []}, {}, ["at least one token", "prompt of request 0"]),
         (
             [{"prompt_ids": [1]}, {"prompt_ids": [9999]}],
             {},
-            ["prompt 1", "[9999]"],
+            ["id 9999", "place 0 of the prompt of request 1"],
         ),
         (
             {"prompt_ids": [1]},
             {"max_tokens": 10**6},
-            ["`max_tokens` together are 1000001", "made for"],
+            ["context of", "1 token ids and max_tokens=1000000"],
         ),
     ],
 )
