@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 # A chunk holds about this many logits (float32), within the bounds below.
 CHUNK_LOGITS = 2**23
@@ -151,32 +152,55 @@ def _measure(head, hidden, kernel, targets, entropy):
     weights = jnp.exp(below)
     total = jnp.sum(weights, axis=-1)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    log_total = jnp.log(total)
     values = {
-        "per_token_logps": at_target - top - jnp.log(total),
+        "per_token_logps": at_target - top - log_total,
         "correct": (at_target >= top).astype("float32"),
     }
     if entropy:
         mean = jnp.sum(weights * below, axis=-1) / total
-        values["entropies"] = jnp.log(total) - mean
-    return values, (logits, top + jnp.log(total), slope)
+        values["entropies"] = log_total - mean
+    return values, (below, log_total, slope)
 
 
-def _logits_gradient(head, state, targets, cotangent):
-    """d(sum of cotangent * logp) / d(raw logits) for one chunk."""
-    logits, log_total, slope = state
-    columns = jax.lax.broadcasted_iota("int32", logits.shape, 1)
+def _logits_gradient(head, state, targets, cotangent, by_entropy=None):
+    """d(sum of cotangent * logp) / d(raw logits) for one chunk.
+
+    `by_entropy`, `(entropies, cotangent)`, adds the sum of the entropies
+    times their own cotangent: dH / d(logit) is `-p * (log p + H)`.
+    """
+    below, log_total, slope = state
+    columns = jax.lax.broadcasted_iota("int32", below.shape, 1)
     hit = (columns == targets[:, None]).astype("float32")
-    gradient = hit - jnp.exp(logits - log_total[:, None])
+    logps = below - log_total[:, None]
+    gradient = hit - jnp.exp(logps)
     gradient = gradient * (cotangent / head.temperature)[:, None]
+    if by_entropy is not None:
+        entropies, cotangent = by_entropy
+        surplus = jnp.exp(logps) * (logps + entropies[:, None])
+        scale = (cotangent / head.temperature)[:, None]
+        gradient = gradient - surplus * scale
     return gradient if slope is None else gradient * slope
 
 
-def _sweep(head, hidden, kernel, tokens, weights, *, cotangent, entropy):
+def _sweep(
+    head,
+    hidden,
+    kernel,
+    tokens,
+    weights,
+    *,
+    cotangent,
+    entropy,
+    by_entropy=None,
+):
     """One loop over the chunks.
 
     `cotangent` is `None` (values alone), `"one"` (the derivative of every
     log-probability by its hidden state), or a function of the chunk's
     log-probabilities and `weights` that gives d(loss)/d(log-probability).
+    With such a function, `by_entropy` may hold d(loss)/d(entropy) for each
+    slot.
     """
     slots, vocabulary = tokens.index.shape[0], _vocabulary(head, kernel)
     size = head.chunk(vocabulary, slots)
@@ -186,6 +210,8 @@ def _sweep(head, hidden, kernel, tokens, weights, *, cotangent, entropy):
         jnp.pad(x, (0, pad))
         for x in (tokens.index, tokens.source, tokens.targets, weights)
     )
+    if by_entropy is not None:
+        by_entropy = jnp.pad(by_entropy, (0, pad))
     names = ["per_token_logps", "correct"] + ["entropies"] * entropy
     # Slots without a token write to a place behind the last, cut off below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
@@ -216,7 +242,13 @@ def _sweep(head, hidden, kernel, tokens, weights, *, cotangent, entropy):
         else:
             ct = cotangent(values["per_token_logps"], cut(weights))
             ct = jnp.where(used, ct, 0.0)
-        d_logits = _logits_gradient(head, state, y, ct)
+        pair = None
+        if by_entropy is not None:
+            pair = (
+                values["entropies"],
+                jnp.where(used, cut(by_entropy), 0.0),
+            )
+        d_logits = _logits_gradient(head, state, y, ct, pair)
         d_hidden = head.hidden_gradient(d_logits, kernel)
         if cotangent == "one":
             new["d_hidden"] = carry["d_hidden"].at[out].set(d_hidden)
@@ -263,11 +295,13 @@ def token_values(head, hidden, kernel, tokens, *, entropy=False):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def token_logps(head, hidden, kernel, tokens, probe, entropy=False):
-    """Log-probabilities that can be differentiated by any loss.
+    """Log-probabilities and entropies that any loss can differentiate.
 
     The forward sweep keeps the derivative of each log-probability by its
     hidden state, so that the backward pass of the hidden states needs no
-    logits; only a trained head makes them again.
+    logits; only a trained head makes them again. So does a loss whose
+    gradient goes through the entropies: where they are only reported, they
+    cost the backward pass nothing.
 
     Args:
         head, hidden, kernel, tokens: as in `token_values`.
@@ -275,13 +309,17 @@ def token_logps(head, hidden, kernel, tokens, probe, entropy=False):
         entropy: bool.
 
     Returns:
-        The dict of `token_values`; only `per_token_logps` has a gradient.
+        The dict of `token_values`; `per_token_logps` and `entropies` have
+        gradients.
     """
     del probe
     return token_values(head, hidden, kernel, tokens, entropy=entropy)
 
 
 def _logps_forward(head, hidden, kernel, tokens, probe, entropy):
+    hidden, kernel, tokens, probe = jax.tree.map(
+        lambda x: x.value, (hidden, kernel, tokens, probe)
+    )
     values, rest = _sweep(
         head, hidden, kernel, tokens, probe, cotangent="one", entropy=entropy
     )
@@ -291,32 +329,45 @@ def _logps_forward(head, hidden, kernel, tokens, probe, entropy):
 def _logps_backward(head, entropy, residuals, cotangents):
     hidden, kernel, tokens, jacobian = residuals
     slots = tokens.index.shape[0]
-    per_token = cotangents["per_token_logps"]
-    by_slot = per_token[tokens.index]
     used = jnp.arange(slots) < tokens.count
-    rows = jacobian[tokens.index] * jnp.where(used, by_slot, 0.0)[:, None]
-    d_hidden = jnp.zeros(hidden.shape, "float32").at[tokens.source].add(rows)
-    d_kernel = jnp.zeros(kernel.shape, "float32")
-    if head.trainable:
-        _, rest = _sweep(
+
+    def by_slot(name):
+        """The cotangent of each slot; `None` where no loss reads them."""
+        cotangent = cotangents.get(name)
+        if cotangent is None or isinstance(cotangent, SymbolicZero):
+            return None
+        return jnp.where(used, cotangent[tokens.index], 0.0)
+
+    by_logps, by_entropy = by_slot("per_token_logps"), by_slot("entropies")
+    if by_logps is None:
+        by_logps = jnp.zeros(slots, "float32")
+    gradients = {}
+    if by_entropy is not None or head.trainable:
+        _, gradients = _sweep(
             head,
             hidden,
             kernel,
             tokens,
-            by_slot,
+            by_logps,
             cotangent=lambda logps, weights: weights,
-            entropy=False,
+            entropy=by_entropy is not None,
+            by_entropy=by_entropy,
         )
-        d_kernel = rest["d_kernel"]
+    if by_entropy is None:
+        rows = jacobian[tokens.index] * by_logps[:, None]
+        zeros = jnp.zeros(hidden.shape, "float32")
+        gradients["d_hidden"] = zeros.at[tokens.source].add(rows)
+    d_kernel = gradients.get("d_kernel", jnp.zeros(kernel.shape, "float32"))
     return (
-        d_hidden.astype(hidden.dtype),
+        gradients["d_hidden"].astype(hidden.dtype),
         d_kernel.astype(kernel.dtype),
         None,
         jnp.zeros(slots, "float32"),
     )
 
 
-token_logps.defvjp(_logps_forward, _logps_backward)
+# Symbolic zeros tell the backward pass which outputs the loss reads.
+token_logps.defvjp(_logps_forward, _logps_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))

@@ -222,7 +222,8 @@ class Policy:
                 `entropies`.
             temperature: float, divides the logits.
             dropout_key: as in `hidden_states`.
-            differentiable: bool; `per_token_logps` alone has a gradient.
+            differentiable: bool; `per_token_logps` and `entropies` have
+                gradients.
 
         Returns:
             A dict of float32 arrays of shape `(rows, length)`, 0 outside

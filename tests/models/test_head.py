@@ -1,5 +1,6 @@
 """The chunked projection, against the whole log-softmax."""
 
+import dataclasses
 import functools
 
 import jax
@@ -396,6 +397,127 @@ def test_jit_equals_no_jit_and_ranks_are_strict(strict_ranks):
         jitted = loss(hidden, kernel)
         with jax.disable_jit():
             assert_same_gradients(jitted, loss(hidden, kernel))
+
+
+def entropy_loss(read, head, token_ids, mask):
+    """`read(log-probabilities, entropies)` through the chunks."""
+
+    def loss(hidden, kernel):
+        tokens = select_tokens(token_ids, mask)
+        probe = jnp.zeros(tokens.index.shape)
+        values = token_logps(head, hidden, kernel, tokens, probe, True)
+        return read(values["per_token_logps"], values["entropies"])
+
+    return loss
+
+
+def full_entropy_loss(read, head, token_ids, mask):
+    def loss(hidden, kernel):
+        values = full_values(head, hidden, kernel, token_ids, mask)
+        return read(values["per_token_logps"], values["entropies"])
+
+    return loss
+
+
+def with_bonus(logps, entropies):
+    return jnp.sum(random_weights() * logps) - jnp.sum(entropies**2)
+
+
+def entropies_alone(logps, entropies):
+    return jnp.sum(random_weights() * entropies)
+
+
+def reported(logps, entropies):
+    return jnp.sum(random_weights() * logps)
+
+
+@by_head
+@by_chunk
+def test_entropies_have_the_gradient_of_the_full_softmax(head, chunk_size):
+    """dH / d(logit) = -p (log p + H), through temperature and soft cap."""
+    hidden, kernel, ids, mask = example(head)
+    for read in (with_bonus, entropies_alone):
+        want = both(full_entropy_loss(read, head, ids, mask))(hidden, kernel)
+        assert all((jnp.abs(g) > 1e-3).any() for g in want[1])
+        for trainable in (True, False):
+            cut = dataclasses.replace(
+                head, chunk_size=chunk_size, trainable=trainable
+            )
+            got = both(entropy_loss(read, cut, ids, mask))(hidden, kernel)
+            value, (by_hidden, by_kernel) = want
+            if not trainable:
+                by_kernel = np.zeros(kernel.shape, "float32")
+            assert_same_gradients(got, (value, (by_hidden, by_kernel)), 1e-5)
+
+
+def test_the_entropy_of_two_tokens_by_hand():
+    """Logits (0, log 3) give p = (1/4, 3/4), H = log 4 - 3/4 log 3, and
+    dH / d(logits) = -p (log p + H) = (3/16 log 3, -3/16 log 3), the hidden
+    state being 1 and the logits its products with the kernel."""
+    head = Head(transposed=False)
+    kernel = jnp.asarray([[0.0, np.log(3.0)]], "float32")
+    loss = entropy_loss(
+        lambda logps, entropies: jnp.sum(entropies),
+        head,
+        jnp.zeros((1, 2), "int32"),
+        jnp.asarray([[False, True]]),
+    )
+    value, (by_hidden, by_kernel) = both(loss)(jnp.ones((2, 1)), kernel)
+    log3 = np.log(3.0)
+    np.testing.assert_allclose(value, np.log(4) - 0.75 * log3, rtol=1e-6)
+    want = 3 / 16 * log3 * np.array([[1, -1]])
+    np.testing.assert_allclose(by_kernel, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        by_hidden, [[-3 / 16 * log3**2], [0]], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["flat", "jit in grad"])
+def test_entropies_that_are_only_reported_cost_nothing(inside):
+    """Of 5 tokens in chunks of 4: two projections forward; backward two for
+    a trained head, and for a frozen one only where entropies are trained."""
+    mask = jnp.zeros((ROWS, LENGTH), bool).at[0, 3:8].set(True)
+
+    def count(read, trainable):
+        def path(head, ids, mask, *_):
+            loss = entropy_loss(read, head, ids, mask)
+            return jax.jit(loss) if inside else loss
+
+        head = Head(transposed=True, chunk_size=4, trainable=trainable)
+        return projections(head, mask, path)
+
+    assert count(reported, True) == 4
+    assert count(reported, False) == 2
+    assert count(with_bonus, True) == 4
+    assert count(with_bonus, False) == 4
+
+
+def test_gradients_of_entropies_hold_at_the_edges(strict_ranks):
+    """Hidden states that predict nothing may be NaN; logits may be in the
+    tens of thousands; no token at all gives zeros; eager is jit; and no
+    array of logits has the full length."""
+    head = chunked(HEADS["temperature"], 4)
+    hidden, kernel, ids, mask = example(head)
+    mask = mask.at[0, :2].set(False).at[-1, -1].set(False)
+    tokens = select(ids, mask)
+    used = np.zeros(SLOTS, bool)
+    used[np.asarray(tokens.source)[: int(tokens.count)]] = True
+    loss = entropy_loss(with_bonus, head, ids, mask)
+    want = both(loss)(hidden, kernel)
+    spoilt = jnp.where(used[:, None], hidden, jnp.nan)
+    jax.tree.map(
+        np.testing.assert_array_equal, both(loss)(spoilt, kernel), want
+    )
+    with jax.disable_jit():
+        assert_same_gradients(both(loss)(hidden, kernel), want)
+    _, gradients = both(
+        entropy_loss(with_bonus, chunked(HEADS["plain"], 4), ids, mask)
+    )(hidden * 1e4, kernel)
+    assert all(np.isfinite(g).all() for g in gradients)
+    empty = entropy_loss(with_bonus, head, ids, jnp.zeros_like(mask))
+    assert all((g == 0).all() for g in both(empty)(hidden, kernel)[1])
+    found = largest_of_vocabulary(both(loss), hidden, kernel)
+    assert 0 < found <= WIDTH * VOCABULARY
 
 
 def test_large_logits_do_not_overflow():
