@@ -5,6 +5,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import keras_hub
 import numpy as np
 
 from keras_posttrain.models import guards
@@ -333,4 +334,13 @@ def _check_family(causal_lm):
             f"{type(causal_lm).__name__} has no cached decoding by position "
             "in KerasHub 0.32, so that it cannot be sampled from here. "
             "`export` the model and sample with another engine."
+        )
+    if (
+        isinstance(causal_lm, keras_hub.models.QwenMoeCausalLM)
+        and causal_lm.backbone.use_sliding_window_attention
+    ):
+        raise ValueError(
+            "KerasHub 0.32 cannot decode Qwen-MoE with a sliding window. "
+            "`export` the model and sample with another engine. Received: "
+            "use_sliding_window_attention=True"
         )

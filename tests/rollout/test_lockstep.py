@@ -1,5 +1,10 @@
 """Families without the attention seam, sampled by KerasHub's own decode."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import keras
 import keras_hub
@@ -292,6 +297,18 @@ def test_a_wrong_decode_is_refused():
         LockstepDecoder(task, 4)
 
 
+def test_a_window_that_cannot_be_decoded_is_refused():
+    backbone = M.QwenMoeBackbone(
+        **FAMILIES["QwenMoe"],
+        use_sliding_window_attention=True,
+        sliding_window_size=6,
+    )
+    causal_lm = M.QwenMoeCausalLM(backbone=backbone, preprocessor=None)
+    task = kpt.SFTTask(causal_lm, sequence_length=16)
+    with pytest.raises(ValueError, match="Qwen-MoE with a sliding window"):
+        LockstepDecoder(task, 4)
+
+
 @pytest.mark.slow
 def test_the_two_engines_draw_the_same():
     """On a family that both can serve."""
@@ -308,3 +325,41 @@ def test_the_two_engines_draw_the_same():
         for a, b in zip(ours, theirs):
             assert a[0] == b.token_ids and a[2] == b.finish_reason
             np.testing.assert_allclose(a[1], b.per_token_logps, atol=3e-5)
+
+
+EIGHT_DEVICES = """
+import jax
+import keras
+from keras_posttrain.rollout.lockstep import LockstepDecoder
+from tests.rollout.test_lockstep import make, requests
+
+assert len(jax.devices()) == 8
+one = LockstepDecoder(make("GPT2"), 16).generate(requests())
+many = keras.distribution.DataParallel(
+    devices=keras.distribution.list_devices()
+)
+keras.distribution.set_distribution(many)
+eight = LockstepDecoder(make("GPT2"), 16).generate(requests())
+for a, b in zip(one, eight):
+    assert [s[0] for s in a] == [s[0] for s in b]
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_draw_the_same(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(EIGHT_DEVICES)
+    root = str(pathlib.Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("equal\n")
