@@ -26,6 +26,8 @@ lint: .venv/.installed-test
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/sft.py
+	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/rollout.py --grid --repeats 1
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

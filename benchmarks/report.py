@@ -42,8 +42,14 @@ def peak_gb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def imports_done():
+    """Notes the memory that the libraries alone cost."""
+    global _import_gb
+    _import_gb = peak_gb()
+
+
 def arguments(packing=True):
-    """The command line of every script; call it when the imports are done.
+    """The command line of a training script; call it after the imports.
 
     Args:
         packing: bool. Whether the library can pack rows.
@@ -52,8 +58,7 @@ def arguments(packing=True):
         The parsed arguments, with `rows` as `workloads.sft_rows` makes them
         and `shape`, the `Workload`.
     """
-    global _import_gb
-    _import_gb = peak_gb()
+    imports_done()
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--workload", choices=list(workloads.WORKLOADS), default="w1"
@@ -70,7 +75,7 @@ def arguments(packing=True):
 
 
 def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
-    """Prints the figures of a run as one line of JSON.
+    """Prints the figures of a training run as one line of JSON.
 
     Args:
         args: what `arguments` returned.
@@ -85,20 +90,27 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
     """
     tokens = sum(len(ids) for ids, _ in args.rows)
     seconds = statistics.median(pass_s)
-    result = {
-        "tokens_per_s": tokens / seconds,
-        "step_s": seconds / steps,
-        "first_step_s": first_step_s,
-        "first_loss": float(first_loss),
+    result(
+        packages,
+        tokens_per_s=tokens / seconds,
+        step_s=seconds / steps,
+        first_step_s=first_step_s,
+        first_loss=float(first_loss),
+        pass_s=pass_s,
+        steps=steps,
+        tokens=tokens,
+        **extra,
+    )
+
+
+def result(packages, **figures):
+    """Prints the line that a driver reads: `figures`, and the machine's."""
+    machine = {
         "peak_gb": peak_gb(),
         "import_gb": _import_gb,
         "other_cpus": other_cpus(),
-        "pass_s": pass_s,
-        "steps": steps,
-        "tokens": tokens,
         "cpus": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
-        **extra,
     }
-    print(MARK + json.dumps(result), flush=True)
+    print(MARK + json.dumps({**machine, **figures}), flush=True)

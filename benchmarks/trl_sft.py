@@ -8,46 +8,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import report
 import torch
+import torch_model
 import workloads
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
-
-
-def build(model):
-    config = LlamaConfig(
-        vocab_size=model.vocab,
-        num_hidden_layers=model.layers,
-        hidden_size=model.hidden,
-        intermediate_size=model.intermediate,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        rms_norm_eps=model.norm_eps,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": model.rope_theta,
-        },
-        tie_word_embeddings=model.tied,
-        max_position_embeddings=2048,
-        pad_token_id=workloads.PAD,
-        bos_token_id=workloads.BOS,
-        eos_token_id=workloads.EOS,
-        attn_implementation="sdpa",
-        dtype="float32",
-    )
-    net = LlamaForCausalLM(config).float()
-    state = {k: torch.from_numpy(v) for k, v in model.weights().items()}
-    if model.tied:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    net.load_state_dict(state)
-    return net
 
 
 def tokenizer(vocab):
@@ -83,7 +50,7 @@ def main():
     micro = 1 if args.packing else shape.batch
     clock = Clock()
     trainer = SFTTrainer(
-        model=build(shape.model),
+        model=torch_model.build(shape.model),
         args=SFTConfig(
             output_dir=tempfile.mkdtemp(),
             per_device_train_batch_size=micro,

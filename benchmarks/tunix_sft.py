@@ -8,35 +8,13 @@ import numpy as np
 import optax
 import qwix
 import report
+import tunix_model
 import workloads
 from flax import nnx
-from tunix.models.llama3 import model as llama3
 from tunix.sft import peft_trainer, utils
 
 
-def build(model, lora):
-    config = llama3.ModelConfig(
-        vocab_size=model.vocab,
-        num_layers=model.layers,
-        embed_dim=model.hidden,
-        hidden_dim=model.intermediate,
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        rope_theta=int(model.rope_theta),
-        norm_eps=model.norm_eps,
-        weight_tying=model.tied,
-    )
-    net = llama3.Llama3(config, rngs=nnx.Rngs(0))
-    for name, value in model.weights().items():
-        param = find(net, name)
-        shape = param.get_value().shape
-        # Kernels are (in, out), with heads as an axis of their own.
-        if not name.endswith("embed_tokens.weight"):
-            value = value.T.reshape(shape)
-        param.set_value(jnp.asarray(value))
-    if not lora:
-        return net
+def with_lora(net):
     provider = qwix.LoraProvider(
         module_path=".*(" + "|".join(workloads.LINEARS) + ")",
         rank=workloads.LORA_RANK,
@@ -45,23 +23,6 @@ def build(model, lora):
     return qwix.apply_lora_to_model(
         net, provider, rngs=nnx.Rngs(0), **net.get_model_input()
     )
-
-
-def find(net, name):
-    """The parameter of a Hugging Face tensor name."""
-    if name == "model.embed_tokens.weight":
-        return net.embedder.input_embedding
-    if name == "model.norm.weight":
-        return net.final_norm.w
-    if name == "lm_head.weight":
-        return net.lm_head.w
-    _, _, i, *part, last, _ = name.split(".")
-    layer = net.layers[int(i)]
-    if part == ["self_attn"]:
-        return getattr(layer.attn, last).w
-    if part == ["mlp"]:
-        return getattr(layer.mlp, last).kernel
-    return getattr(layer, last).w
 
 
 def packed(rows, length, batch):
@@ -134,8 +95,9 @@ def keep_losses(trainer):
 def main():
     args = report.arguments()
     data = batches(args)
+    net = tunix_model.build(args.shape.model)
     trainer = peft_trainer.PeftTrainer(
-        build(args.shape.model, args.lora),
+        with_lora(net) if args.lora else net,
         optax.adamw(
             workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
         ),

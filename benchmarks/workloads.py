@@ -1,4 +1,4 @@
-"""What every library trains on: sizes, token ids, first weights (numpy only).
+"""What every library works on: sizes, token ids, first weights (numpy only).
 
 All of it comes from seeded generators, so that each library starts from the
 same numbers and the first losses must agree. Token ids 0, 1 and 2 are padding,
@@ -123,6 +123,48 @@ def sft_rows(name, count=None):
         ids[-1] = EOS
         rows.append((ids.tolist(), int(PROMPT_SHARE * n)))
     return rows
+
+
+# --- Rollouts ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """How much is sampled: `prompts` x `samples` of `max_tokens` at most."""
+
+    model: Model = Model(8192, layers=6)
+    prompts: int = 16
+    longest_prompt: int = 96
+    samples: int = 8
+    max_tokens: int = 128
+    # Exactly `max_tokens` each, or ended by a stop set.
+    stop: bool = False
+
+    def prompt_ids(self):
+        """Lists of token ids, of 16 to `longest_prompt` tokens."""
+        rng = np.random.default_rng(4)
+        lengths = rng.integers(16, self.longest_prompt + 1, self.prompts)
+        vocab = self.model.vocab
+        return [rng.integers(FIRST, vocab, n).tolist() for n in lengths]
+
+    def stop_ids(self):
+        """Of 64 tokens one: a sample has 63 on average, cut at 256."""
+        if not self.stop:
+            return []
+        rng = np.random.default_rng(5)
+        vocab = self.model.vocab
+        ids = np.arange(FIRST, vocab)
+        return sorted(rng.choice(ids, vocab // 64, replace=False).tolist())
+
+
+ROLLOUTS = {
+    "a": Rollout(),
+    "b": Rollout(max_tokens=256, stop=True),
+}
+GRID_STEPS = 64  # of decoding, where it is measured how the cost grows
+
+
+# --- Layouts -----------------------------------------------------------------
 
 
 def padded(rows, length):

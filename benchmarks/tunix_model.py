@@ -1,0 +1,46 @@
+"""A workload's model in Tunix."""
+
+import jax.numpy as jnp
+from flax import nnx
+from tunix.models.llama3 import model as llama3
+
+
+def build(model):
+    config = llama3.ModelConfig(
+        vocab_size=model.vocab,
+        num_layers=model.layers,
+        embed_dim=model.hidden,
+        hidden_dim=model.intermediate,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        rope_theta=int(model.rope_theta),
+        norm_eps=model.norm_eps,
+        weight_tying=model.tied,
+    )
+    net = llama3.Llama3(config, rngs=nnx.Rngs(0))
+    for name, value in model.weights().items():
+        param = find(net, name)
+        shape = param.get_value().shape
+        # Kernels are (in, out), with heads as an axis of their own.
+        if not name.endswith("embed_tokens.weight"):
+            value = value.T.reshape(shape)
+        param.set_value(jnp.asarray(value))
+    return net
+
+
+def find(net, name):
+    """The parameter of a Hugging Face tensor name."""
+    if name == "model.embed_tokens.weight":
+        return net.embedder.input_embedding
+    if name == "model.norm.weight":
+        return net.final_norm.w
+    if name == "lm_head.weight":
+        return net.lm_head.w
+    _, _, i, *part, last, _ = name.split(".")
+    layer = net.layers[int(i)]
+    if part == ["self_attn"]:
+        return getattr(layer.attn, last).w
+    if part == ["mlp"]:
+        return getattr(layer.mlp, last).kernel
+    return getattr(layer, last).w

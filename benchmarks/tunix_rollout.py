@@ -1,0 +1,79 @@
+"""Tunix: its `Sampler` on JAX, with log-probs."""
+
+import generation
+import tunix_model
+import workloads
+from tunix.generate import sampler
+
+
+class IdTokenizer:
+    """Text is the ids with spaces between them."""
+
+    def encode(self, text, **kwargs):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, **kwargs):
+        return " ".join(str(int(i)) for i in ids)
+
+    def bos_id(self):
+        return 0  # taken for none: nothing is put before a prompt
+
+    def eos_id(self):
+        return workloads.EOS
+
+    def pad_id(self):
+        return workloads.PAD
+
+
+def build(work):
+    """The engine, its cache as long as this work needs it."""
+    model = work.model
+    return sampler.Sampler(
+        tunix_model.build(model),
+        IdTokenizer(),
+        sampler.CacheConfig(
+            cache_size=work.longest_prompt + work.max_tokens,
+            num_layers=model.layers,
+            num_kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+        ),
+    )
+
+
+def main():
+    args = generation.arguments()
+    width = args.work.longest_prompt
+    ready_s, engine = generation.timed(build, args.work)
+
+    def sample(prompts, samples, max_tokens, stop, temperature, seed):
+        texts = [
+            " ".join(map(str, p)) for p in prompts for _ in range(samples)
+        ]
+        out = engine(
+            texts,
+            max_generation_steps=max_tokens,
+            max_prompt_length=width,
+            eos_tokens=stop or [-1],
+            temperature=temperature,
+            top_p=1.0 if temperature else None,  # without it: greedy
+            seed=seed,
+            return_logprobs=True,
+        )
+        rows = []
+        for ids, logps in zip(out.tokens, out.logprobs, strict=True):
+            ids = [int(i) for i in ids]
+            if stop:
+                # The stop token was drawn too, but the sampler leaves it and
+                # its log-prob out.
+                ids = ids if len(ids) == max_tokens else [*ids, stop[0]]
+                logps = None
+            rows.append((ids, logps))
+        return rows
+
+    generation.measure(
+        args, sample, ("google-tunix", "flax", "jax"), ready_s=ready_s
+    )
+
+
+if __name__ == "__main__":
+    main()
