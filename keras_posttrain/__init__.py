@@ -22,17 +22,22 @@ from keras_posttrain import (
     callbacks,  # noqa: E402
     losses,  # noqa: E402
     rewards,  # noqa: E402
+    rollout,  # noqa: E402
 )
 from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
+from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
+from keras_posttrain.tasks.rollout_task import RolloutTask  # noqa: E402
 from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
 from keras_posttrain.tasks.task import Task  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRPOTask",
     "LoRA",
+    "RolloutTask",
     "SFTTask",
     "Task",
     "Tokenizer",
@@ -40,6 +45,7 @@ __all__ = [
     "decay_mask",
     "losses",
     "rewards",
+    "rollout",
 ]
 
 _compilation_cache.enable()

@@ -90,6 +90,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._stopped_in_epoch = self._model.stop_training
         # What follows an epoch's last step (validation, other callbacks)
         # belongs to that epoch: such a step is saved after them.
+        if not self._model.at_rest:
+            return
         if self._is_due() and not self._is_epoch_over():
             self._save(in_epoch=True)
             self._end_if_terminated()

@@ -117,7 +117,7 @@ def run_rewards(
         prompts, completions, columns, prompt_ids, completion_ids, rows
     )
     check_rewards(functions, columns or {}, "the batch")
-    _check_settings(timeout, on_error)
+    check_settings(timeout, on_error)
     names = reward.names(functions)
     rewards = np.full((batch.size, len(functions)), np.nan, "float32")
     report = {name: _entry() for name in names}
@@ -201,7 +201,7 @@ def _entry(seconds=0.0, not_judged=0, skipped=0, error=None):
     }
 
 
-def _check_settings(timeout, on_error):
+def check_settings(timeout, on_error):
     if on_error not in ON_ERROR:
         raise ValueError(
             f"`on_error` must be one of {ON_ERROR}. Received: "

@@ -31,7 +31,7 @@ def task_arguments(lora, sequence_length, truncation, remat):
         )
 
 
-def _positive_int(name, value):
+def positive_int(name, value):
     is_int = isinstance(value, numbers.Integral) and value is not True
     if not is_int or value < 1:
         raise ValueError(
@@ -47,7 +47,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
             f"exist here. Received: loss={loss!r}"
         )
     if micro_batch_size is not None:
-        _positive_int("micro_batch_size", micro_batch_size)
+        positive_int("micro_batch_size", micro_batch_size)
         if loss.batch_coupled:
             raise ValueError(
                 f"{type(loss).__name__} depends on the whole batch at once; "
@@ -63,8 +63,13 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
 
 
 def fit_arguments(task, batch_size, epochs, packing, callbacks):
-    _positive_int("epochs", epochs)
+    positive_int("epochs", epochs)
     divides(task, batch_size)
+    may_train(task, packing, callbacks)
+
+
+def may_train(task, packing, callbacks):
+    """Refuses what no task can train with."""
     if packing and not task.policy.packable:
         raise ValueError(
             f"{type(task.causal_lm.backbone).__name__} has no attention that "
@@ -98,7 +103,7 @@ def fit_arguments(task, batch_size, epochs, packing, callbacks):
 
 def divides(task, batch_size):
     """Checks `batch_size` against micro-batches and devices."""
-    _positive_int("batch_size", batch_size)
+    positive_int("batch_size", batch_size)
     micro = task.micro_batch_size if task.compiled else None
     if micro and batch_size % micro and batch_size > micro:
         raise ValueError(

@@ -15,6 +15,11 @@ from keras_posttrain.tasks import step as steps
 class Resumable(keras.Model):
     """The state of a run, as `kpt.callbacks.Checkpoint` saves it."""
 
+    # Whether a checkpoint can be taken: a rollout that is cut into steps is
+    # not saved in its middle, where the weights no longer are those that
+    # sampled it.
+    at_rest = True
+
     def at_epoch_end(self):
         """Whether the step just done was the last of its epoch."""
         size = self.data.epoch_size
@@ -38,10 +43,14 @@ class Resumable(keras.Model):
         meta = {
             "step": self.step,
             "seed": self._seed,
-            "data": self.data.state_after(self._consumed),
+            "data": self.data_state(),
             "run": self.fingerprint(),
         }
         return arrays, meta
+
+    def data_state(self):
+        """The place in the data, fit for JSON."""
+        return self.data.state_after(self._consumed)
 
     def _train_trackers_variables(self):
         return [v for t in self._train_trackers for v in t.variables]

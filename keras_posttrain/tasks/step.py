@@ -9,6 +9,8 @@ from keras_posttrain.losses import TokenLoss, reductions
 # What every training step reports beside the metrics of its loss.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
 
+POLICY_OUTPUTS = ("per_token_logps", "correct", "entropies")
+
 
 def split_rows(batch, count):
     """Cuts every array of a batch into `count` micro-batches of rows."""
@@ -47,7 +49,9 @@ def row_terms(task, batch, normalizers, key, differentiable=True):
     outputs = task.policy.token_outputs(
         batch,
         loss.logps_mask(batch),
-        needs=loss.needs,
+        # The others are in the batch.
+        needs=[n for n in loss.needs if n in POLICY_OUTPUTS],
+        temperature=task.temperature,
         dropout_key=key,
         differentiable=differentiable,
     )

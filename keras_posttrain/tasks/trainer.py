@@ -27,6 +27,10 @@ class Trainer(Resumable):
     data = None
     data_report = None
     step = 0
+    # Logits are divided by it: that of the samples, in a task that samples.
+    temperature = 1.0
+    # Of `optimizer="auto"`: with an adapter, and without.
+    auto_learning_rates = (2e-4, 2e-5)
     _seed = 0
     _digest = None
     _keep_metrics = False
@@ -78,7 +82,7 @@ class Trainer(Resumable):
         """
         loss = self.default_loss() if loss == "auto" else loss
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
-        rate = 2e-4 if self.adapter is not None else 2e-5
+        rate = self.auto_learning_rates[self.adapter is None]
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
         super().compile(
@@ -425,7 +429,8 @@ class Trainer(Resumable):
         """Clips, applies the optimizer and records the step.
 
         A step whose gradient is not finite, or whose batch has no token with
-        loss, changes nothing and counts as `skipped`.
+        loss, or that `teaches` nothing by the logs, changes nothing and
+        counts as `skipped`.
 
         Args:
             state: as in `train_step`.
@@ -438,7 +443,7 @@ class Trainer(Resumable):
         logs = dict(logs)
         weight = logs.pop("loss_weight", 1.0)
         norm = steps.global_norm(gradients)
-        keep = jnp.isfinite(norm) & (weight > 0)
+        keep = jnp.isfinite(norm) & (weight > 0) & logs.pop("teaches", True)
         logs["grad_norm"] = norm
         before = state
         logs["skipped"] = 1.0 - keep.astype("float32")

@@ -1,0 +1,346 @@
+"""From prompts to batches: completions, rewards, advantages, arrays."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from keras_posttrain.data.formats import Example
+from keras_posttrain.losses import advantages as advantage_lib
+from keras_posttrain.rewards.run import run_rewards
+from keras_posttrain.rollout.rollout import Request
+from keras_posttrain.tasks import step as steps
+
+RESERVED = (
+    "step",
+    "prompt",
+    "completion",
+    "reward",
+    "advantage",
+    "finish_reason",
+)
+
+
+@dataclasses.dataclass
+class Group:
+    """The completions of one prompt.
+
+    Attributes:
+        prompt: `Prompt`.
+        completions: list of the engine's `Completion`s.
+        texts: list of what rewards were shown: strings or messages, or ids
+            where there is no tokenizer.
+        rewards: float array of shape `(completions, functions)`, NaN where
+            not judged.
+    """
+
+    prompt: object
+    completions: list
+    texts: list
+    rewards: np.ndarray
+
+
+@dataclasses.dataclass
+class Collected:
+    """What one rollout gives.
+
+    Attributes:
+        batches: list of dicts of arrays, one an optimizer step.
+        metrics: dict of floats.
+        table: dict of lists, what `CompletionsLog` writes down.
+    """
+
+    batches: list
+    metrics: dict
+    table: dict
+
+
+class Sampler:
+    """Prompts to groups of judged completions.
+
+    Args:
+        task: `RolloutTask`, compiled.
+        num_generations: int, completions a prompt.
+        temperature: float.
+    """
+
+    def __init__(self, task, num_generations, temperature):
+        self.task = task
+        self.num_generations = num_generations
+        self.temperature = temperature
+        self.seconds = {"time/rollout": 0.0, "time/reward": 0.0}
+
+    def __call__(self, prompts, seed):
+        """A list of `Group`s, one a prompt."""
+        task, start = self.task, time.perf_counter()
+        requests = [
+            Request(
+                prompt.token_ids,
+                num_generations=self.num_generations,
+                max_tokens=task.max_completion_length,
+                temperature=self.temperature,
+                stop_token_ids=task.stop_token_ids,
+                seed=seed,
+            )
+            for prompt in prompts
+        ]
+        completions = task.rollout.generate(requests)
+        sampled = time.perf_counter()
+        texts = [
+            [self._text(prompt, c.token_ids) for c in group]
+            for prompt, group in zip(prompts, completions)
+        ]
+        rewards = self._rewards(prompts, completions, texts)
+        self.seconds["time/rollout"] += sampled - start
+        self.seconds["time/reward"] += time.perf_counter() - sampled
+        return [
+            Group(*parts)
+            for parts in zip(prompts, completions, texts, rewards)
+        ]
+
+    def _text(self, prompt, ids):
+        tokenizer = self.task.tokenizer
+        text = list(ids) if tokenizer is None else tokenizer.decode(ids)
+        if isinstance(prompt.prompt, str) or tokenizer is None:
+            return text
+        return [{"role": "assistant", "content": text}]
+
+    def _rewards(self, prompts, completions, texts):
+        task, many = self.task, self.num_generations
+        each = [p for p in prompts for _ in range(many)]
+        columns = {
+            name: [p.columns[name] for p in each]
+            for name in prompts[0].columns
+        }
+        rewards, report = run_rewards(
+            task.rewards,
+            [p.prompt for p in each],
+            [text for group in texts for text in group],
+            columns,
+            prompt_ids=[list(p.token_ids) for p in each],
+            completion_ids=[
+                list(c.token_ids) for group in completions for c in group
+            ],
+            rows=[p.row for p in each],
+            timeout=task.reward_timeout,
+            on_error=task.on_reward_error,
+        )
+        for name, entry in report.items():
+            if entry["skipped"]:
+                task.note_skipped_rewards(name, entry)
+        return rewards.reshape(len(prompts), many, -1)
+
+
+def zero_spread(group, weights):
+    """Whether all completions of a group earn the same."""
+    many = len(group.completions)
+    total = advantage_lib.total_rewards(group.rewards, many, weights)
+    return bool(advantage_lib.constant(total, 1)[0, 0])
+
+
+def request_seed(seed, step, attempt=0):
+    """The seed of a rollout's samples: of the run and the step alone."""
+    key = np.random.SeedSequence([seed % 2**32, step, attempt])
+    return int(key.generate_state(1)[0]) >> 1
+
+
+class Collector:
+    """One rollout: prompts to batches that are complete.
+
+    Args:
+        task: `RolloutTask`, in `fit`.
+        order: `PromptOrder`.
+        layout: `Layout` of a minibatch.
+        seed: int, that of the run.
+    """
+
+    def __init__(self, task, order, layout, seed):
+        self.task, self.order, self.layout = task, order, layout
+        self.seed = seed
+        self._programs = {}
+
+    def __call__(self, prompts):
+        """A `Collected`."""
+        task = self.task
+        sample = Sampler(task, task.num_generations, task.temperature)
+        sampled, groups = self._groups(sample, prompts)
+        rewards = np.concatenate([g.rewards for g in groups])
+        completions = [c for g in groups for c in g.completions]
+        batches = self.layout.batches(self._examples(groups))
+        advantages = self._fill(batches, completions, rewards)
+        metrics = self._metrics(sampled) | sample.seconds
+        table = self._table(groups, rewards, advantages)
+        return Collected([b.arrays for b in batches], metrics, table)
+
+    # Sampling
+
+    def _groups(self, sample, prompts):
+        """All groups that were sampled, and those to train on."""
+        task, wanted = self.task, len(prompts)
+        sampled, useful, equal = [], [], []
+        for attempt in range(1 + task.max_resamples):
+            if not prompts:
+                break
+            seed = request_seed(self.seed, task.step, attempt)
+            for group in sample(prompts, seed):
+                sampled.append(group)
+                idle = zero_spread(group, task.reward_weights)
+                (equal if idle else useful).append(group)
+            if attempt < task.max_resamples:
+                prompts = self.order.take(wanted - len(useful))
+        if not task.max_resamples:
+            return sampled, sampled
+        # Where the bound was reached, groups that teach nothing fill up.
+        return sampled, (useful + equal)[:wanted]
+
+    # Arrays
+
+    def _examples(self, groups):
+        examples, task = [], self.task
+        for group in groups:
+            prompt = group.prompt.token_ids
+            for g, completion in enumerate(group.completions):
+                ids = np.array([*prompt, *completion.token_ids], np.int32)
+                mask = np.zeros(len(ids), np.float32)
+                cut = completion.finish_reason == "length"
+                if not (cut and task.mask_truncated_completions):
+                    mask[len(prompt) :] = 1.0
+                # A number of its own for the dropout of every completion.
+                number = group.prompt.row * task.num_generations + g
+                examples.append(Example(ids, mask, number % 2**31))
+        return examples
+
+    def _fill(self, batches, completions, rewards):
+        """Adds what the loss needs beside tokens; returns advantages."""
+        task = self.task
+        engine = [c.per_token_logps for c in completions]
+        for batch in batches:
+            if all(x is not None for x in engine):
+                batch.put_tokens("rollout_per_token_logps", engine)
+            if task.old_log_probs == "rollout":
+                batch.put_tokens("old_per_token_logps", engine)
+            elif len(batches) * task.num_iterations > 1 or task.kl_in_reward:
+                batch.arrays["old_per_token_logps"] = self.logps(batch.arrays)
+            if task.reference is not None:
+                logps = self.logps(batch.arrays, reference=True)
+                batch.arrays["ref_per_token_logps"] = logps
+        settings = {}
+        if task.kl_in_reward:
+            settings["kl"] = self._kl(batches)
+        advantages = task.advantages(
+            rewards, task.num_generations, task.reward_weights, **settings
+        )
+        for batch in batches:
+            batch.put_sequences("advantages", advantages)
+        return np.asarray(advantages)
+
+    def _kl(self, batches):
+        sums = {}
+        for batch in batches:
+            old = batch.arrays["old_per_token_logps"]
+            gap = old - batch.arrays["ref_per_token_logps"]
+            sums |= batch.sequence_sums(gap * batch.arrays["completion_mask"])
+        return np.array([sums[i] for i in range(len(sums))])
+
+    def logps(self, batch, reference=False):
+        """Log-probabilities of a batch's completions, `(rows, length)`.
+
+        Args:
+            batch: dict of arrays.
+            reference: bool, those of the reference, not of the policy.
+
+        Returns:
+            A float32 array.
+        """
+        task = self.task
+        if reference not in self._programs:
+            self._programs[reference] = jax.jit(
+                self._policy_logps if not reference else self._ref_logps
+            )
+        names = ("token_ids", "segment_ids", "positions", "completion_mask")
+        values = (
+            task.reference.values if reference else [],
+            [v.value for v in task.trainable_variables],
+            [v.value for v in task.non_trainable_variables],
+            task.to_device({name: batch[name] for name in names}),
+        )
+        return np.asarray(self._programs[reference](*values))
+
+    def _policy_logps(self, values, trainable, frozen, batch):
+        with self.task.using_weights(trainable, frozen):
+            return self._forward(self.task.policy, batch)
+
+    def _ref_logps(self, values, trainable, frozen, batch):
+        reference = self.task.reference
+        with reference.using(values, trainable, frozen):
+            return self._forward(reference.policy, batch)
+
+    def _forward(self, policy, batch):
+        task = self.task
+
+        def rows_logps(rows):
+            return policy.token_outputs(
+                rows,
+                task.objective.logps_mask(rows),
+                temperature=task.temperature,
+                differentiable=False,
+            )["per_token_logps"]
+
+        count = task._micro_batches(batch)
+        if count == 1:
+            return rows_logps(batch)
+        out = jax.lax.map(rows_logps, steps.split_rows(batch, count))
+        return out.reshape(batch["token_ids"].shape)
+
+    # What is shown
+
+    def _metrics(self, groups):
+        task = self.task
+        metrics = advantage_lib.reward_metrics(
+            np.concatenate([g.rewards for g in groups]),
+            task.num_generations,
+            task.reward_weights,
+            task.reward_names,
+        )
+        metrics |= length_metrics(groups)
+        if task.max_resamples:
+            metrics["dynamic_sampling/num_prompts"] = float(len(groups))
+        return metrics
+
+    def _table(self, groups, rewards, advantages):
+        task = self.task
+        many = task.num_generations
+        total = advantage_lib.total_rewards(rewards, many, task.reward_weights)
+        table = {
+            "step": [task.step] * len(rewards),
+            "prompt": [g.prompt.prompt for g in groups for _ in range(many)],
+            "completion": [text for g in groups for text in g.texts],
+        }
+        for name, values in zip(task.reward_names, rewards.T):
+            name = f"rewards/{name}" if name in RESERVED else name
+            table[name] = values.tolist()
+        return table | {
+            "reward": total.reshape(-1).tolist(),
+            "advantage": advantages.tolist(),
+            "finish_reason": [
+                c.finish_reason for g in groups for c in g.completions
+            ],
+        }
+
+
+def length_metrics(groups):
+    """Lengths of completions, in tokens, under TRL's names."""
+    completions = [c for g in groups for c in g.completions]
+    lengths = np.array([len(c.token_ids) for c in completions])
+    ended = np.array([c.finish_reason != "length" for c in completions])
+    metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
+    for name, values in (
+        ("length", lengths),
+        ("terminated_length", lengths[ended]),
+    ):
+        for kind in ("mean", "min", "max"):
+            # Nothing has ended: 0, as in TRL.
+            value = getattr(values, kind)() if len(values) else 0.0
+            metrics[f"completions/{kind}_{name}"] = float(value)
+    return metrics

@@ -1,0 +1,322 @@
+"""A run of rollouts: what one is made of, and each of its parts."""
+
+import contextlib
+import random
+import time
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain import optimizers
+from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.data.formats import prepare_sft
+from keras_posttrain.data.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.losses import reductions
+from keras_posttrain.rewards.run import check_rewards
+from keras_posttrain.tasks import rollout_checks
+from keras_posttrain.tasks.collect import Collector
+from keras_posttrain.tasks.means import Means
+from keras_posttrain.tasks.reference import Reference
+from keras_posttrain.tasks.rollout_batch import Layout
+from keras_posttrain.tasks.task import Task
+
+
+class RolloutRun(Task):
+    """The parts of the loop of `RolloutTask`, and a run's state."""
+
+    auto_learning_rates = (1e-5, 1e-6)
+    # Set by `compile` and `fit`.
+    rewards = rollout = reference = order = last_rollout = None
+    kl_in_reward = False
+    _means = None
+
+    def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
+        super().__init__(causal_lm, tokenizer, **kwargs)
+        # Behind a function it is no sublayer.
+        self._given_reference = lambda: reference
+
+    # The data
+
+    def prepare(self, dataset, name="dataset", **overrides):
+        """Rows with a completion, for `log_probs`."""
+        settings = {
+            "sequence_length": self.sequence_length,
+            "truncation": self.truncation,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "name": name,
+        }
+        return prepare_sft(
+            dataset, self.tokenizer, **{**settings, **overrides}
+        )
+
+    def prepare_prompts(self, dataset, name="dataset"):
+        """Rows to prompts: `(prompts, report)`."""
+        length, limit = rollout_checks.room(self, self.max_completion_length)
+        prompts, report = prepare_prompts(
+            dataset,
+            self.tokenizer,
+            max_prompt_length=length,
+            limit=limit,
+            truncation=self.truncation,
+            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
+            chat_template_kwargs=self.chat_template_kwargs,
+            name=name,
+        )
+        check_rewards(self.rewards, list(prompts[0].columns), f"`{name}`")
+        return prompts, report
+
+    # Before the first rollout
+
+    def _begin(self, dataset, batch_size, shuffle, seed, packing, verbose):
+        """Everything of a run that is known before its first rollout."""
+        prompts, self.data_report = self.prepare_prompts(dataset)
+        show(self.data_report, verbose)
+        longest = max(len(p.token_ids) for p in prompts)
+        layout = Layout(
+            num_sequences=rollout_checks.minibatches(
+                batch_size, self.num_generations, self.num_minibatches
+            ),
+            sequence_length=self.sequence_length,
+            token_budget=rollout_checks.token_budget(
+                packing,
+                self.sequence_length,
+                longest + self.max_completion_length,
+            ),
+            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+        )
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        self.order = self.data = PromptOrder(
+            prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+        )
+        self._collector = Collector(self, self.order, layout, seed)
+        self.data.epoch_size = self._epoch_size(len(prompts), batch_size)
+        self._seed, self._step_base = seed, self.step
+        self._initial_epoch = self._digest = None
+        self._consumed, self._resumed = 0, False
+        self._means, self.at_rest = Means(), True
+        self.stop_training, self.last_rollout = False, None
+
+    def _num_steps(self, num_prompts):
+        """Optimizer steps of a rollout of so many prompts."""
+        completions = num_prompts * self.num_generations
+        sequences = self._collector.layout.num_sequences
+        return -(-completions // sequences) * self.num_iterations
+
+    def _epoch_size(self, num_prompts, batch_size):
+        """Steps of an epoch; `None` where it depends on rewards."""
+        if self.max_resamples:
+            return None
+        whole, rest = divmod(num_prompts, batch_size)
+        return whole * self._num_steps(batch_size) + self._num_steps(rest)
+
+    def _callback_list(self, callbacks, epochs, verbose):
+        if verbose:
+            callbacks = [Progress(verbose), *callbacks]
+        # What others count at the end of an epoch is in the checkpoint.
+        callbacks = sorted(callbacks, key=lambda c: isinstance(c, Checkpoint))
+        self.fit_callbacks = callbacks
+        compares = "ref_per_token_logps" in self.objective.needs
+        if (compares or self.kl_in_reward) and self.reference is None:
+            self.reference = Reference(
+                self,
+                self._given_reference(),
+                moves=any(hasattr(c, "moves_reference") for c in callbacks),
+            )
+            if verbose and self.reference.num_bytes:
+                size = self.reference.num_bytes / 2**20
+                print(f"reference: {size:,.1f} MiB", flush=True)
+        return keras.callbacks.CallbackList(
+            [self.rollout, *callbacks],
+            add_history=True,
+            model=self,
+            epochs=epochs,
+            steps=self.data.epoch_size,
+            verbose=0,
+        )
+
+    # The parts of a rollout
+
+    def next_prompts(self, count):
+        """The prompts of the next rollout; none at the end of the epoch."""
+        while prompts := self.order.take(count):
+            steps = self._num_steps(len(prompts))
+            numbers = range(self.step + 1, self.step + steps + 1)
+            if self._skip_steps.isdisjoint(numbers):
+                return prompts
+            self.step += steps
+        return []
+
+    def collect(self, prompts):
+        """Samples, judges and puts together.
+
+        Args:
+            prompts: list of `Prompt`s.
+
+        Returns:
+            List of batches, one for each optimizer step.
+        """
+        collected = self._collector(prompts)
+        self.at_rest = False
+        self.last_rollout = collected.table
+        self._rollout_metrics = collected.metrics
+        return collected.batches * self.num_iterations
+
+    def update(self, batch):
+        """One optimizer step; a dict of floats, its metrics."""
+        start = time.perf_counter()
+        self.make_train_function()
+        groups = {
+            "trainable": self.trainable_variables,
+            "optimizer": self.optimizer.variables,
+            "metrics": self._train_trackers_variables(),
+        }
+        state = {k: [v.value for v in group] for k, group in groups.items()}
+        state["step"] = np.int32(self.step + 1)
+        state["seed"] = np.int32(self._seed)
+        frozen = [v.value for v in self.non_trainable_variables]
+        logs, new = self.compiled_train_step(
+            state, frozen, self.to_device(batch)
+        )
+        for name, variables in groups.items():
+            for variable, value in zip(variables, new[name]):
+                variable.assign(value)
+        logs = {name: float(value) for name, value in logs.items()}
+        self.step += 1
+        rollout, self._rollout_metrics = (
+            self._rollout_metrics,
+            {
+                # Seconds are told once, with the rollout's first step.
+                k: v
+                for k, v in self._rollout_metrics.items()
+                if not k.startswith("time/")
+            },
+        )
+        return logs | rollout | {"time/train": time.perf_counter() - start}
+
+    def to_device(self, batch):
+        """A batch with its rows spread over the mesh, where there is one."""
+        distribution = keras.distribution.distribution()
+        if distribution is None:
+            return batch
+        return {
+            name: keras.distribution.distribute_tensor(
+                x, distribution.get_data_layout(x.shape)
+            )
+            for name, x in batch.items()
+        }
+
+    def sync(self):
+        """Gives the engine the new weights: the rollout is done with."""
+        start = time.perf_counter()
+        self.rollout.sync_weights()
+        self.at_rest = True
+        return {"time/sync": time.perf_counter() - start}
+
+    def _record(self, logs):
+        self.step_logs = logs
+        own = {t.name for t in self._train_trackers}
+        self._means.add({k: v for k, v in logs.items() if k not in own})
+
+    def _epoch_logs(self):
+        return self._get_metrics_result_or_logs({}) | self._means.results()
+
+    def _validate(self, prompts, callbacks, settings):
+        callbacks.on_test_begin()
+        logs = self.evaluate(
+            prompts, self.order.batch_size, seed=self._seed, **settings
+        )
+        callbacks.on_test_end(logs)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    @contextlib.contextmanager
+    def sampling(self):
+        """The engine made ready, where it is not by a run of `fit`."""
+        if self.rollout.model is self and self.order is not None:
+            yield
+            return
+        self.rollout.set_model(self)
+        self.rollout.start()
+        try:
+            self.rollout.sync_weights()
+            yield
+        finally:
+            self.rollout.stop()
+
+    def note_skipped_rewards(self, name, entry):
+        """Says that rewards were left out."""
+        print(
+            f"Step {self.step + 1}: {entry['skipped']} rewards of {name!r} "
+            f"were left out. {entry['error']}",
+            flush=True,
+        )
+
+    # The step
+
+    def loss_and_gradients(self, state, batch):
+        gradients, logs = super().loss_and_gradients(state, batch)
+        advantages = batch["advantages"]
+        if advantages.shape == batch["sequence_mask"].shape:
+            advantages = reductions.spread(advantages, batch["segment_ids"])
+        # With no advantage there is nothing to learn: neither momentum nor
+        # the KL term, whose gradient may be rounding alone, moves a weight.
+        used = (batch["completion_mask"] != 0) & (advantages != 0)
+        return gradients, {**logs, "teaches": jnp.any(used)}
+
+    # The state of a run
+
+    def at_epoch_end(self):
+        return self.order.left == 0
+
+    def data_state(self):
+        return {"step": self.step - self._step_base, **self.order.state()}
+
+    def reset_metrics(self):
+        if not self._keep_metrics:
+            self._means = Means()
+        super().reset_metrics()
+
+    def training_state(self):
+        arrays, meta = super().training_state()
+        if self.reference is not None:
+            arrays["reference"] = self.reference.state()
+        kind, keys, place, has_gauss, gauss = np.random.get_state()
+        meta["random"] = random.getstate()
+        meta["np_random"] = [kind, keys.tolist(), place, has_gauss, gauss]
+        meta["means"] = self._means.sums
+        return arrays, meta
+
+    def restore_training_state(self, arrays, meta):
+        super().restore_training_state(arrays, meta)
+        if self.reference is not None:
+            self.reference.set_state(arrays["reference"])
+        version, keys, gauss = meta["random"]
+        random.setstate((version, tuple(keys), gauss))
+        np.random.set_state(meta["np_random"])
+        self._means = Means(meta["means"])
+
+    def fingerprint(self):
+        return super().fingerprint() | {
+            "rewards": list(self.reward_names),
+            "reward_weights": None
+            if self.reward_weights is None
+            else self.reward_weights.tolist(),
+            "advantages": repr(self.advantages),
+            "num_generations": self.num_generations,
+            "max_completion_length": self.max_completion_length,
+            "temperature": self.temperature,
+            "stop_token_ids": list(self.stop_token_ids),
+            "num_minibatches": self.num_minibatches,
+            "num_iterations": self.num_iterations,
+            "old_log_probs": self.old_log_probs,
+            "mask_truncated_completions": self.mask_truncated_completions,
+            "max_resamples": self.max_resamples,
+        }
+
+
+def show(report, verbose):
+    if verbose:
+        print(report, flush=True)
