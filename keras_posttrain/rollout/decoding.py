@@ -21,7 +21,7 @@ from keras_posttrain.rollout.sampling import sample
 # until it ends, and slots whose sequence ended idle for the rest of it.
 STEPS = 32
 # Tokens of prompts that go through the model at once, at least.
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 1024
 
 
 class Weights(typing.NamedTuple):
@@ -183,10 +183,10 @@ class SlotDecoder:
     def _prefill_part(self, weights, part, num_rows):
         lengths = [len(p) for p, _ in part]
         total = -(-sum(lengths) // num_rows)
-        length = bucket(max(total, *lengths), 64)
+        length = power_of_two(max(total, *lengths), 64)
         rows = pack(lengths, length, max_sequences=2**30)
         while len(rows) > num_rows:
-            length = bucket(length + 1)
+            length *= 2
             rows = pack(lengths, length, max_sequences=2**30)
         batch = {
             name: np.zeros((num_rows, length), "int32")
