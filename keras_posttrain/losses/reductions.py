@@ -37,6 +37,25 @@ def segment_sum(values, segment_ids, num_sequences):
     return jnp.sum(jnp.where(member, values[:, :, None], 0.0), axis=1)
 
 
+def segment_places(values, segment_ids, num_sequences):
+    """Sums over the tokens of the same sequence up to each token.
+
+    Args:
+        values: float array of shape `(rows, length)`, such as a mask: then
+            the result numbers its tokens from 1 in each sequence.
+        segment_ids: int array of shape `(rows, length)`, as in
+            `segment_sum`.
+        num_sequences: int, the most sequences a row may hold.
+
+    Returns:
+        A float array of shape `(rows, length)`, 0 at padding.
+    """
+    ids = jnp.arange(1, num_sequences + 1)
+    member = segment_ids[:, :, None] == ids[None, None, :]
+    running = jnp.cumsum(jnp.where(member, values[:, :, None], 0.0), axis=1)
+    return jnp.sum(jnp.where(member, running, 0.0), axis=2)
+
+
 def spread(values, segment_ids):
     """Gives each token the value of its sequence: `segment_sum` backwards.
 
@@ -66,7 +85,10 @@ def metric_value(metric):
         metric: `("mean", numerator, denominator)`, `("sum", value)`,
             `("min", value)`, `("max", value)`, or `("effective_share", sum
             of weights, sum of their squares, count)`: Kish's effective
-            sample size over the count, 1 where all weights are equal.
+            sample size over the count, 1 where all weights are equal; or
+            `("difference", numerator, denominator, numerator,
+            denominator)`: the first mean less the second, 0 unless there
+            are both.
 
     Returns:
         A float32 scalar. Of nothing at all (a minimum that is still
@@ -78,6 +100,10 @@ def metric_value(metric):
     if kind == "effective_share":
         total, squares, count = values
         return ratio(ratio(total, squares) * total, count)
+    if kind == "difference":
+        first, second = ratio(*values[:2]), ratio(*values[2:])
+        both = (values[1] != 0) & (values[3] != 0)
+        return jnp.where(both, first - second, 0.0)
     if kind == "min":
         return jnp.where(jnp.isposinf(values[0]), 0.0, values[0])
     if kind == "max":

@@ -18,6 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 CHUNK_LOGITS = 2**23
 CHUNK_BOUNDS = (64, 1024)
 
+# What is computed of the whole distribution of a token, where asked for.
+EXTRAS = ("entropies", "collision_entropies")
+
 
 @dataclasses.dataclass(frozen=True)
 class Head:
@@ -142,7 +145,7 @@ def select_tokens(token_ids, mask, predicted_by=None):
     )
 
 
-def _measure(head, hidden, kernel, targets, entropy):
+def _measure(head, hidden, kernel, targets, extras):
     """Log-probabilities and their companions for one chunk."""
     logits, slope = head.logits(hidden, kernel)
     top = jnp.max(logits, axis=-1)
@@ -157,9 +160,12 @@ def _measure(head, hidden, kernel, targets, entropy):
         "per_token_logps": at_target - top - log_total,
         "correct": (at_target >= top).astype("float32"),
     }
-    if entropy:
+    if "entropies" in extras:
         mean = jnp.sum(weights * below, axis=-1) / total
         values["entropies"] = log_total - mean
+    if "collision_entropies" in extras:
+        squares = jnp.sum(weights * weights, axis=-1)
+        values["collision_entropies"] = 2 * log_total - jnp.log(squares)
     return values, (below, log_total, slope)
 
 
@@ -191,7 +197,7 @@ def _sweep(
     weights,
     *,
     cotangent,
-    entropy,
+    extras,
     by_entropy=None,
 ):
     """One loop over the chunks.
@@ -212,7 +218,7 @@ def _sweep(
     )
     if by_entropy is not None:
         by_entropy = jnp.pad(by_entropy, (0, pad))
-    names = ["per_token_logps", "correct"] + ["entropies"] * entropy
+    names = ["per_token_logps", "correct", *extras]
     # Slots without a token write to a place behind the last, cut off below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
     if cotangent is not None:
@@ -233,7 +239,7 @@ def _sweep(
         # may hold (even a NaN) has no way in.
         h = jnp.where(used[:, None], hidden[cut(source)], 0)
         y = cut(targets)
-        values, state = _measure(head, h, kernel, y, entropy)
+        values, state = _measure(head, h, kernel, y, extras)
         new = {name: carry[name].at[out].set(values[name]) for name in names}
         if cotangent is None:
             return new
@@ -270,7 +276,7 @@ def _vocabulary(head, kernel):
     return kernel.shape[0 if head.transposed else 1]
 
 
-def token_values(head, hidden, kernel, tokens, *, entropy=False):
+def token_values(head, hidden, kernel, tokens, *, extras=()):
     """Log-probabilities and their companions, without a gradient.
 
     Args:
@@ -278,23 +284,24 @@ def token_values(head, hidden, kernel, tokens, *, entropy=False):
         hidden: float array of shape `(rows * length, hidden_dim)`.
         kernel: float array, `(vocabulary, hidden_dim)` or its transpose.
         tokens: `Tokens`.
-        entropy: bool, whether entropies are wanted too.
+        extras: tuple of names of `EXTRAS` that are wanted too.
 
     Returns:
         A dict of float32 arrays of shape `(rows * length,)`, 0 where no
         token was asked for: `per_token_logps`, `correct` (1 where the token
-        is the most probable one), `entropies` (in nats).
+        is the most probable one), `entropies` (in nats), and
+        `collision_entropies`, `-log(sum(p**2))`.
     """
     weights = jnp.zeros(tokens.index.shape, "float32")
     hidden, kernel = jax.lax.stop_gradient((hidden, kernel))
     values, _ = _sweep(
-        head, hidden, kernel, tokens, weights, cotangent=None, entropy=entropy
+        head, hidden, kernel, tokens, weights, cotangent=None, extras=extras
     )
     return values
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
-def token_logps(head, hidden, kernel, tokens, probe, entropy=False):
+def token_logps(head, hidden, kernel, tokens, probe, extras=()):
     """Log-probabilities and entropies that any loss can differentiate.
 
     The forward sweep keeps the derivative of each log-probability by its
@@ -306,27 +313,27 @@ def token_logps(head, hidden, kernel, tokens, probe, entropy=False):
     Args:
         head, hidden, kernel, tokens: as in `token_values`.
         probe: float32 array of shape `(slots,)`, zeros.
-        entropy: bool.
+        extras: as in `token_values`.
 
     Returns:
         The dict of `token_values`; `per_token_logps` and `entropies` have
         gradients.
     """
     del probe
-    return token_values(head, hidden, kernel, tokens, entropy=entropy)
+    return token_values(head, hidden, kernel, tokens, extras=extras)
 
 
-def _logps_forward(head, hidden, kernel, tokens, probe, entropy):
+def _logps_forward(head, hidden, kernel, tokens, probe, extras):
     hidden, kernel, tokens, probe = jax.tree.map(
         lambda x: x.value, (hidden, kernel, tokens, probe)
     )
     values, rest = _sweep(
-        head, hidden, kernel, tokens, probe, cotangent="one", entropy=entropy
+        head, hidden, kernel, tokens, probe, cotangent="one", extras=extras
     )
     return values, (hidden, kernel, tokens, rest["d_hidden"])
 
 
-def _logps_backward(head, entropy, residuals, cotangents):
+def _logps_backward(head, extras, residuals, cotangents):
     hidden, kernel, tokens, jacobian = residuals
     slots = tokens.index.shape[0]
     used = jnp.arange(slots) < tokens.count
@@ -350,7 +357,7 @@ def _logps_backward(head, entropy, residuals, cotangents):
             tokens,
             by_logps,
             cotangent=lambda logps, weights: weights,
-            entropy=by_entropy is not None,
+            extras=("entropies",) if by_entropy is not None else (),
             by_entropy=by_entropy,
         )
     if by_entropy is None:
@@ -372,7 +379,7 @@ token_logps.defvjp(_logps_forward, _logps_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def token_loss_sum(
-    head, hidden, kernel, tokens, weights, token_loss, entropy=False
+    head, hidden, kernel, tokens, weights, token_loss, extras=()
 ):
     """The weighted sum of a loss of single tokens, in one sweep.
 
@@ -385,13 +392,13 @@ def token_loss_sum(
         weights: float32 array of shape `(slots,)`, the weight of each
             selected token, in the order of `tokens`.
         token_loss: elementwise function of log-probabilities.
-        entropy: bool.
+        extras: as in `token_values`.
 
     Returns:
         `(sum of weights * token_loss, values)`; `values`, the dict of
         `token_values`, has no gradient.
     """
-    values = token_values(head, hidden, kernel, tokens, entropy=entropy)
+    values = token_values(head, hidden, kernel, tokens, extras=extras)
     return _weighted_sum(values, tokens, weights, token_loss), values
 
 
@@ -401,7 +408,7 @@ def _weighted_sum(values, tokens, weights, token_loss):
     return jnp.sum(jnp.where(used, weights * token_loss(logps), 0.0))
 
 
-def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, entropy):
+def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, extras):
     def cotangent(logps, weights):
         return jax.grad(lambda x: jnp.sum(weights * token_loss(x)))(logps)
 
@@ -412,7 +419,7 @@ def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, entropy):
         tokens,
         weights,
         cotangent=cotangent,
-        entropy=entropy,
+        extras=extras,
     )
     total = _weighted_sum(values, tokens, weights, token_loss)
     # The arrays themselves tell the backward pass the dtypes it must give.
@@ -423,7 +430,7 @@ def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, entropy):
     return (total, values), gradients
 
 
-def _loss_backward(head, token_loss, entropy, gradients, cotangents):
+def _loss_backward(head, token_loss, extras, gradients, cotangents):
     scale = cotangents[0]
     return (
         (gradients["d_hidden"] * scale).astype(gradients["d_hidden"].dtype),

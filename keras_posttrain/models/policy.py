@@ -219,7 +219,7 @@ class Policy:
             batch: as in `hidden_states`.
             mask: bool array of shape `(rows, length)`.
             needs: names of what is wanted: `per_token_logps`, `correct`,
-                `entropies`.
+                `entropies`, `collision_entropies`.
             temperature: float, divides the logits.
             dropout_key: as in `hidden_states`.
             differentiable: bool; `per_token_logps` and `entropies` have
@@ -231,16 +231,16 @@ class Policy:
         """
         hidden, kernel = self._flat(batch, dropout_key)
         tokens = _select(batch, mask)
-        entropy = "entropies" in needs
+        extras = _extras(needs)
         head = self.head(temperature)
         if differentiable:
             probe = jnp.zeros(tokens.index.shape, "float32")
             values = heads.token_logps(
-                head, hidden, kernel, tokens, probe, entropy
+                head, hidden, kernel, tokens, probe, extras
             )
         else:
             values = heads.token_values(
-                head, hidden, kernel, tokens, entropy=entropy
+                head, hidden, kernel, tokens, extras=extras
             )
         values = self._shaped(values, batch)
         return {name: values[name] for name in needs}
@@ -288,10 +288,14 @@ class Policy:
             tokens,
             by_slot,
             token_loss,
-            "entropies" in needs,
+            _extras(needs),
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
+
+
+def _extras(needs):
+    return tuple(name for name in heads.EXTRAS if name in needs)
 
 
 def _select(batch, mask):

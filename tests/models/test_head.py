@@ -10,6 +10,7 @@ import pytest
 
 from keras_posttrain.models.head import (
     CHUNK_BOUNDS,
+    EXTRAS,
     Head,
     select_tokens,
     token_logps,
@@ -62,6 +63,7 @@ def full_values(head, hidden, kernel, token_ids, mask, predicted_by=None):
         "per_token_logps": chosen,
         "correct": (jnp.argmax(logps, -1) == token_ids).astype("float32"),
         "entropies": -jnp.sum(jnp.exp(logps) * logps, -1),
+        "collision_entropies": -jnp.log(jnp.sum(jnp.exp(2 * logps), -1)),
     }
     return {k: jnp.where(mask, v, 0).reshape(-1) for k, v in values.items()}
 
@@ -120,7 +122,7 @@ def chunked(head, size):
 
 select = jax.jit(select_tokens)
 all_values = jax.jit(
-    lambda head, *arrays: token_values(head, *arrays, entropy=True),
+    lambda head, *arrays: token_values(head, *arrays, extras=EXTRAS),
     static_argnums=0,
 )
 
@@ -382,7 +384,7 @@ def test_logits_never_exist_at_full_length(head, trainable):
         assert 0 < found <= kernel_size
     tokens = select(ids, mask)
     found = largest_of_vocabulary(
-        lambda h, k: token_values(head, h, k, tokens, entropy=True),
+        lambda h, k: token_values(head, h, k, tokens, extras=EXTRAS),
         hidden,
         kernel,
     )
@@ -405,7 +407,7 @@ def entropy_loss(read, head, token_ids, mask):
     def loss(hidden, kernel):
         tokens = select_tokens(token_ids, mask)
         probe = jnp.zeros(tokens.index.shape)
-        values = token_logps(head, hidden, kernel, tokens, probe, True)
+        values = token_logps(head, hidden, kernel, tokens, probe, EXTRAS)
         return read(values["per_token_logps"], values["entropies"])
 
     return loss

@@ -1,0 +1,94 @@
+"""f-divergences from the reference policy, as scores of log-ratios."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+# exp(80) is 5e34: the largest power of e that float32 holds with room.
+EXPONENT_BOUND = 80.0
+
+
+def bounded_exp(exponents):
+    """`exp`, of at most `EXPONENT_BOUND`."""
+    return jnp.exp(jnp.minimum(exponents, EXPONENT_BOUND))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverseKL:
+    """`KL(policy || reference)`: the score is the log-ratio itself.
+
+    What DPO regularises with.
+
+    Call arguments:
+        log_ratios: float array, `log(policy / reference)`.
+
+    Returns:
+        A float array of the same shape: `f'(policy / reference)` less a
+        constant.
+
+    Reference:
+        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    """
+
+    def __call__(self, log_ratios):
+        return log_ratios
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardKL:
+    """`KL(reference || policy)`: the score is `-reference / policy`.
+
+    Call arguments and returns as in `ReverseKL`.
+
+    Reference:
+        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    """
+
+    def __call__(self, log_ratios):
+        return -bounded_exp(-log_ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class JensenShannon:
+    """The Jensen-Shannon divergence: `log(2 u / (1 + u))` of the ratio `u`.
+
+    Call arguments and returns as in `ReverseKL`.
+
+    Reference:
+        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    """
+
+    def __call__(self, log_ratios):
+        return jax.nn.log_sigmoid(log_ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaDivergence:
+    """The alpha-divergence: `(1 - u**-alpha) / alpha` of the ratio `u`.
+
+    Between the reverse KL (`alpha` to 0) and the forward KL (`alpha` to 1),
+    as the paper has it. TRL 1.16 computes the paper's divergence of
+    `1 - alpha`; the two agree at 0.5.
+
+    Args:
+        alpha: float between 0 and 1. The paper tries 0.3, 0.5 and 0.7.
+
+    Call arguments and returns as in `ReverseKL`.
+
+    Reference:
+        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self):
+        if not 0 < self.alpha < 1:
+            raise ValueError(
+                "`alpha` of AlphaDivergence must be between 0 and 1; the "
+                "limits are `ReverseKL()` and `ForwardKL()`. Received: "
+                f"alpha={self.alpha!r}"
+            )
+
+    def __call__(self, log_ratios):
+        return -bounded_exp(-self.alpha * log_ratios) / self.alpha
