@@ -313,6 +313,9 @@ class SlotDecoder:
             token, logps = sample(
                 logits, state["keys"], place, state["temperature"], **cuts
             )
+            # XLA would draw the token anew for each stop id it is
+            # compared with.
+            token = jax.lax.optimization_barrier(token)
             taken = carry["taken"] + active
             stop = jnp.any(token[:, None] == state["stop"], axis=1) & active
             write = jax.lax.dynamic_update_slice_in_dim
