@@ -311,11 +311,17 @@ class Task(Trainer):
         `unmerge_adapter`, which restores them bit for bit."""
         self._need_adapter("merge_adapter")
         self.adapter.merge()
+        self._forget_programs()
 
     def unmerge_adapter(self):
         """Takes back `merge_adapter`."""
         self._need_adapter("unmerge_adapter")
         self.adapter.unmerge()
+        self._forget_programs()
+
+    def _forget_programs(self):
+        # They were traced with the adapter's part, or without it.
+        self._log_probs = self.test_function = None
 
     def export(self, path, *, dtype=None, max_shard_bytes=5 * 2**30):
         """Writes a Hugging Face directory, the adapter merged in.

@@ -24,7 +24,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
-from tests.support import FAMILIES, REFERENCE
+from tests.support import FAMILIES, REFERENCE, random_rows
 
 MODELS = REFERENCE / "models"
 PROJECTIONS = {
@@ -597,3 +597,21 @@ def test_names_are_hugging_faces():
     names = {t.name for t in huggingface.tensors(causal_lm)}
     for pair in adapter.pairs:
         assert f"{pair.name}.weight" in names
+
+
+def test_programs_made_before_a_merge_do_not_add_the_adapter_twice():
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/llama3", sequence_length=64, lora=kpt.LoRA(rank=4)
+    )
+    for b in task.adapter.b:
+        b.assign(np.random.default_rng(0).normal(0, 0.05, b.shape))
+    task.compile()
+    rows = random_rows(4)
+    loss, before = task.evaluate(rows)["loss"], task.log_probs(rows)
+    task.merge_adapter()
+    for left, right in zip(before, task.log_probs(rows)):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+    np.testing.assert_allclose(task.evaluate(rows)["loss"], loss, rtol=1e-5)
+    task.unmerge_adapter()
+    for left, right in zip(before, task.log_probs(rows)):
+        np.testing.assert_array_equal(left, right)
