@@ -1,0 +1,132 @@
+"""Numbers of TRL's GRPO through a model: the step of `GRPOTask`."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.data.formats import Example
+from keras_posttrain.tasks.rollout_batch import Layout
+from tests.support import REFERENCE, load_json
+
+CASES = load_json("grpo_model.json")
+losses = kpt.losses
+
+
+def loss_of(settings):
+    """What TRL's settings mean here."""
+    low, high = settings["epsilon_low"], settings["epsilon_high"]
+    corrected = settings["use_bias_correction_kl"]
+    options = {
+        "beta": settings["beta"],
+        "kl_estimator": "k3_corrected" if corrected else "k3",
+        "entropy_coef": settings["entropy_coef"],
+    }
+    if settings["top_entropy_quantile"] < 1:
+        quantile = settings["top_entropy_quantile"]
+        options["masks"] = [losses.TopEntropyMask(quantile)]
+    clip = {"epsilon": low, "epsilon_high": high, "delta": settings["delta"]}
+    kind = settings["loss_type"]
+    if kind == "luspo":
+        return losses.LUSPOLoss(**clip, **options)
+    if kind == "vespo":
+        return losses.VESPOLoss(**options)
+    level = settings["importance_sampling_level"]
+    options["importance_sampling_level"] = level
+    if kind == "cispo":
+        return losses.CISPOLoss(max_ratio=high, **options)
+    if kind == "sapo":
+        return losses.SAPOLoss(**options)
+    classes = {
+        "grpo": losses.GRPOLoss,
+        "bnpo": losses.BNPOLoss,
+        "dapo": losses.DAPOLoss,
+        "dr_grpo": losses.DrGRPOLoss,
+    }
+    return classes[kind](**clip, **options)
+
+
+def batch_of(inputs, settings, token_budget=None):
+    """The reference's completions, laid out as a rollout's are."""
+    examples = []
+    for row, (prompt, ids) in enumerate(
+        zip(inputs["prompt_ids"], inputs["completion_ids"])
+    ):
+        mask = [0.0] * len(prompt) + [1.0] * len(ids)
+        examples.append(
+            Example(
+                np.array(prompt + ids, "int32"), np.array(mask, "float32"), row
+            )
+        )
+    layout = Layout(len(examples), 64, token_budget)
+    [batch] = layout.batches(examples)
+    names = ["ref_per_token_logps"]
+    if settings["old_logps"] == "given":
+        names.append("old_per_token_logps")
+    for name in names:
+        rows = zip(inputs[name], inputs["completion_ids"])
+        batch.put_tokens(name, [x[: len(ids)] for x, ids in rows])
+    batch.put_sequences("advantages", inputs["advantages"])
+    return batch
+
+
+def reward(completions):
+    return [0.0] * len(completions)
+
+
+def step_of(case, **settings):
+    task = kpt.GRPOTask.from_preset(
+        REFERENCE / CASES["inputs"][case["inputs"].split(".")[1]]["model"],
+        sequence_length=64,
+    )
+    task.compile(
+        keras.optimizers.SGD(1e-3),
+        loss_of(case["settings"]),
+        rewards=[reward],
+        max_completion_length=case["settings"]["max_completion_length"],
+        temperature=case["settings"]["temperature"],
+        max_grad_norm=None,
+        **settings,
+    )
+    return task
+
+
+def state_of(task):
+    return {
+        "trainable": [v.value for v in task.trainable_variables],
+        "frozen": [v.value for v in task.non_trainable_variables],
+        "optimizer": [v.value for v in task.optimizer.variables],
+        "metrics": [v.value for v in task._train_trackers_variables()],
+        "step": np.int32(1),
+        "seed": np.int32(0),
+    }
+
+
+PACKED = ("qwen3/grpo_beta0.1", "qwen3/luspo_sequence", "llama3/gspo")
+
+
+@pytest.mark.parametrize(
+    "case, packed",
+    [
+        pytest.param(c, packed, id=c["name"] + "/packed" * packed)
+        for c in CASES["cases"]
+        for packed in (False, True)
+        if not packed or c["name"] in PACKED
+    ],
+)
+def test_a_step_equals_trl(case, packed):
+    task = step_of(case)
+    inputs = CASES["inputs"][case["inputs"].split(".")[1]]
+    batch = batch_of(inputs, case["settings"], 48 if packed else None)
+    logs, _ = task.train_step(state_of(task), batch.arrays)
+    expected = case["expected"]
+    np.testing.assert_allclose(
+        logs["loss"], expected["loss"], rtol=2e-4, atol=3e-6
+    )
+    np.testing.assert_allclose(
+        logs["grad_norm"], expected["grad_norm"], rtol=2e-4
+    )
+    for name, value in expected["metrics"].items():
+        np.testing.assert_allclose(
+            logs[name], value, rtol=2e-4, atol=2e-6, err_msg=name
+        )
