@@ -168,3 +168,12 @@ def test_custom_train_step(tmp_path):
     assert straight == stopped and len(straight) == 30
     last = re.search(r"loss of some epochs: .* ([\d.]+)\]", text)
     assert 0.5 <= float(last[1]) < 0.8
+
+
+@pytest.mark.slow
+def test_sampling(tmp_path):
+    text = run("sampling", tmp_path / "made", tmp_path)
+    before, after = re.findall(r"(\d+)% of the samples are right", text)
+    assert int(before) < 60 and int(after) > 80
+    assert float(re.search(r"largest difference (\S+)", text)[1]) < 2e-5
+    assert "decode of 64 slots" in text and "weights 1" in text
