@@ -319,9 +319,11 @@ class _Run:
     def __call__(self, weights):
         try:
             while self.queue or self.active:
-                new = self._admit()
+                new = {id(self.sitting[i]) for i in self._admit()}
                 self._make_room()
-                self._bring_prompts(weights, new)
+                # Slots may have moved: what is seated is known by itself.
+                slots = [i for i in self.active if id(self.sitting[i]) in new]
+                self._bring_prompts(weights, slots)
                 self._step(weights)
         finally:
             self.decoder.free()
