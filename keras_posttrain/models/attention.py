@@ -26,7 +26,7 @@ MAX_GROUPS = 8
 
 
 @contextlib.contextmanager
-def attention_scope(segment_ids, positions, kept=None):
+def attention_scope(segment_ids, positions, prefix_ids=None, kept=None):
     """Runs decoder layers on flattened tokens, attending within segments.
 
     Decoder layers called inside take tokens as `(rows * length, 1, hidden)`.
@@ -36,6 +36,9 @@ def attention_scope(segment_ids, positions, kept=None):
             itself and to earlier tokens of the same segment. 0 is padding.
         positions: int array of shape `(rows, length)`, each token's place in
             its own sequence.
+        prefix_ids: int array of shape `(rows, length)` or `None`: the segment
+            that a token's own goes on from, which it sees as well; -1 where
+            there is none. Positions go on from that segment's.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache.
     """
@@ -55,6 +58,7 @@ def attention_scope(segment_ids, positions, kept=None):
             v.reshape(shape),
             segment_ids,
             positions,
+            prefix_ids,
             scale=float(scale),
             sliding_window=sliding_window,
             soft_cap=soft_cap,
@@ -68,7 +72,7 @@ def attention_scope(segment_ids, positions, kept=None):
 
 
 def segment_attention(
-    query, key, value, segment_ids, positions, *, scale,
+    query, key, value, segment_ids, positions, prefix_ids=None, *, scale,
     sliding_window=None, soft_cap=None,
 ):  # fmt: skip
     """Causal grouped-query attention within the segments of each row.
@@ -77,7 +81,8 @@ def segment_attention(
         query: float array of shape `(rows, length, heads, head_dim)`.
         key, value: float arrays of shape
             `(rows, length, kv_heads, head_dim)`.
-        segment_ids, positions: int arrays of shape `(rows, length)`.
+        segment_ids, positions, prefix_ids: int arrays of shape
+            `(rows, length)`, as in `attention_scope`.
         scale: float, multiplied with the scores.
         sliding_window: int or `None`; a token sees this many tokens, itself
             included.
@@ -103,22 +108,21 @@ def segment_attention(
     for start in range(0, length, group):
         stop = min(start + group, length)
         # Segments are runs of neighbours, so that a window of positions is
-        # also one of columns.
+        # also one of columns; a shared prefix may lie further back.
         first = 0
-        if sliding_window is not None:
+        if sliding_window is not None and prefix_ids is None:
             first = max(0, start - sliding_window + 1)
         keys = slice(first, stop)
         k, v = key[:, keys], value[:, keys]
         seen = (segment_ids[:, keys], positions[:, keys])
 
-        def block(q, ids, places, k=k, v=v, seen=seen):
-            return attend(q, k, v, ids, places, *seen)
+        def block(q, ids, places, prefixes=None, k=k, v=v, seen=seen):
+            return attend(q, k, v, ids, places, *seen, prefixes)
 
-        part = (
-            query[:, start:stop],
-            segment_ids[:, start:stop],
-            positions[:, start:stop],
-        )
+        part = [query, segment_ids, positions]
+        if prefix_ids is not None:
+            part.append(prefix_ids)
+        part = tuple(x[:, start:stop] for x in part)
         size = stop - start
         if size > BLOCK and size % BLOCK == 0:
             cut = jax.tree.map(lambda x: _split(x, BLOCK), part)
@@ -137,8 +141,8 @@ def _split(x, size):
 
 
 def _attend_block(
-    q, k, v, q_segments, q_positions, k_segments, k_positions, *, scale,
-    sliding_window, soft_cap,
+    q, k, v, q_segments, q_positions, k_segments, k_positions, q_prefixes, *,
+    scale, sliding_window, soft_cap,
 ):  # fmt: skip
     rows, length, kv_heads, group, head_dim = q.shape
     # The heads that share a key are rows of one product: few large products
@@ -153,6 +157,8 @@ def _attend_block(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     same = q_segments[:, :, None] == k_segments[:, None, :]
+    if q_prefixes is not None:
+        same |= q_prefixes[:, :, None] == k_segments[:, None, :]
     ahead = q_positions[:, :, None] - k_positions[:, None, :]
     visible = same & (ahead >= 0)
     if sliding_window is not None:

@@ -91,7 +91,9 @@ class Policy:
         Args:
             batch: dict with `token_ids`, `segment_ids` and `positions`, int
                 arrays of shape `(rows, length)`; `sequence_ids` of shape
-                `(rows, num_sequences)` where an adapter drops inputs.
+                `(rows, num_sequences)` where an adapter drops inputs;
+                `prefix_segments` of that shape where sequences share a
+                prompt.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
 
@@ -108,7 +110,9 @@ class Policy:
 
     def _packed_forward(self, batch):
         ids = batch["token_ids"]
-        scope = attention_scope(batch["segment_ids"], batch["positions"])
+        scope = attention_scope(
+            batch["segment_ids"], batch["positions"], _prefix_ids(batch)
+        )
         x = self._run_layers(ids.reshape(-1), scope, self._layer)
         return x.reshape(*ids.shape, -1)
 
@@ -296,6 +300,16 @@ class Policy:
 
 def _extras(needs):
     return tuple(name for name in heads.EXTRAS if name in needs)
+
+
+def _prefix_ids(batch):
+    """The segment that each token's own goes on from, -1 without one."""
+    prefixes = batch.get("prefix_segments")
+    if prefixes is None:
+        return None
+    slot = jnp.maximum(batch["segment_ids"] - 1, 0)
+    of_token = jnp.take_along_axis(prefixes, slot, axis=1)
+    return jnp.where(of_token > 0, of_token, -1)
 
 
 def _select(batch, mask):
