@@ -1,0 +1,621 @@
+"""The loop of `GRPOTask`: what it must keep, however it is run."""
+
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.tasks.rollout_batch import Layout
+from tests.support import REFERENCE, read_log, weights
+
+VOCABULARY = 512
+MODEL = REFERENCE / "models/qwen3"
+
+
+def odd(completions):
+    """The share of odd token ids: differs among random completions."""
+    return [sum(x % 2 for x in ids) / len(ids) for ids in completions]
+
+
+def equal(completions):
+    return [0.5] * len(completions)
+
+
+def prompts(count=8, seed=0, **columns):
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "prompt_ids": rng.integers(3, 500, 4 + i % 3).tolist(),
+            **{name: values[i] for name, values in columns.items()},
+        }
+        for i in range(count)
+    ]
+
+
+def make(lora=None, **settings):
+    task = kpt.GRPOTask.from_preset(MODEL, lora=lora, sequence_length=64)
+    # Rewards of ids and no stop token: the rows are tokenised.
+    task.tokenizer = None
+    return compiled(task, **settings)
+
+
+def compiled(task, **settings):
+    defaults = {
+        "optimizer": keras.optimizers.SGD(1.0),
+        "loss": kpt.losses.GRPOLoss(beta=0.0),
+        "rewards": [odd],
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "max_grad_norm": None,
+    }
+    task.compile(**{**defaults, **settings})
+    return task
+
+
+def lora():
+    return kpt.LoRA(rank=4)
+
+
+def fit(task, rows=None, **settings):
+    rows = prompts() if rows is None else rows
+    settings = {"batch_size": 4, "verbose": 0, **settings}
+    return task.fit(rows, **settings)
+
+
+def assert_same(first, second, **tolerance):
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_allclose(
+            first[name], second[name], err_msg=name, **tolerance
+        )
+
+
+class Record(keras.callbacks.Callback):
+    """The logs of every step."""
+
+    def on_train_begin(self, logs=None):
+        self.steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(dict(logs))
+
+
+def recorded(task, **settings):
+    record = Record()
+    fit(task, callbacks=[record], **settings)
+    return record.steps
+
+
+# What the first step is
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_on_policy_ratio_1_and_no_divergence(with_lora):
+    loss = kpt.losses.GRPOLoss(beta=0.1)
+    task = make(lora() if with_lora else None, loss=loss)
+    [step] = recorded(task, rows=prompts(4))
+    assert step["kl"] < 1e-9
+    assert step["clip_ratio/region_mean"] == 0.0
+    # Advantages of a group add up to 0 and all completions are as long.
+    assert abs(step["loss"]) < 1e-6
+    assert step["sampling/sampling_logp_difference/max"] < 5e-5
+    assert step["sampling/effective_sample_size"] > 0.9999
+    assert step["grad_norm"] > 0.01
+
+
+def test_old_log_probs_are_those_before_the_first_update():
+    loss = kpt.losses.GRPOLoss(beta=0.1)
+    task = make(loss=loss, num_minibatches=2, num_iterations=2)
+    steps = recorded(task, rows=prompts(4))
+    assert len(steps) == 4 and task.step == 4
+    assert steps[0]["kl"] < 1e-9
+    # Later steps meet a policy that has moved on.
+    assert steps[1]["kl"] > 1e-6 and steps[3]["kl"] > steps[1]["kl"]
+    assert steps[3]["clip_ratio/region_mean"] > 0
+    # The engine's own are as good, to rounding.
+    other = make(
+        loss=loss,
+        num_minibatches=2,
+        num_iterations=2,
+        old_log_probs="rollout",
+    )
+    for ours, theirs in zip(steps, recorded(other, rows=prompts(4))):
+        np.testing.assert_allclose(
+            ours["loss"], theirs["loss"], rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "loss", [kpt.losses.GRPOLoss(beta=0.0), kpt.losses.GRPOLoss()]
+)
+def test_equal_rewards_change_nothing(loss):
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.1)
+    task = make(loss=loss, rewards=[equal], optimizer=optimizer)
+    before = weights(task)
+    steps = recorded(task, epochs=2)
+    assert len(steps) == 4
+    for step in steps:
+        assert step["skipped"] == 1.0
+        assert step["frac_reward_zero_std"] == 1.0
+    for name, value in weights(task).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_a_lora_run_leaves_the_base_as_it_is():
+    task = make(lora(), loss=kpt.losses.GRPOLoss())
+    base = [np.array(v.value) for v in task.causal_lm.variables]
+    before = weights(task)
+    fit(task)
+    for value, v in zip(base, task.causal_lm.variables):
+        np.testing.assert_array_equal(value, v.value, err_msg=v.path)
+    assert any(np.any(before[k] != x) for k, x in weights(task).items())
+
+
+def test_what_is_masked_does_not_train():
+    task = make(mask_truncated_completions=True)
+    before = weights(task)
+    [step] = recorded(task, rows=prompts(4))
+    # Without a stop token all completions are cut.
+    assert step["completions/clipped_ratio"] == 1.0
+    assert step["skipped"] == 1.0
+    assert_same(before, weights(task), atol=0)
+
+
+# One update, in many ways
+
+
+def update(**settings):
+    names = ("packing", "batch_size", "seed", "num_slots")
+    given = {k: settings.pop(k) for k in names if k in settings}
+    slots = given.pop("num_slots", 128)
+    task = make(
+        lora(),
+        rollout=kpt.rollout.NativeRollout(num_slots=slots),
+        loss=kpt.losses.GRPOLoss(beta=0.1, entropy_coef=0.01),
+        stop_token_ids=range(3, 60),
+        num_iterations=2,
+        **settings,
+    )
+    steps = recorded(task, rows=prompts(4), **given)
+    return task, steps
+
+
+def test_an_update_does_not_depend_on_how_it_is_run():
+    task, steps = update()
+    lengths = {s["completions/min_length"] for s in steps}
+    assert lengths != {6.0}
+    for settings in (
+        {"micro_batch_size": 4},
+        {"packing": True},
+        {"packing": 24, "micro_batch_size": 2},
+        {"num_slots": 3},
+    ):
+        other, found = update(**settings)
+        for ours, theirs in zip(steps, found, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                if not name.startswith("time/"):
+                    np.testing.assert_allclose(
+                        theirs[name],
+                        value,
+                        rtol=1e-4,
+                        atol=2e-5,
+                        err_msg=f"{settings} {name}",
+                    )
+        assert_same(weights(task), weights(other), rtol=1e-4, atol=1e-5)
+
+
+def test_layouts_hold_every_sequence_once():
+    from keras_posttrain.data.formats import Example
+
+    sizes = [5, 9, 3, 12, 7, 4, 11]
+    examples = [
+        Example(np.arange(1, n + 1, dtype="int32"), np.ones(n, "float32"), i)
+        for i, n in enumerate(sizes)
+    ]
+    values = [np.arange(n) + 100.0 * i for i, n in enumerate(sizes)]
+    for layout in (Layout(4, 64, None, 3), Layout(4, 64, 16, 2)):
+        batches = layout.batches(examples)
+        assert [len(b.places) for b in batches] == [4, 3]
+        for batch in batches:
+            batch.put_tokens("x", [v[-2:] for v in values])
+            batch.put_sequences("y", sizes)
+            rows = batch.arrays["token_ids"].shape[0]
+            assert rows % layout.row_multiple == 0
+            for i, place in batch.places.items():
+                ids = batch.arrays["token_ids"][place.tokens]
+                np.testing.assert_array_equal(ids, np.arange(1, sizes[i] + 1))
+                found = batch.arrays["x"][place.tokens]
+                np.testing.assert_array_equal(found[-2:], values[i][-2:])
+                assert not found[:-2].any()
+                at = place.row, place.slot
+                assert batch.arrays["y"][at] == sizes[i]
+                assert batch.arrays["sequence_mask"][at] == 1.0
+            count = batch.arrays["sequence_mask"].sum()
+            assert count == len(batch.places)
+
+
+# Running on
+
+
+class Stop(Exception):
+    pass
+
+
+def dice(completions):
+    """A reward with a chance of its own."""
+    return [
+        x + random.random() + np.random.random()
+        for x, _ in zip(odd(completions), completions)
+    ]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(every, tmp_path):
+    settings = {
+        "optimizer": None,
+        "loss": kpt.losses.GRPOLoss(beta=0.1),
+        "num_minibatches": 2,
+    }
+
+    def run(directory, dies_at=None):
+        calls = []
+
+        def judge(completions):
+            calls.append(1)
+            if len(calls) == dies_at:
+                raise Stop
+            return dice(completions)
+
+        settings["optimizer"] = keras.optimizers.Adam(1e-3)
+        task = make(lora(), rewards=[judge], on_reward_error="raise",
+                    **settings)  # fmt: skip
+        callbacks = [
+            kpt.callbacks.Checkpoint(directory, every=every),
+            kpt.callbacks.MetricsLog(directory),
+            kpt.callbacks.CompletionsLog(directory, num_rows=0),
+        ]
+        history = fit(task, rows=prompts(12), epochs=2, callbacks=callbacks)
+        return task, history
+
+    random.seed(1)
+    np.random.seed(1)
+    straight, history = run(tmp_path / "straight")
+    assert straight.step == 12
+    random.seed(1)
+    np.random.seed(1)
+    with pytest.raises(ValueError, match="judge"):
+        run(tmp_path / "killed", dies_at=5)
+    random.seed(7)
+    np.random.seed(7)
+    resumed, again = run(tmp_path / "killed")
+    assert_same(weights(straight), weights(resumed), rtol=1e-6, atol=1e-7)
+    logs = [read_log(tmp_path / name) for name in ("straight", "killed")]
+    assert [x["step"] for x in logs[1]] == list(range(1, 13))
+    for ours, theirs in zip(*logs):
+        for name in ours:
+            if "time/" not in name and name != "tokens_per_second":
+                assert ours[name] == pytest.approx(
+                    theirs[name], rel=1e-4, abs=1e-6
+                ), name
+    lines = [
+        (tmp_path / name / "completions.jsonl").read_text().splitlines()
+        for name in ("straight", "killed")
+    ]
+    assert [json.loads(x)["completion"] for x in lines[0]] == [
+        json.loads(x)["completion"] for x in lines[1]
+    ]
+    np.testing.assert_allclose(
+        history.history["reward"][-1], again.history["reward"][-1], rtol=1e-6
+    )
+
+
+def test_other_settings_are_another_run(tmp_path):
+    fit(make(lora()), callbacks=[kpt.callbacks.Checkpoint(tmp_path)])
+    with pytest.raises(ValueError, match="whose num_generations differs"):
+        fit(
+            make(lora(), num_generations=2),
+            callbacks=[kpt.callbacks.Checkpoint(tmp_path)],
+        )
+
+
+def test_steps_that_are_skipped_keep_the_others_samples():
+    whole, part = make(lora()), make(lora())
+    tables = []
+    for task, skip in ((whole, ()), (part, [1])):
+        seen = []
+
+        class Tables(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append(self.model.last_rollout)
+
+        fit(task, rows=prompts(8), skip_steps=skip, callbacks=[Tables()])
+        tables.append(seen)
+    assert [t["step"][0] for t in tables[0]] == [0, 1]
+    assert [t["step"][0] for t in tables[1]] == [1]
+    assert tables[0][1]["prompt"] == tables[1][0]["prompt"]
+    assert whole.step == part.step == 2
+
+
+# What is sampled
+
+
+def test_the_table_and_metrics_of_a_rollout():
+    def second(completions):
+        return [None] + [1.0] * (len(completions) - 1)
+
+    task = make(rewards=[odd, second], reward_weights=[2.0, 1.0])
+    [step] = recorded(task, rows=prompts(4), shuffle=False)
+    table = task.last_rollout
+    assert {len(column) for column in table.values()} == {16}
+    assert table["step"] == [0] * 16
+    assert table["prompt"][:5:4] == [r["prompt_ids"] for r in prompts(2)]
+    assert np.isnan(table["second"][0])
+    expected = 2 * np.array(table["odd"]) + np.nan_to_num(table["second"])
+    np.testing.assert_allclose(table["reward"], expected, rtol=1e-6)
+    groups = expected.reshape(4, 4)
+    std = groups.std(1, ddof=1, keepdims=True)
+    advantages = (groups - groups.mean(1, keepdims=True)) / (std + 1e-4)
+    np.testing.assert_allclose(
+        table["advantage"], advantages.ravel(), rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(step["reward"], expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        step["rewards/odd/mean"], np.mean(table["odd"]), rtol=1e-5
+    )
+    assert step["completions/mean_length"] == 6.0
+    assert step["num_tokens"] == 16 * 6 + 4 * sum((4, 5, 6, 4))
+    assert set(table["finish_reason"]) == {"length"}
+    for name in ("rollout", "reward", "train", "sync"):
+        assert step[f"time/{name}"] >= 0
+
+
+def test_groups_of_equal_rewards_are_replaced():
+    """Prompts whose first id is even earn nothing, whatever is sampled."""
+
+    def judge(completions, prompt_ids):
+        return [
+            r * (ids[0] % 2) for r, ids in zip(odd(completions), prompt_ids)
+        ]
+
+    rows = [{"prompt_ids": [10 + i, 7, 8]} for i in range(12)]
+    task = make(rewards=[judge], max_resamples=3)
+    seen = []
+
+    class Tables(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append((self.model.last_rollout, dict(logs)))
+
+    fit(task, rows=rows, shuffle=False, callbacks=[Tables()])
+    table, logs = seen[0]
+    firsts = [p[0] for p in table["prompt"]][::4]
+    # 10 to 13, then 14 and 15, then one of the last 6 is left to replace.
+    assert sorted(firsts) == [11, 13, 15, 17]
+    assert logs["dynamic_sampling/num_prompts"] == 8
+    assert logs["frac_reward_zero_std"] == 0.5
+    # The epoch runs out: the last rollout is filled up.
+    firsts = [p[0] for p in seen[1][0]["prompt"]][::4]
+    assert firsts[:2] == [19, 21] and len(seen) == 2
+
+
+def test_evaluate_counts_what_is_right():
+    rows = prompts(6, answer=list("abcdef"))
+
+    def judge(completions, answer):
+        # Of each prompt's four, the first two are right for a and b, all
+        # for c, none for the others.
+        marks = {"a": [1, 1, 0, 0], "b": [0, 0, 1, 1], "c": [1] * 4}
+        return [
+            float(marks.get(a, [0] * 4)[i % 4]) for i, a in enumerate(answer)
+        ]
+
+    task = make(rewards=[judge])
+    found = task.evaluate(rows, 4, num_generations=4, answer=lambda ids: 0)
+    assert found["pass@1"] == pytest.approx(8 / 24)
+    assert found["pass@4"] == pytest.approx(3 / 6)
+    # One answer in all: right where any with it is.
+    assert found["maj@4"] == pytest.approx(3 / 6)
+    assert found["reward"] == pytest.approx(8 / 24)
+    apart = iter(range(100))
+    found = task.evaluate(
+        rows, 4, num_generations=4, answer=lambda ids: next(apart)
+    )
+    # All differ: the first one given counts.
+    assert found["maj@4"] == pytest.approx(2 / 6)
+
+
+def test_validation_is_in_the_history_and_leaves_training_alone():
+    alone, validated = make(lora()), make(lora())
+    fit(alone, epochs=2)
+    history = fit(
+        validated,
+        epochs=2,
+        validation_data=prompts(4, seed=9),
+        validation_generations=2,
+    ).history
+    assert len(history["val_pass@1"]) == len(history["val_pass@2"]) == 2
+    assert len(history["reward"]) == 2
+    assert_same(weights(alone), weights(validated), atol=0)
+
+
+def test_text_and_messages_reach_rewards():
+    task = kpt.GRPOTask.from_preset(MODEL, lora=lora(), sequence_length=128)
+    seen = []
+
+    def judge(prompts, completions, answer, **columns):
+        seen.append((prompts, completions, answer, columns))
+        return [float(i % 2) for i in range(len(completions))]
+
+    compiled(task, rewards=[judge], num_generations=2)
+    rows = [{"prompt": "one two", "answer": 3}, {"prompt": "two", "answer": 4}]
+    fit(task, rows, batch_size=2, shuffle=False)
+    texts, completions, answer, columns = seen[0]
+    assert texts == ["one two"] * 2 + ["two"] * 2
+    assert answer == [3, 3, 4, 4]
+    assert all(isinstance(c, str) for c in completions)
+    assert len(columns["completion_ids"]) == 4
+    chat = [{"prompt": [{"role": "user", "content": "hi"}], "answer": 1}]
+    fit(task, chat, batch_size=1)
+    texts, completions, _, _ = seen[1]
+    assert texts[0] == chat[0]["prompt"]
+    assert completions[0][0]["role"] == "assistant"
+
+
+# The reference
+
+
+def test_the_reference_is_the_policy_when_training_began():
+    loss = kpt.losses.GRPOLoss(beta=0.1)
+    off, whole = make(lora(), loss=loss), make(loss=loss)
+    for task in (off, whole):
+        steps = recorded(task, epochs=2)
+        assert steps[0]["kl"] < 1e-9 < steps[-1]["kl"]
+    assert off.reference.num_bytes == 0
+    size = sum(v.value.nbytes for v in whole.trainable_variables)
+    assert whole.reference.num_bytes == size
+    # Of an adapter that was not 0, a copy.
+    second = kpt.GRPOTask.from_preset(MODEL, sequence_length=64)
+    second.load_adapter(REFERENCE / "adapters/qwen3_lora_r4_init")
+    second.tokenizer = None
+    compiled(second, loss=loss)
+    steps = recorded(second, epochs=2)
+    assert steps[0]["kl"] < 1e-9 < steps[-1]["kl"]
+    size = sum(v.value.nbytes for v in second.trainable_variables)
+    assert second.reference.num_bytes == size
+
+
+def test_a_reference_of_ones_own():
+    task = kpt.GRPOTask.from_preset(
+        MODEL,
+        lora=lora(),
+        sequence_length=64,
+        reference=REFERENCE / "models/qwen3_ref",
+    )
+    task.tokenizer = None
+    names = {v.path for v in task.variables}
+    compiled(task, loss=kpt.losses.GRPOLoss(beta=0.1, kl_estimator="k1"))
+    [step] = recorded(task, rows=prompts(4))
+    assert abs(step["kl"]) > 0.1
+    assert names <= {v.path for v in task.variables}
+    rows = [
+        {"prompt_ids": p, "completion_ids": c}
+        for p, c in zip(
+            task.last_rollout["prompt"], task.last_rollout["completion"]
+        )
+    ]
+    first = kpt.GRPOTask.from_preset(MODEL, sequence_length=64)
+    other = kpt.GRPOTask.from_preset(
+        REFERENCE / "models/qwen3_ref", sequence_length=64
+    )
+    gaps = [
+        np.sum((a - b)[-6:])
+        for a, b in zip(first.log_probs(rows), other.log_probs(rows))
+    ]
+    np.testing.assert_allclose(
+        step["kl"], np.sum(gaps) / (16 * 6), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_rloo_takes_its_divergence_from_the_reward():
+    rewards = kpt.losses.LeaveOneOutAdvantages(beta=0.5)
+    task = make(
+        lora(), loss=kpt.losses.ReinforceLoss(), advantages=rewards
+    )
+    steps = recorded(task, epochs=2)
+    assert len(steps) == 4
+    table = task.last_rollout
+    plain = kpt.losses.LeaveOneOutAdvantages()(table["reward"], 4)
+    # The policy has moved, so that the divergence has a share in them.
+    assert np.abs(np.array(table["advantage"]) - plain).max() > 1e-3
+
+
+# What is refused, before anything is sampled
+
+
+class NoSampling(kpt.rollout.NativeRollout):
+    def _generate(self, *args):
+        pytest.fail("sampled before the error")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rewards": []}, "at least one reward function"),
+        ({"rewards": [odd, 3]}, "must be a function"),
+        ({"num_generations": 1}, "num_generations=1"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 50}, "top_k=50"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"loss": kpt.losses.SFTLoss()}, "policy loss"),
+        ({"rollout": "vllm"}, "rollout='vllm'"),
+        ({"advantages": "group"}, "advantages='group'"),
+        ({"reward_weights": [1.0, 2.0]}, "one finite number for each"),
+        ({"num_minibatches": 0}, "num_minibatches=0"),
+        ({"max_resamples": -1}, "max_resamples=-1"),
+        ({"old_log_probs": "engine"}, "old_log_probs='engine'"),
+        ({"reward_timeout": 0}, "timeout=0"),
+        ({"on_reward_error": "ignore"}, "on_error='ignore'"),
+        ({"max_completion_length": 64}, "room for a prompt"),
+        ({"stop_token_ids": [512]}, r"stop_token_ids=\[512\]"),
+    ],
+)
+def test_compile_refuses(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    "rows, settings, message",
+    [
+        ([{"text": "x"}], {}, "either the column 'prompt'"),
+        ([{"prompt": "x"}], {}, "need a tokenizer"),
+        ([{"prompt_ids": []}], {}, "at least one token"),
+        ([{"prompt_ids": [600]}], {}, "token id 600"),
+        ([{"prompt_ids": [5] * 59}], {}, "row 0 of `dataset` with 59 tokens"),
+        (prompts(4), {"packing": 8}, "packing=8"),
+        (prompts(4), {"batch_size": 0}, "batch_size=0"),
+        (prompts(4), {"epochs": 0}, "epochs=0"),
+        ([{"prompt_ids": [5], "a": 1}, {"prompt_ids": [5]}], {},
+         "row 1 of `dataset` lacks the column 'a'"),
+    ],
+)  # fmt: skip
+def test_fit_refuses(rows, settings, message):
+    task = make(rollout=NoSampling())
+    with pytest.raises(ValueError, match=message):
+        fit(task, rows, **settings)
+
+
+def test_a_column_that_a_reward_needs_is_named_before_sampling():
+    def correct(completions, answer):
+        return [0.0] * len(completions)
+
+    task = make(rewards=[correct], rollout=NoSampling())
+    with pytest.raises(ValueError, match="needs the column 'answer'"):
+        fit(task)
+    with pytest.raises(ValueError, match="`validation_data` lacks"):
+        fit(
+            task,
+            prompts(8, answer=range(8)),
+            validation_data=prompts(2),
+        )
+
+
+def test_rewards_that_fail_are_named():
+    def short(completions):
+        return [0.0]
+
+    with pytest.raises(ValueError, match="'short'.*16 completions"):
+        fit(make(rewards=[short]))
+
+    def broken(completions):
+        raise KeyError("answer")
+
+    with pytest.raises(ValueError, match="'broken' raised KeyError"):
+        fit(make(rewards=[broken]))
+    task = make(rewards=[odd, broken], on_reward_error="skip")
+    fit(task)
+    assert task.step == 2
