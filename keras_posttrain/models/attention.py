@@ -26,7 +26,7 @@ MAX_GROUPS = 8
 
 
 @contextlib.contextmanager
-def attention_scope(segment_ids, positions, prefix_ids=None, kept=None):
+def attention_scope(segment_ids, positions, prefix_ids=None, *, kept=None):
     """Runs decoder layers on flattened tokens, attending within segments.
 
     Decoder layers called inside take tokens as `(rows * length, 1, hidden)`.

@@ -137,7 +137,9 @@ class Policy:
             `(rows * length, kv_heads, head_dim)`, keys rotated.
         """
         kept = []
-        scope = attention_scope(batch["segment_ids"], batch["positions"], kept)
+        scope = attention_scope(
+            batch["segment_ids"], batch["positions"], kept=kept
+        )
         self._run_layers(batch["token_ids"].reshape(-1), scope)
         return kept
 
