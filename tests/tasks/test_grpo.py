@@ -83,6 +83,16 @@ class Record(keras.callbacks.Callback):
         self.steps.append(dict(logs))
 
 
+class Tables(keras.callbacks.Callback):
+    """What was sampled for every step, and its logs."""
+
+    def on_train_begin(self, logs=None):
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((self.model.last_rollout, dict(logs)))
+
+
 def recorded(task, **settings):
     record = Record()
     fit(task, callbacks=[record], **settings)
@@ -326,14 +336,9 @@ def test_steps_that_are_skipped_keep_the_others_samples():
     whole, part = make(lora()), make(lora())
     tables = []
     for task, skip in ((whole, ()), (part, [1])):
-        seen = []
-
-        class Tables(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                seen.append(self.model.last_rollout)
-
-        fit(task, rows=prompts(8), skip_steps=skip, callbacks=[Tables()])
-        tables.append(seen)
+        callback = Tables()
+        fit(task, rows=prompts(8), skip_steps=skip, callbacks=[callback])
+        tables.append([table for table, _ in callback.seen])
     assert [t["step"][0] for t in tables[0]] == [0, 1]
     assert [t["step"][0] for t in tables[1]] == [1]
     assert tables[0][1]["prompt"] == tables[1][0]["prompt"]
@@ -383,13 +388,9 @@ def test_groups_of_equal_rewards_are_replaced():
 
     rows = [{"prompt_ids": [10 + i, 7, 8]} for i in range(12)]
     task = make(rewards=[judge], max_resamples=3)
-    seen = []
-
-    class Tables(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append((self.model.last_rollout, dict(logs)))
-
-    fit(task, rows=rows, shuffle=False, callbacks=[Tables()])
+    tables = Tables()
+    fit(task, rows=rows, shuffle=False, callbacks=[tables])
+    seen = tables.seen
     table, logs = seen[0]
     firsts = [p[0] for p in table["prompt"]][::4]
     # 10 to 13, then 14 and 15, then one of the last 6 is left to replace.
@@ -521,9 +522,7 @@ def test_a_reference_of_ones_own():
 
 def test_rloo_takes_its_divergence_from_the_reward():
     rewards = kpt.losses.LeaveOneOutAdvantages(beta=0.5)
-    task = make(
-        lora(), loss=kpt.losses.ReinforceLoss(), advantages=rewards
-    )
+    task = make(lora(), loss=kpt.losses.ReinforceLoss(), advantages=rewards)
     steps = recorded(task, epochs=2)
     assert len(steps) == 4
     table = task.last_rollout
