@@ -19,7 +19,7 @@ from keras_posttrain.rollout.scoring import Scorer
 # with none, when so few are active that this many times fewer slots hold
 # them, as long as it is worth a program of its own.
 REFILL = 1 / 8
-SHRINK = 4
+SHRINK = 2
 LEAST_SLOTS = 8
 # Steps of a call where somebody reads the tokens as they come.
 STREAMED_STEPS = 8
