@@ -6,12 +6,20 @@ import time
 import jax
 import numpy as np
 
-from keras_posttrain.data.formats import Example
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.run import run_rewards
 from keras_posttrain.rollout.rollout import Request
 from keras_posttrain.tasks import step as steps
+from keras_posttrain.tasks.rollout_batch import Sampled
 
+LOGPS_INPUTS = (
+    "token_ids",
+    "segment_ids",
+    "positions",
+    "completion_mask",
+    "predicted_by",
+    "prefix_segments",
+)
 RESERVED = (
     "step",
     "prompt",
@@ -150,14 +158,11 @@ class Collector:
 
     Args:
         task: `RolloutTask`, in `fit`.
-        order: `PromptOrder`.
         layout: `Layout` of a minibatch.
-        seed: int, that of the run.
     """
 
-    def __init__(self, task, order, layout, seed):
-        self.task, self.order, self.layout = task, order, layout
-        self.seed = seed
+    def __init__(self, task, layout):
+        self.task, self.layout = task, layout
         self._programs = {}
 
     def __call__(self, prompts):
@@ -167,7 +172,7 @@ class Collector:
         sampled, groups = self._groups(sample, prompts)
         rewards = np.concatenate([g.rewards for g in groups])
         completions = [c for g in groups for c in g.completions]
-        batches = self.layout.batches(self._examples(groups))
+        batches = self.layout.batches(list(self._sequences(groups)))
         advantages = self._fill(batches, completions, rewards)
         metrics = self._metrics(sampled) | sample.seconds
         table = self._table(groups, rewards, advantages)
@@ -182,13 +187,13 @@ class Collector:
         for attempt in range(1 + task.max_resamples):
             if not prompts:
                 break
-            seed = request_seed(self.seed, task.step, attempt)
+            seed = request_seed(task._seed, task.step, attempt)
             for group in sample(prompts, seed):
                 sampled.append(group)
                 idle = zero_spread(group, task.reward_weights)
                 (equal if idle else useful).append(group)
             if attempt < task.max_resamples:
-                prompts = self.order.take(wanted - len(useful))
+                prompts = task.order.take(wanted - len(useful))
         if not task.max_resamples:
             return sampled, sampled
         # Where the bound was reached, groups that teach nothing fill up.
@@ -196,20 +201,15 @@ class Collector:
 
     # Arrays
 
-    def _examples(self, groups):
-        examples, task = [], self.task
-        for group in groups:
-            prompt = group.prompt.token_ids
-            for g, completion in enumerate(group.completions):
-                ids = np.array([*prompt, *completion.token_ids], np.int32)
-                mask = np.zeros(len(ids), np.float32)
+    def _sequences(self, groups):
+        for g, group in enumerate(groups):
+            prompt = np.array(group.prompt.token_ids, np.int32)
+            for completion in group.completions:
+                ids = np.array(completion.token_ids, np.int32)
                 cut = completion.finish_reason == "length"
-                if not (cut and task.mask_truncated_completions):
-                    mask[len(prompt) :] = 1.0
-                # A number of its own for the dropout of every completion.
-                number = group.prompt.row * task.num_generations + g
-                examples.append(Example(ids, mask, number % 2**31))
-        return examples
+                masked = cut and self.task.mask_truncated_completions
+                mask = np.full(len(ids), 0.0 if masked else 1.0, np.float32)
+                yield Sampled(g, prompt, ids, mask, group.prompt.row)
 
     def _fill(self, batches, completions, rewards):
         """Adds what the loss needs beside tokens; returns advantages."""
@@ -258,7 +258,7 @@ class Collector:
             self._programs[reference] = jax.jit(
                 self._policy_logps if not reference else self._ref_logps
             )
-        names = ("token_ids", "segment_ids", "positions", "completion_mask")
+        names = {*LOGPS_INPUTS} & set(batch)
         values = (
             task.reference.values if reference else [],
             [v.value for v in task.trainable_variables],

@@ -2,14 +2,46 @@
 
 import bisect
 import dataclasses
+import itertools
 
 import numpy as np
 
 from keras_posttrain.data import packing as packing_lib
+from keras_posttrain.data import shared_prefix
+from keras_posttrain.data.formats import Example
+from keras_posttrain.data.shared_prefix import Place
 
 # The most sequences that share a row. Fixed, so that the shapes of packed
 # batches differ in their number of rows alone.
 MAX_SEQUENCES = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sampled:
+    """A completion to train on.
+
+    Args:
+        group: int, which prompt of the rollout it goes on from.
+        prompt: int32 array of shape `(tokens,)`.
+        completion: int32 array of shape `(tokens,)`.
+        mask: float32 array of the completion's shape, its weights.
+        row: int, the dataset row.
+    """
+
+    group: int
+    prompt: np.ndarray
+    completion: np.ndarray
+    mask: np.ndarray
+    row: int
+
+    def __len__(self):
+        return len(self.prompt) + len(self.completion)
+
+    def example(self):
+        ids = np.concatenate([self.prompt, self.completion])
+        mask = np.zeros(len(ids), np.float32)
+        mask[len(self.prompt) :] = self.mask
+        return Example(ids, mask, self.row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +49,13 @@ class Layout:
     """The shapes that batches of a run may have.
 
     Args:
-        num_sequences: int, the most sequences of a batch.
-        sequence_length: int, the most tokens of a sequence.
+        num_sequences: int, the most completions of a batch.
+        sequence_length: int, the most tokens of a prompt with a completion.
         token_budget: int, the tokens of a packed row, or `None` for one
-            sequence a row.
+            completion a row.
+        share_prefix: bool, whether a packed row holds a prompt once for the
+            completions of it that it holds.
+        num_generations: int, completions a prompt.
         row_multiple: int, what the number of rows is a multiple of.
         pad_id: int, the token id at padding.
     """
@@ -28,6 +63,8 @@ class Layout:
     num_sequences: int
     sequence_length: int
     token_budget: int | None = None
+    share_prefix: bool = False
+    num_generations: int = 1
     row_multiple: int = 1
     pad_id: int = 0
 
@@ -39,7 +76,7 @@ class Layout:
 
     def num_rows(self, rows):
         """How many rows a batch of this many filled ones has: all of them
-        where a row is a sequence, else the next power of two or one and a
+        where a row is a completion, else the next power of two or one and a
         half times one."""
         if self.token_budget is None:
             rows = self.num_sequences
@@ -48,33 +85,30 @@ class Layout:
             rows = power * 3 // 4 if rows <= power * 3 // 4 else power
         return -(-rows // self.row_multiple) * self.row_multiple
 
-    def batches(self, examples):
+    def batches(self, sampled):
         """Batches of `num_sequences` neighbours each, the last with the rest.
 
         Args:
-            examples: list of `Example`s.
+            sampled: list of `Sampled`, those of a group neighbours.
 
         Returns:
             List of `RolloutBatch`es, of one length.
         """
-        longest = max(len(example.token_ids) for example in examples)
-        lengths = self.lengths()
+        longest, lengths = max(map(len, sampled)), self.lengths()
         length = lengths[bisect.bisect_left(lengths, longest)]
+        batch = self._shared if self.share_prefix else self._separate
         return [
-            self._batch(examples, first, length)
-            for first in range(0, len(examples), self.num_sequences)
+            batch(sampled[first : first + self.num_sequences], first, length)
+            for first in range(0, len(sampled), self.num_sequences)
         ]
 
-    def _batch(self, examples, first, length):
-        part = examples[first : first + self.num_sequences]
-        if self.token_budget is None:
-            rows, most = [[i] for i in range(len(part))], 1
-        else:
-            sizes = [len(example.token_ids) for example in part]
+    def _separate(self, part, first, length):
+        rows, most = [[i] for i in range(len(part))], 1
+        if self.token_budget is not None:
             most = MAX_SEQUENCES
-            rows = packing_lib.pack(sizes, length, most)
+            rows = packing_lib.pack([len(x) for x in part], length, most)
         arrays = packing_lib.assemble(
-            [[part[i] for i in row] for row in rows],
+            [[part[i].example() for i in row] for row in rows],
             length=length,
             num_rows=self.num_rows(len(rows)),
             max_sequences=most,
@@ -84,33 +118,49 @@ class Layout:
         for r, row in enumerate(rows):
             start = 0
             for s, i in enumerate(row):
-                stop = start + len(part[i].token_ids)
+                stop = start + len(part[i])
                 places[first + i] = Place(r, s, start, stop)
                 start = stop
         return RolloutBatch(arrays, places)
 
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a sequence lies in a batch."""
-
-    row: int
-    slot: int
-    start: int
-    stop: int
-
-    @property
-    def tokens(self):
-        return self.row, slice(self.start, self.stop)
+    def _shared(self, part, first, length):
+        groups, numbers = [], {}
+        by_group = itertools.groupby(enumerate(part), lambda x: x[1].group)
+        for g, (_, members) in enumerate(by_group):
+            members = list(members)
+            numbers |= {(g, c): i for c, (i, _) in enumerate(members)}
+            groups.append(
+                shared_prefix.Group(
+                    members[0][1].prompt,
+                    [x.completion for _, x in members],
+                    [x.mask for _, x in members],
+                    members[0][1].row,
+                )
+            )
+        # Room for a prompt and all that goes on from it.
+        most = max(MAX_SEQUENCES, 1 << self.num_generations.bit_length())
+        rows = shared_prefix.pack_groups(groups, length, max_sequences=most)
+        arrays, places = shared_prefix.assemble_groups(
+            rows,
+            groups,
+            length=length,
+            num_rows=self.num_rows(len(rows)),
+            max_sequences=most,
+            pad_id=self.pad_id,
+        )
+        return RolloutBatch(
+            arrays, {first + numbers[at]: p for at, p in places.items()}
+        )
 
 
 @dataclasses.dataclass
 class RolloutBatch:
-    """A batch, and where each sequence of the rollout lies in it.
+    """A batch, and where each completion of the rollout lies in it.
 
     Attributes:
         arrays: dict of arrays, the batch.
-        places: dict of `Place`s by the sequence's number in the rollout.
+        places: dict of `Place`s by the completion's number in the rollout;
+        a place may begin with its prompt.
     """
 
     arrays: dict
@@ -121,8 +171,8 @@ class RolloutBatch:
 
         Args:
             name: str, its key.
-            values: list of arrays, a value for each of the last tokens of
-                each sequence of the rollout; those before them have 0.
+            values: list of arrays, a value for each token of each completion
+                of the rollout; prompts have 0.
         """
         array = np.zeros(self.arrays["token_ids"].shape, np.float32)
         for i, place in self.places.items():

@@ -70,7 +70,7 @@ class RolloutRun(Task):
 
     # Before the first rollout
 
-    def _begin(self, dataset, batch_size, shuffle, seed, packing, verbose):
+    def _begin(self, dataset, batch_size, order, packing, share, verbose):
         """Everything of a run that is known before its first rollout."""
         prompts, self.data_report = self.prepare_prompts(dataset)
         show(self.data_report, verbose)
@@ -81,20 +81,22 @@ class RolloutRun(Task):
             ),
             sequence_length=self.sequence_length,
             token_budget=rollout_checks.token_budget(
-                packing,
+                packing or share,
                 self.sequence_length,
                 longest + self.max_completion_length,
             ),
+            share_prefix=share,
+            num_generations=self.num_generations,
             row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
         )
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self.order = self.data = PromptOrder(
-            prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+            prompts, batch_size=batch_size, **order
         )
-        self._collector = Collector(self, self.order, layout, seed)
+        self._collector = Collector(self, layout)
         self.data.epoch_size = self._epoch_size(len(prompts), batch_size)
-        self._seed, self._step_base = seed, self.step
+        self._seed, self._step_base = order["seed"], self.step
         self._initial_epoch = self._digest = None
         self._consumed, self._resumed = 0, False
         self._means, self.at_rest = Means(), True

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.tasks.rollout_batch import Layout
+from keras_posttrain.tasks.rollout_batch import Layout, Sampled
 from tests.support import REFERENCE, read_log, weights
 
 VOCABULARY = 512
@@ -178,7 +178,7 @@ def test_what_is_masked_does_not_train():
 
 
 def update(**settings):
-    names = ("packing", "batch_size", "seed", "num_slots")
+    names = ("packing", "share_prefix", "batch_size", "seed", "num_slots")
     given = {k: settings.pop(k) for k in names if k in settings}
     slots = given.pop("num_slots", 128)
     task = make(
@@ -201,13 +201,16 @@ def test_an_update_does_not_depend_on_how_it_is_run():
         {"micro_batch_size": 4},
         {"packing": True},
         {"packing": 24, "micro_batch_size": 2},
+        {"share_prefix": True},
+        {"share_prefix": True, "packing": 24, "micro_batch_size": 1},
         {"num_slots": 3},
     ):
         other, found = update(**settings)
         for ours, theirs in zip(steps, found, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in ours.items():
-                if not name.startswith("time/"):
+                # A shared prompt is not counted again.
+                if not name.startswith(("time/", "num_tokens")):
                     np.testing.assert_allclose(
                         theirs[name],
                         value,
@@ -218,34 +221,49 @@ def test_an_update_does_not_depend_on_how_it_is_run():
         assert_same(weights(task), weights(other), rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_hold_every_sequence_once():
-    from keras_posttrain.data.formats import Example
-
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(4, 64, row_multiple=3),
+        Layout(4, 64, 16, row_multiple=2),
+        Layout(4, 64, 16, share_prefix=True, num_generations=4),
+    ],
+)
+def test_layouts_hold_every_sequence_once(layout):
     sizes = [5, 9, 3, 12, 7, 4, 11]
-    examples = [
-        Example(np.arange(1, n + 1, dtype="int32"), np.ones(n, "float32"), i)
+    sampled = [
+        Sampled(
+            i // 4,
+            np.arange(500, 503 + i // 4),
+            np.arange(1, n + 1),
+            np.ones(n),
+            0,
+        )
         for i, n in enumerate(sizes)
     ]
     values = [np.arange(n) + 100.0 * i for i, n in enumerate(sizes)]
-    for layout in (Layout(4, 64, None, 3), Layout(4, 64, 16, 2)):
-        batches = layout.batches(examples)
-        assert [len(b.places) for b in batches] == [4, 3]
-        for batch in batches:
-            batch.put_tokens("x", [v[-2:] for v in values])
-            batch.put_sequences("y", sizes)
-            rows = batch.arrays["token_ids"].shape[0]
-            assert rows % layout.row_multiple == 0
-            for i, place in batch.places.items():
-                ids = batch.arrays["token_ids"][place.tokens]
-                np.testing.assert_array_equal(ids, np.arange(1, sizes[i] + 1))
-                found = batch.arrays["x"][place.tokens]
-                np.testing.assert_array_equal(found[-2:], values[i][-2:])
-                assert not found[:-2].any()
-                at = place.row, place.slot
-                assert batch.arrays["y"][at] == sizes[i]
-                assert batch.arrays["sequence_mask"][at] == 1.0
-            count = batch.arrays["sequence_mask"].sum()
-            assert count == len(batch.places)
+    batches = layout.batches(sampled)
+    assert [len(b.places) for b in batches] == [4, 3]
+    for batch in batches:
+        batch.put_tokens("x", values)
+        batch.put_sequences("y", sizes)
+        arrays = batch.arrays
+        assert arrays["token_ids"].shape[0] % layout.row_multiple == 0
+        for i, place in batch.places.items():
+            own = arrays["completion_mask"][place.tokens] > 0
+            found = {k: arrays[k][place.tokens] for k in ("token_ids", "x")}
+            np.testing.assert_array_equal(
+                found["token_ids"][own], np.arange(1, sizes[i] + 1)
+            )
+            np.testing.assert_array_equal(found["x"][own], values[i])
+            assert not found["x"][~own].any()
+            at = place.row, place.slot
+            assert arrays["y"][at] == sizes[i]
+            assert arrays["sequence_mask"][at] == 1.0
+        assert arrays["sequence_mask"].sum() == len(batch.places)
+        assert arrays["completion_mask"].sum() == sum(
+            sizes[i] for i in batch.places
+        )
 
 
 # Running on

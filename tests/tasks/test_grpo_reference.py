@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.data.formats import Example
-from keras_posttrain.tasks.rollout_batch import Layout
+from keras_posttrain.tasks.rollout_batch import Layout, Sampled
 from tests.support import REFERENCE, load_json
 
 CASES = load_json("grpo_model.json")
@@ -46,20 +45,24 @@ def loss_of(settings):
     return classes[kind](**clip, **options)
 
 
-def batch_of(inputs, settings, token_budget=None):
+def batch_of(inputs, settings, layout):
     """The reference's completions, laid out as a rollout's are."""
-    examples = []
+    sampled = []
     for row, (prompt, ids) in enumerate(
         zip(inputs["prompt_ids"], inputs["completion_ids"])
     ):
-        mask = [0.0] * len(prompt) + [1.0] * len(ids)
-        examples.append(
-            Example(
-                np.array(prompt + ids, "int32"), np.array(mask, "float32"), row
+        sampled.append(
+            Sampled(
+                row // 4,
+                np.array(prompt, "int32"),
+                np.array(ids, "int32"),
+                np.ones(len(ids), "float32"),
+                row // 4,
             )
         )
-    layout = Layout(len(examples), 64, token_budget)
-    [batch] = layout.batches(examples)
+    budget = None if layout == "rows" else 48
+    shared = layout == "shared"
+    [batch] = Layout(8, 64, budget, shared, 4).batches(sampled)
     names = ["ref_per_token_logps"]
     if settings["old_logps"] == "given":
         names.append("old_per_token_logps")
@@ -106,18 +109,18 @@ PACKED = ("qwen3/grpo_beta0.1", "qwen3/luspo_sequence", "llama3/gspo")
 
 
 @pytest.mark.parametrize(
-    "case, packed",
+    "case, layout",
     [
-        pytest.param(c, packed, id=c["name"] + "/packed" * packed)
+        pytest.param(c, layout, id=f"{c['name']}/{layout}")
         for c in CASES["cases"]
-        for packed in (False, True)
-        if not packed or c["name"] in PACKED
+        for layout in ("rows", "packed", "shared")
+        if layout == "rows" or c["name"] in PACKED
     ],
 )
-def test_a_step_equals_trl(case, packed):
+def test_a_step_equals_trl(case, layout):
     task = step_of(case)
     inputs = CASES["inputs"][case["inputs"].split(".")[1]]
-    batch = batch_of(inputs, case["settings"], 48 if packed else None)
+    batch = batch_of(inputs, case["settings"], layout)
     logs, _ = task.train_step(state_of(task), batch.arrays)
     expected = case["expected"]
     np.testing.assert_allclose(
