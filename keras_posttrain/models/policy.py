@@ -199,8 +199,9 @@ class Policy:
             {k: v for k, v in inputs.items() if k in wanted}, training=False
         )
 
-    def _flat(self, batch, dropout_key):
-        hidden = self.hidden_states(batch, dropout_key)
+    def _flat(self, batch, dropout_key, hidden=None):
+        if hidden is None:
+            hidden = self.hidden_states(batch, dropout_key)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         kernel = self.kernel.value
         return hidden, kernel.astype(hidden.dtype)
@@ -218,6 +219,7 @@ class Policy:
         temperature=1.0,
         dropout_key=None,
         differentiable=True,
+        hidden=None,
     ):
         """Log-probabilities and their companions for the tokens of `mask`.
 
@@ -230,12 +232,13 @@ class Policy:
             dropout_key: as in `hidden_states`.
             differentiable: bool; `per_token_logps` and `entropies` have
                 gradients.
+            hidden: what `hidden_states` gave, where it is known already.
 
         Returns:
             A dict of float32 arrays of shape `(rows, length)`, 0 outside
             `mask` and at a sequence's first token.
         """
-        hidden, kernel = self._flat(batch, dropout_key)
+        hidden, kernel = self._flat(batch, dropout_key, hidden)
         tokens = _select(batch, mask)
         extras = _extras(needs)
         head = self.head(temperature)

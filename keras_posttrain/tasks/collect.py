@@ -213,6 +213,10 @@ class Collector:
 
     def _fill(self, batches, completions, rewards):
         """Adds what the loss needs beside tokens; returns advantages."""
+        self._put_logps(batches, completions)
+        return self._put_advantages(batches, rewards)
+
+    def _put_logps(self, batches, completions):
         task = self.task
         engine = [c.per_token_logps for c in completions]
         for batch in batches:
@@ -221,11 +225,17 @@ class Collector:
             if task.old_log_probs == "rollout":
                 batch.put_tokens("old_per_token_logps", engine)
             elif len(batches) * task.num_iterations > 1 or task.kl_in_reward:
-                batch.arrays["old_per_token_logps"] = self.logps(batch.arrays)
+                batch.arrays |= self.old_outputs(batch.arrays)
             if task.reference is not None:
                 logps = self.logps(batch.arrays, reference=True)
                 batch.arrays["ref_per_token_logps"] = logps
-        settings = {}
+
+    def old_outputs(self, batch):
+        """What the policy that sampled says of a batch: a dict of arrays."""
+        return {"old_per_token_logps": self.logps(batch)}
+
+    def _put_advantages(self, batches, rewards):
+        task, settings = self.task, {}
         if task.kl_in_reward:
             settings["kl"] = self._kl(batches)
         advantages = task.advantages(

@@ -35,8 +35,11 @@ class Reference:
             self.kind = "off"
         else:
             self.kind = "copy"
+            # The policy alone: a task may train more than that.
+            owners = [x for x in (task.causal_lm, task.adapter) if x]
+            self.variables = [v for x in owners for v in x.trainable_variables]
             self.values = [
-                jnp.array(v.value, copy=True) for v in task.trainable_variables
+                jnp.array(v.value, copy=True) for v in self.variables
             ]
 
     def _take_model(self, model, moves):
@@ -83,7 +86,9 @@ class Reference:
             with keras.StatelessScope(state_mapping=mapping):
                 yield
         elif self.kind == "copy":
-            with task.using_weights(values, frozen):
+            mapping = list(zip(self.variables, values))
+            mapping += list(zip(task.non_trainable_variables, frozen))
+            with keras.StatelessScope(state_mapping=mapping):
                 yield
         else:
             with (
@@ -102,7 +107,7 @@ class Reference:
                 for o, n in zip(old, new)
             ]
 
-        new = [v.value for v in self.task.trainable_variables]
+        new = [v.value for v in self.variables]
         self.values = mix(self.values, new)
 
     def state(self):

@@ -30,6 +30,7 @@ class RolloutRun(Task):
     # Set by `compile` and `fit`.
     rewards = rollout = reference = order = last_rollout = None
     kl_in_reward = False
+    collector = Collector
     _means = None
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
@@ -94,7 +95,7 @@ class RolloutRun(Task):
         self.order = self.data = PromptOrder(
             prompts, batch_size=batch_size, **order
         )
-        self._collector = Collector(self, layout)
+        self._collector = self.collector(self, layout)
         self.data.epoch_size = self._epoch_size(len(prompts), batch_size)
         self._seed, self._step_base = order["seed"], self.step
         self._initial_epoch = self._digest = None
@@ -181,7 +182,7 @@ class RolloutRun(Task):
         state["seed"] = np.int32(self._seed)
         frozen = [v.value for v in self.non_trainable_variables]
         logs, new = self.compiled_train_step(
-            state, frozen, self.to_device(batch)
+            state, self.held(frozen), self.to_device(batch)
         )
         for name, variables in groups.items():
             for variable, value in zip(variables, new[name]):

@@ -122,7 +122,7 @@ class RolloutTask(RolloutRun):
         engine = rollout_checks.engine(rollout)
         super().compile(
             optimizer,
-            loss,
+            self.whole_loss(loss),
             micro_batch_size=micro_batch_size,
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,
@@ -147,6 +147,10 @@ class RolloutTask(RolloutRun):
         self.reward_timeout = reward_timeout
         self.on_reward_error = on_reward_error
         self.reference = None
+
+    def whole_loss(self, loss):
+        """What is minimised, where that is more than the policy's loss."""
+        return loss
 
     # Training
 
