@@ -48,7 +48,9 @@ class Request:
             ids = getattr(self, name)
             if ids is None and name == "stop_token_ids":
                 ids = ()
-            object.__setattr__(self, name, tuple(operator.index(x) for x in ids))
+            object.__setattr__(
+                self, name, tuple(operator.index(x) for x in ids)
+            )
 
 
 @dataclasses.dataclass(frozen=True)
