@@ -2,5 +2,12 @@ from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.completions_log import CompletionsLog
 from keras_posttrain.callbacks.metrics_log import MetricsLog
 from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.callbacks.reference import UpdateReference
 
-__all__ = ["Checkpoint", "CompletionsLog", "MetricsLog", "Progress"]
+__all__ = [
+    "Checkpoint",
+    "CompletionsLog",
+    "MetricsLog",
+    "Progress",
+    "UpdateReference",
+]

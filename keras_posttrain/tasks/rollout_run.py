@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -187,7 +188,8 @@ class RolloutRun(Task):
         for name, variables in groups.items():
             for variable, value in zip(variables, new[name]):
                 variable.assign(value)
-        logs = {name: float(value) for name, value in logs.items()}
+        # One transfer, which waits for the step.
+        logs = {k: float(v) for k, v in jax.device_get(logs).items()}
         self.step += 1
         rollout, self._rollout_metrics = (
             self._rollout_metrics,

@@ -225,6 +225,7 @@ class RolloutTask(RolloutRun):
             "num_generations": validation_generations,
             "temperature": validation_temperature,
         }
+        logs = {}
         try:
             callbacks.on_train_begin()
             self.rollout.sync_weights()

@@ -1,9 +1,13 @@
 """The loop of `GRPOTask`: what it must keep, however it is run."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 
@@ -506,6 +510,41 @@ def test_the_reference_is_the_policy_when_training_began():
     assert second.reference.num_bytes == size
 
 
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_a_reference_that_follows_the_policy(with_lora, tmp_path):
+    def run(rows, directory):
+        task = make(
+            lora() if with_lora else None,
+            loss=kpt.losses.GRPOLoss(beta=0.1),
+            optimizer=keras.optimizers.SGD(0.3),
+        )
+        record = Record()
+        callbacks = [
+            record,
+            kpt.callbacks.UpdateReference(every=2, mixup=1.0),
+            kpt.callbacks.Checkpoint(directory, every=1),
+        ]
+        fit(task, rows, batch_size=2, callbacks=callbacks, shuffle=False)
+        return record.steps, task
+
+    steps, task = run(prompts(8), tmp_path / "a")
+    kl = [step["kl"] for step in steps]
+    assert kl[0] < 1e-9 and kl[2] < 1e-9
+    assert kl[1] > 1e-7 and kl[3] > 1e-7
+    # It is kept with the run: an epoch that was done is not done again.
+    held = [np.array(x) for x in task.reference.values]
+    steps, task = run(prompts(8), tmp_path / "a")
+    assert not steps
+    for before, after in zip(held, task.reference.values, strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_no_reference_no_update():
+    task = make(rollout=NoSampling())
+    with pytest.raises(ValueError, match="no reference to update"):
+        fit(task, callbacks=[kpt.callbacks.UpdateReference()])
+
+
 def test_a_reference_of_ones_own():
     task = kpt.GRPOTask.from_preset(
         MODEL,
@@ -547,6 +586,98 @@ def test_rloo_takes_its_divergence_from_the_reward():
     plain = kpt.losses.LeaveOneOutAdvantages()(table["reward"], 4)
     # The policy has moved, so that the divergence has a share in them.
     assert np.abs(np.array(table["advantage"]) - plain).max() > 1e-3
+
+
+def test_a_family_without_the_seam_trains():
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=97,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        intermediate_dim=24,
+        dropout=0.0,
+        max_sequence_length=64,
+    )
+    lm = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    task = compiled(
+        kpt.GRPOTask(lm, sequence_length=32),
+        loss=kpt.losses.GRPOLoss(beta=0.1),
+    )
+    rows = [{"prompt_ids": [5 + i, 6, 7][: 2 + i % 2]} for i in range(4)]
+    before = weights(task)
+    [step] = recorded(task, rows=rows)
+    assert step["kl"] < 1e-9
+    assert step["sampling/sampling_logp_difference/max"] < 1e-4
+    assert any(np.any(before[k] != x) for k, x in weights(task).items())
+    with pytest.raises(ValueError, match="packing=False"):
+        fit(task, rows, share_prefix=True)
+
+
+DEVICES = """
+import sys
+
+import jax
+import keras
+import numpy as np
+
+import keras_posttrain as kpt
+from tests.support import weights
+from tests.tasks.test_grpo import compiled, prompts, recorded
+
+assert len(jax.devices()) == 8
+
+
+def run(distribution, **settings):
+    keras.distribution.set_distribution(distribution)
+    task = kpt.GRPOTask.from_preset(
+        sys.argv[1] + "/models/llama3",
+        lora=kpt.LoRA(rank=4),
+        sequence_length=64,
+    )
+    task.tokenizer = None
+    compiled(
+        task,
+        loss=kpt.losses.GRPOLoss(beta=0.1),
+        optimizer=keras.optimizers.SGD(0.03),
+        num_iterations=2,
+    )
+    steps = recorded(task, rows=prompts(8), epochs=2, **settings)
+    return steps, weights(task)
+
+
+many = keras.distribution.DataParallel(
+    devices=keras.distribution.list_devices()
+)
+one = run(None)
+for settings in ({}, {"packing": 32}):
+    eight = run(many, **settings)
+    for ours, theirs in zip(one[0], eight[0], strict=True):
+        for key in ("loss", "grad_norm", "kl", "reward"):
+            np.testing.assert_allclose(
+                ours[key], theirs[key], rtol=1e-4, atol=1e-5
+            )
+    for key, value in one[1].items():
+        np.testing.assert_allclose(value, eight[1][key], atol=1e-4)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_equal_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(DEVICES)
+    done = subprocess.run(
+        [sys.executable, str(script), str(REFERENCE)],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REFERENCE.parent.parent),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("equal\n")
 
 
 # What is refused, before anything is sampled

@@ -1,0 +1,51 @@
+import keras
+
+
+class UpdateReference(keras.callbacks.Callback):
+    """Lets the reference policy follow the policy.
+
+    Every so many steps the reference becomes `mixup` times the policy plus
+    `1 - mixup` times itself (TR-DPO). TRL's `sync_ref_model` does so every
+    512 steps with 0.6. The reference takes memory of its own then.
+
+    Args:
+        every: int, steps between two updates.
+        mixup: float above 0 and at most 1, the policy's share.
+
+    Reference:
+        - [Gorbatovski et al., 2024](https://arxiv.org/abs/2404.09656).
+
+    Example:
+
+    ```python
+    task.fit(prompts, callbacks=[kpt.callbacks.UpdateReference(every=100)])
+    ```
+    """
+
+    # Tells the task that a copy is needed from the start.
+    moves_reference = True
+    reads_step_logs = True
+
+    def __init__(self, every=512, mixup=0.6):
+        super().__init__()
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"`every` must be a positive int. Received: every={every!r}"
+            )
+        if not 0 < mixup <= 1:
+            raise ValueError(
+                "`mixup` must be above 0 and at most 1. "
+                f"Received: mixup={mixup!r}"
+            )
+        self.every, self.mixup = every, mixup
+
+    def on_train_begin(self, logs=None):
+        if getattr(self._model, "reference", None) is None:
+            raise ValueError(
+                "There is no reference to update: the loss has no KL term. "
+                "Use a loss with `beta`, or leave `UpdateReference` out."
+            )
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._model.step % self.every == 0:
+            self._model.reference.update(self.mixup)
