@@ -1,0 +1,267 @@
+import dataclasses
+import math
+import numbers
+import os
+
+from keras_posttrain.losses import Loss, PPOLoss, SumLoss, ValueLoss
+from keras_posttrain.models import presets
+from keras_posttrain.models.value_head import ValueHead
+from keras_posttrain.tasks import rollout_checks
+from keras_posttrain.tasks.ppo_collect import PPOCollector, TokenAdvantages
+from keras_posttrain.tasks.rollout_task import RolloutTask
+
+
+class PPOTask(RolloutTask):
+    """Reinforcement learning from rewards with a value model.
+
+    Proximal policy optimisation: a value model learns what a completion is
+    going to earn from each of its tokens on, and a token's advantage is how
+    much better things went than expected. So each token has its own, and one
+    completion a prompt is enough.
+
+    The reward of a completion is that of its last token, less, at each
+    token, `kl_coef` times the log-ratio of the policy to the reference. A
+    completion that no function judged is left out.
+
+    Rows are `{"prompt"}`, a string or a list of messages, or
+    `{"prompt_ids"}`; all other columns reach the rewards.
+
+    What the value model has learned is kept by `kpt.callbacks.Checkpoint`;
+    `export`, `save_adapter` and `save_to_preset` write the policy alone.
+    Rewards that are all equal still teach the value model, and with it a
+    backbone that it shares.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
+        reference: a preset or a KerasHub `CausalLM`, or `None` for the
+            policy when training began. Only `kl_coef` asks for one.
+        **kwargs: see `from_preset`.
+
+    References:
+        - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
+        - [Ouyang et al., 2022](https://arxiv.org/abs/2203.02155), with a
+          language model and the KL divergence in the reward.
+
+    Example:
+
+    ```python
+    def correct(completions, answer, **columns):
+        return [float(a in c) for c, a in zip(completions, answer)]
+
+    task = kpt.PPOTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=32))
+    task.compile(
+        optimizer=keras.optimizers.AdamW(1e-5),
+        rewards=[correct],
+        max_completion_length=64,
+        num_minibatches=2,
+    )
+    task.fit(
+        [{"prompt": "2 + 2 =", "answer": "4"}] * 2,
+        batch_size=2,
+        callbacks=[kpt.callbacks.Checkpoint("run/")],
+    )
+    ```
+    """
+
+    collector = PPOCollector
+    value_model = None
+
+    def default_loss(self):
+        return PPOLoss()
+
+    def compile(
+        self,
+        optimizer="auto",
+        loss="auto",
+        *,
+        rewards,
+        value_loss="auto",
+        value_model=None,
+        kl_coef=0.05,
+        kl_in="reward",
+        gamma=1.0,
+        gae_lambda=0.95,
+        whiten_advantages=True,
+        num_generations=1,
+        num_iterations=4,
+        **kwargs,
+    ):
+        """Sets what training needs.
+
+        Args:
+            optimizer: as in `kpt.RolloutTask.compile`. It trains the value
+                model too.
+            loss: `"auto"` for `kpt.losses.PPOLoss()`, or another
+                `kpt.losses.PolicyLoss` of ratios of tokens.
+            rewards: list of functions, see `kpt.rewards.Reward`.
+            value_loss: `"auto"` for `kpt.losses.ValueLoss()`, whose
+                `coefficient` says what it counts for.
+            value_model: `None` for a head on the policy's own backbone, or a
+                preset or a KerasHub `CausalLM` of the same tokens, for a
+                backbone of its own: all of it is trained, or an adapter
+                where the task has one. A task keeps its value model; later
+                calls of `compile` must name the same.
+            kl_coef: float, the weight of the KL divergence from the
+                reference; 0 for none, and no reference.
+            kl_in: `"reward"`, or `"loss"` to add the divergence to the loss
+                as `beta` and `kl_estimator` of the loss do.
+            gamma: float in [0, 1], the discount of a token.
+            gae_lambda: float in [0, 1]: 0 goes by the next token's value
+                alone, 1 by what was earned alone.
+            whiten_advantages: bool, whether advantages are given mean 0 and
+                variance 1, over all tokens of a rollout.
+            num_generations: int, completions a prompt.
+            num_iterations: int, how often a rollout is gone through.
+            **kwargs: see `kpt.RolloutTask.compile`; without `advantages` and
+                `max_resamples`, which compare the completions of a prompt.
+        """
+        for name in ("advantages", "max_resamples"):
+            if name in kwargs:
+                raise ValueError(
+                    f"`{name}` compares the completions of a prompt; here "
+                    "the value model says what they are compared with. Leave "
+                    f"it out. Received: {name}={kwargs[name]!r}"
+                )
+        loss = self.default_loss() if loss == "auto" else loss
+        rollout_checks.policy_loss(loss)
+        value_loss = ValueLoss() if value_loss == "auto" else value_loss
+        _check_value_loss(value_loss)
+        _check_kl(loss, kl_coef, kl_in)
+        _check_share("gamma", gamma)
+        _check_share("gae_lambda", gae_lambda)
+        self._check_value_model(value_model)
+        in_reward = kl_in == "reward"
+        if kl_coef and not in_reward:
+            loss = dataclasses.replace(loss, beta=kl_coef)
+        # Behind a function the model is no sublayer.
+        self._value_settings = lambda: (value_model, value_loss)
+        super().compile(
+            optimizer,
+            loss,
+            rewards=rewards,
+            advantages=TokenAdvantages(
+                beta=float(kl_coef) if in_reward else 0.0,
+                gamma=float(gamma),
+                gae_lambda=float(gae_lambda),
+                whitened=bool(whiten_advantages),
+            ),
+            num_generations=num_generations,
+            num_iterations=num_iterations,
+            **kwargs,
+        )
+
+    def whole_loss(self, loss):
+        source, value_loss = self._value_settings()
+        if self.value_model is None:
+            self._make_value_model(source)
+        return SumLoss([loss, value_loss])
+
+    def _make_value_model(self, source):
+        model, backbone = source, self.causal_lm.backbone
+        if isinstance(source, (str, os.PathLike)):
+            model = presets.load_causal_lm(source, dtype=backbone.dtype_policy)
+        if model is not None:
+            backbone = model.backbone
+            theirs = backbone.vocabulary_size
+            ours = self.causal_lm.backbone.vocabulary_size
+            if ours != theirs:
+                raise ValueError(
+                    "The value model must read the tokens of the policy. "
+                    f"Received: a value model with vocabulary_size={theirs}, "
+                    f"a policy with vocabulary_size={ours}."
+                )
+        self.value_model = ValueHead(
+            backbone.hidden_dim,
+            model,
+            lora=self.adapter.lora if self.adapter else None,
+            sequence_length=self.sequence_length,
+            remat=self.remat,
+        )
+        self._value_source = lambda: source
+
+    def _check_value_model(self, source):
+        if source is self.causal_lm:
+            raise ValueError(
+                "`value_model` must be another model than the policy. Leave "
+                "it out for a value head on the policy's own backbone."
+            )
+        if self.value_model is None:
+            return
+        known = self._value_source()
+        same = source is known
+        if isinstance(source, (str, os.PathLike)):
+            same = isinstance(known, (str, os.PathLike))
+            same = same and os.fspath(source) == os.fspath(known)
+        if not same:
+            raise ValueError(
+                "A task keeps the value model of its first `compile`, which "
+                f"was value_model={known!r}. Make a new task for another. "
+                f"Received: value_model={source!r}"
+            )
+
+    # Training
+
+    def _begin(self, dataset, batch_size, order, packing, share, verbose):
+        own = self.value_model.policy
+        if (packing or share) and own is not None and not own.packable:
+            raise ValueError(
+                f"{type(own.backbone).__name__}, the value model, has no "
+                "attention that keeps packed sequences apart. Use "
+                "packing=False, or a value model of a Gemma 1-3, Llama, "
+                "Mistral or Qwen 2-3 preset."
+            )
+        super()._begin(dataset, batch_size, order, packing, share, verbose)
+
+    def token_outputs(self, batch, mask, needs, *, dropout_key=None, **kwargs):
+        hidden = self.policy.hidden_states(batch, dropout_key)
+        outputs = super().token_outputs(
+            batch, mask, needs, hidden=hidden, **kwargs
+        )
+        if "values" in needs:
+            outputs["values"] = self.value_model.values(
+                batch, hidden, dropout_key
+            )
+        return outputs
+
+    def loss_and_gradients(self, state, batch):
+        gradients, logs = super().loss_and_gradients(state, batch)
+        # The value model learns where no advantage is left, too.
+        return gradients, {**logs, "teaches": True}
+
+
+def _check_value_loss(loss):
+    if not isinstance(loss, Loss) or "values" not in loss.needs:
+        raise ValueError(
+            "`value_loss` must be 'auto' or a loss of values such as "
+            "`kpt.losses.ValueLoss(clip=0.2)`. "
+            f"Received: value_loss={loss!r}"
+        )
+
+
+def _check_kl(loss, kl_coef, kl_in):
+    if kl_in not in ("reward", "loss"):
+        raise ValueError(
+            f"`kl_in` must be 'reward' or 'loss'. Received: kl_in={kl_in!r}"
+        )
+    is_number = isinstance(kl_coef, numbers.Real) and kl_coef is not True
+    if not (is_number and 0 <= kl_coef < math.inf):
+        raise ValueError(
+            "`kl_coef` must be a finite number of at least 0. "
+            f"Received: kl_coef={kl_coef!r}"
+        )
+    if loss.beta and kl_coef:
+        raise ValueError(
+            "The KL divergence has one weight, `kl_coef`; with kl_in='loss' "
+            "it becomes the loss's `beta`. Leave one of the two out. "
+            f"Received: kl_coef={kl_coef}, a loss with beta={loss.beta}"
+        )
+
+
+def _check_share(name, value):
+    is_number = isinstance(value, numbers.Real)
+    if not (is_number and 0 <= value <= 1):
+        raise ValueError(
+            f"`{name}` must be a number from 0 to 1. "
+            f"Received: {name}={value!r}"
+        )
