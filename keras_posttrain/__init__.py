@@ -27,7 +27,9 @@ from keras_posttrain import (
 from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
+from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
 from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
+from keras_posttrain.tasks.ppo_task import PPOTask  # noqa: E402
 from keras_posttrain.tasks.rollout_task import RolloutTask  # noqa: E402
 from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
 from keras_posttrain.tasks.task import Task  # noqa: E402
@@ -35,8 +37,10 @@ from keras_posttrain.tasks.task import Task  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "DPOTask",
     "GRPOTask",
     "LoRA",
+    "PPOTask",
     "RolloutTask",
     "SFTTask",
     "Task",

@@ -45,6 +45,8 @@ class BatchAdapter(DataAdapter):
         pad_id: int, the token id at padding.
         row_multiple: int; batches are filled with empty rows to a multiple of
             it.
+        build: function of a list of rows, each a list of examples, to a
+            batch; `None` for the one that puts sequences into rows.
 
     Example:
 
@@ -67,6 +69,7 @@ class BatchAdapter(DataAdapter):
         skip_steps=(),
         pad_id=0,
         row_multiple=1,
+        build=None,
     ):
         for name, value in (
             ("batch_size", batch_size),
@@ -92,7 +95,7 @@ class BatchAdapter(DataAdapter):
         else:
             sequences = 1
             lengths = packing_lib.buckets(sequence_length)
-        build = functools.partial(
+        build = build or functools.partial(
             _build_batch, lengths, num_rows, sequences, pad_id
         )
         settings = {
@@ -382,4 +385,6 @@ def _hash_tokens(examples):
     for example in examples:
         digest.update(example.token_ids.tobytes())
         digest.update(example.completion_mask.tobytes())
+        # What an example has beside one sequence.
+        digest.update(getattr(example, "extras", b""))
     return digest.hexdigest()

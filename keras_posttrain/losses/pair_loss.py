@@ -20,6 +20,9 @@ PAIR_METRICS = (
     "entropy",
     "mean_token_accuracy",
 )
+# Rewards that differ by less, of the log-probabilities they are made of, are
+# equal: a few units in float32's last place.
+ROUNDING = 1e-6
 
 
 def smoothed_sigmoid(margins, label_smoothing=0.0):
@@ -168,10 +171,13 @@ class PairLoss(Loss):
         terms, metrics = self.more_terms(tokens, values, batch, outputs)
         chosen, rejected = self.rewards(values)
         mean = tokens.pairs.metric
+        # Where the policy is the reference still, nothing but rounding is.
+        size = abs(values.chosen_logps) + abs(values.rejected_logps)
+        ahead = chosen - rejected > ROUNDING * self.beta * size
         metrics |= {
             "rewards/chosen": mean(chosen),
             "rewards/rejected": mean(rejected),
-            "rewards/accuracies": mean((chosen > rejected).astype("float32")),
+            "rewards/accuracies": mean(ahead.astype("float32")),
             "rewards/margins": mean(chosen - rejected),
             "logps/chosen": mean(values.chosen_logps),
             "logps/rejected": mean(values.rejected_logps),

@@ -48,12 +48,6 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
     if micro_batch_size is not None:
         positive_int("micro_batch_size", micro_batch_size)
-        if loss.batch_coupled:
-            raise ValueError(
-                f"{type(loss).__name__} depends on the whole batch at once; "
-                "leave `micro_batch_size` out. "
-                f"Received: micro_batch_size={micro_batch_size}"
-            )
     is_number = isinstance(max_grad_norm, numbers.Real)
     if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ValueError(

@@ -9,7 +9,12 @@ from keras_posttrain.losses import TokenLoss, reductions
 # What every training step reports beside the metrics of its loss.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
 
-POLICY_OUTPUTS = ("per_token_logps", "correct", "entropies")
+POLICY_OUTPUTS = (
+    "per_token_logps",
+    "correct",
+    "entropies",
+    "collision_entropies",
+)
 
 
 def split_rows(batch, count):
@@ -46,12 +51,10 @@ def row_terms(task, batch, normalizers, key, differentiable=True):
         )
         _, metrics = loss.total(batch, outputs)
         return total, metrics
-    outputs = task.policy.token_outputs(
+    outputs = task.token_outputs(
         batch,
         loss.logps_mask(batch),
-        # The others are in the batch.
-        needs=[n for n in loss.needs if n in POLICY_OUTPUTS],
-        temperature=task.temperature,
+        loss.needs,
         dropout_key=key,
         differentiable=differentiable,
     )

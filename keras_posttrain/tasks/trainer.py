@@ -9,8 +9,8 @@ from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.pipeline import BatchAdapter
-from keras_posttrain.losses import Loss, reductions
-from keras_posttrain.tasks import checks
+from keras_posttrain.losses import Loss, TokenLoss, reductions
+from keras_posttrain.tasks import checks, coupled
 from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.resume import Resumable
 
@@ -169,6 +169,7 @@ class Trainer(Resumable):
         if not streamed:
             _show(report, verbose)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        self._begin_run(examples, callbacks, verbose)
         self.data = self._batches(
             examples,
             batch_size,
@@ -205,6 +206,9 @@ class Trainer(Resumable):
                 if hasattr(callback, "close"):
                     callback.close()
 
+    def _begin_run(self, examples, callbacks, verbose):
+        """What a task does before its first step."""
+
     def _batches(self, examples, batch_size, **kwargs):
         pad = self.tokenizer.pad_token_id if self.tokenizer else 0
         return BatchAdapter(
@@ -236,9 +240,10 @@ class Trainer(Resumable):
             verbose: as in Keras.
 
         Returns:
-            A dict of floats: `loss`, `perplexity` and the loss's metrics;
-            where rows were completed also `samples`, a list of dicts with
-            `prompt`, `completion` and `reference`, the row's own.
+            A dict of floats: `loss`, the loss's metrics and, of a loss of
+            tokens, `perplexity`; where rows were completed also `samples`, a
+            list of dicts with `prompt`, `completion` and `reference`, the
+            row's own.
         """
         self._assert_compile_called("evaluate")
         # `fit` calls with Keras's own arguments.
@@ -269,7 +274,8 @@ class Trainer(Resumable):
             # Keras does so only where nothing was raised.
             self.jax_state_sync()
             self._evaluating = False
-        logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
+        if isinstance(self.objective, TokenLoss):
+            logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
             logs["samples"] = self._generator.samples(
                 examples, num_samples, max_tokens
@@ -282,10 +288,8 @@ class Trainer(Resumable):
         if self.train_function is not None and not force:
             return
 
-        def run(changing, frozen, batch):
-            logs, state = self.train_step(
-                {**changing, "frozen": frozen}, batch
-            )
+        def run(changing, held, batch):
+            logs, state = self.train_step({**changing, **held}, batch)
             names = ("trainable", "optimizer", "metrics")
             return logs, {k: state[k] for k in names}
 
@@ -296,8 +300,8 @@ class Trainer(Resumable):
                 trainable=trainable, optimizer=optimizer, metrics=metrics
             )
             shardings = (None, new)
-        # The frozen weights are an argument that is not donated: they are
-        # neither copied nor constants of the program.
+        # What is held is an argument that is not donated: it is neither
+        # copied nor a constant of the program.
         if not self.run_eagerly:
             run = jax.jit(run, donate_argnums=0, out_shardings=shardings)
         self.compiled_train_step = run
@@ -324,7 +328,7 @@ class Trainer(Resumable):
                 "step": np.int32(step),
                 "seed": np.int32(self._seed),
             }
-            logs, new = run(changing, frozen, batch)
+            logs, new = run(changing, self.held(frozen), batch)
             self._consumed, self.step, self.step_logs = consumed, step, logs
             state = (
                 new["trainable"],
@@ -342,8 +346,8 @@ class Trainer(Resumable):
         if self.test_function is not None and not force:
             return
 
-        def run(metrics, trainable, frozen, batch):
-            state = dict(trainable=trainable, frozen=frozen, metrics=metrics)
+        def run(metrics, trainable, held, batch):
+            state = dict(trainable=trainable, metrics=metrics, **held)
             _, state = self.test_step(state, batch)
             return state["metrics"]
 
@@ -354,7 +358,7 @@ class Trainer(Resumable):
             trainable, frozen, metrics = state
             self._hand_back((trainable, frozen, None, metrics))
             batch = next(iterator)
-            metrics = run(metrics, trainable, frozen, batch)
+            metrics = run(metrics, trainable, self.held(frozen), batch)
             return {}, (trainable, frozen, metrics)
 
         self.test_function = test_function
@@ -372,6 +376,10 @@ class Trainer(Resumable):
             f"{name}_variables": values for name, values in zip(names, state)
         }
 
+    def held(self, frozen):
+        """What a step reads and never changes: a part of its `state`."""
+        return {"frozen": frozen}
+
     # The steps
 
     def train_step(self, state, batch):
@@ -380,7 +388,7 @@ class Trainer(Resumable):
         Args:
             state: dict of lists of arrays: `trainable`, `frozen`,
                 `optimizer`, `metrics`, in the order of the task's variables;
-                and `step` and `seed`, int32 scalars.
+                `step` and `seed`, int32 scalars; and what else is `held`.
             batch: dict of arrays with a leading `rows` axis.
 
         Returns:
@@ -415,9 +423,15 @@ class Trainer(Resumable):
             )(state["trainable"], rows)
             return (loss, gradients), metrics
 
-        (loss, gradients), metrics = steps.over_micro_batches(
-            sums, batch, self._micro_batches(batch)
-        )
+        count = self._micro_batches(batch)
+        if count > 1 and self.objective.batch_coupled:
+            loss, gradients, metrics = coupled.loss_and_gradients(
+                self, state, batch, key, count
+            )
+        else:
+            (loss, gradients), metrics = steps.over_micro_batches(
+                sums, batch, count
+            )
         return gradients, {
             "loss": loss,
             "num_tokens": jnp.sum(batch["segment_ids"] > 0).astype("float32"),
@@ -472,9 +486,11 @@ class Trainer(Resumable):
                     self, rows, normalizers, None, differentiable=False
                 )
 
-        loss, metrics = steps.over_micro_batches(
-            share, batch, self._micro_batches(batch)
-        )
+        count = self._micro_batches(batch)
+        if count > 1 and self.objective.batch_coupled:
+            loss, metrics = coupled.loss_alone(self, state, batch, count)
+        else:
+            loss, metrics = steps.over_micro_batches(share, batch, count)
         logs = {k: reductions.metric_value(m) for k, m in metrics.items()}
         logs["loss"] = loss
         weight = sum(normalizers.values())
@@ -485,6 +501,29 @@ class Trainer(Resumable):
             dict.fromkeys(logs, weight),
         )
         return logs, {**state, "metrics": values}
+
+    def token_outputs(self, batch, mask, needs, **settings):
+        """What a loss reads beside the batch.
+
+        Args:
+            batch: dict of arrays.
+            mask: bool array of shape `(rows, length)`, the tokens that are
+                projected on the vocabulary.
+            needs: names as in `Loss.needs`. Those that the task does not
+                compute are in the batch.
+            **settings: `dropout_key`, `differentiable` and `hidden` of
+                `Policy.token_outputs`.
+
+        Returns:
+            A dict of float32 arrays of shape `(rows, length)`.
+        """
+        return self.policy.token_outputs(
+            batch,
+            mask,
+            needs=[n for n in needs if n in steps.POLICY_OUTPUTS],
+            temperature=self.temperature,
+            **settings,
+        )
 
     def using_weights(self, trainable, frozen):
         """A scope in which the task's variables have these values."""

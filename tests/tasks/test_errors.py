@@ -231,19 +231,6 @@ def test_arguments_of_compile(full, name, value, parts):
     refused(lambda: full.compile(**{name: value}), *parts)
 
 
-def test_a_loss_of_the_whole_batch_has_no_micro_batches(full):
-    class Coupled(kpt.losses.Loss):
-        @property
-        def batch_coupled(self):
-            return True
-
-    refused(
-        lambda: full.compile(loss=Coupled(), micro_batch_size=2),
-        "Coupled depends on the whole batch",
-        "micro_batch_size=2",
-    )
-
-
 def test_nothing_to_train():
     lm = make().causal_lm
     lm.trainable = False

@@ -1,0 +1,110 @@
+from keras_posttrain.data.formats import prepare_sft
+from keras_posttrain.data.preference import Preference, prepare_preferences
+from keras_posttrain.data.preference_batch import PreferenceLayout
+from keras_posttrain.tasks import preference_checks as checks
+from keras_posttrain.tasks.task import Task
+
+
+class PreferenceTask(Task):
+    """A task on pairs, or on labelled completions.
+
+    The base of `kpt.DPOTask` and `kpt.RewardTask`: how rows become batches.
+    """
+
+    # Set by `fit`.
+    share_prefix = False
+    shares_prompt = True
+
+    @property
+    def labelled(self):
+        """Whether the loss asks for labelled completions, not for pairs."""
+        return checks.labelled(self.objective)
+
+    def prepare(self, dataset, name="dataset", train_on=None, **overrides):
+        settings = {
+            "sequence_length": self.sequence_length,
+            "truncation": self.truncation,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "name": name,
+            **overrides,
+        }
+        if train_on is not None:
+            # Rows with one completion, for `log_probs`.
+            return prepare_sft(
+                dataset, self.tokenizer, train_on=train_on, **settings
+            )
+        return prepare_preferences(
+            dataset,
+            self.tokenizer,
+            labelled=self.labelled,
+            share_prompt=self.shares_prompt,
+            **settings,
+        )
+
+    def fit(
+        self,
+        dataset,
+        batch_size=8,
+        epochs=1,
+        *,
+        packing=False,
+        share_prefix=False,
+        **kwargs,
+    ):
+        """Trains on rows.
+
+        Args:
+            dataset: list of dicts, Hugging Face `Dataset`, Grain
+                `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
+            batch_size: int, pairs (labelled completions) of one optimizer
+                step.
+            epochs: int.
+            packing: `False`, `True` to put several pairs of a batch in a row
+                that has room for `sequence_length` tokens and for any one
+                pair, or an int, the tokens of such a row. It changes no
+                result.
+            share_prefix: bool, whether the prompt of a pair is computed once
+                and both completions go on from it. It changes no result.
+            **kwargs: see `kpt.SFTTask.fit`.
+
+        Returns:
+            A Keras `History` of the means over each epoch.
+        """
+        checks.layout_arguments(self, packing, share_prefix)
+        self.share_prefix = share_prefix
+        return super().fit(
+            dataset, batch_size, epochs, packing=packing, **kwargs
+        )
+
+    def _batches(self, examples, batch_size, *, packing=False, **kwargs):
+        if not isinstance(examples[0], Preference):
+            return super()._batches(
+                examples, batch_size, packing=packing, **kwargs
+            )
+        checks.strangers(self.objective, batch_size)
+        layout = self._layout(batch_size)
+        if packing:
+            layout = checks.packed(
+                layout, packing, examples, self.micro_batch_size
+            )
+        return super()._batches(examples, batch_size, build=layout, **kwargs)
+
+    def _layout(self, batch_size):
+        return PreferenceLayout(
+            batch_size=batch_size,
+            sequence_length=self.sequence_length,
+            labelled=self.labelled,
+            mismatched=checks.mismatched(self.objective),
+            share_prefix=self.share_prefix,
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+        )
+
+    def _micro_batches(self, batch):
+        if self.micro_batch_size is None:
+            return 1
+        rows, most = batch["sequence_mask"].shape
+        if most == 1:
+            # A row is a sequence: several make a pair, which is not split.
+            rows //= self._layout(rows).completions_per_example
+        return max(rows // self.micro_batch_size, 1)
