@@ -108,7 +108,10 @@ class Progress(keras.callbacks.Callback):
                 left = max(total - step, 0) * per_step
         else:
             parts.append(f"step {self._model.step}")
-        hidden = ("num_tokens", "skipped")
+        hidden = {"num_tokens", "skipped"}
+        chosen = getattr(self._model, "shown_metrics", None)
+        if chosen is not None:
+            hidden |= {x for x in logs if x.removeprefix("val_") not in chosen}
         parts += [
             f"{name} {float(logs[name]):.4g}"
             for name in in_order(logs)

@@ -1,7 +1,6 @@
 """How good the policy is on prompts: samples, judged and counted."""
 
 import collections
-import numbers
 
 import numpy as np
 
@@ -26,18 +25,6 @@ def evaluate_prompts(
     seed,
 ):
     """The metrics of `RolloutTask.evaluate`, which see."""
-    if temperature == "auto":
-        temperature = 0.0 if num_generations == 1 else task.temperature
-    if not isinstance(temperature, numbers.Real) or temperature < 0:
-        raise ValueError(
-            "`temperature` must be 'auto', 0 (greedy) or a positive number. "
-            f"Received: temperature={temperature!r}"
-        )
-    if answer is not None and not callable(answer):
-        raise ValueError(
-            "`answer` must be a function of a completion's text, or None. "
-            f"Received: answer={answer!r}"
-        )
     sample, groups = Sampler(task, num_generations, temperature), []
     for first in range(0, len(prompts), batch_size):
         part = prompts[first : first + batch_size]

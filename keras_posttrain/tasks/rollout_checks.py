@@ -52,6 +52,25 @@ def sampling(temperature, top_k, top_p, min_p):
             )
 
 
+def evaluation(task, num_generations, temperature, answer=None):
+    """The temperature of an evaluation, its settings checked."""
+    checks.positive_int("num_generations", num_generations)
+    if isinstance(temperature, str) and temperature == "auto":
+        temperature = 0.0 if num_generations == 1 else task.temperature
+    is_number = isinstance(temperature, numbers.Real)
+    if not is_number or not 0 <= temperature < float("inf"):
+        raise ValueError(
+            "`temperature` must be 'auto', 0 (greedy) or a positive number. "
+            f"Received: temperature={temperature!r}"
+        )
+    if answer is not None and not callable(answer):
+        raise ValueError(
+            "`answer` must be a function of a completion's text, or None. "
+            f"Received: answer={answer!r}"
+        )
+    return temperature
+
+
 def counts(**values):
     for name, value in values.items():
         checks.positive_int(name, value)

@@ -1,6 +1,7 @@
 """A run of rollouts: what one is made of, and each of its parts."""
 
 import contextlib
+import dataclasses
 import random
 import time
 
@@ -15,6 +16,7 @@ from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.formats import prepare_sft
 from keras_posttrain.data.prompts import PromptOrder, prepare_prompts
 from keras_posttrain.losses import reductions
+from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.tasks import rollout_checks
 from keras_posttrain.tasks.collect import Collector
@@ -28,11 +30,25 @@ class RolloutRun(Task):
     """The parts of the loop of `RolloutTask`, and a run's state."""
 
     auto_learning_rates = (1e-5, 1e-6)
+    # Of all metrics, those in the progress bar.
+    shown_metrics = (
+        "loss",
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "entropy",
+        "kl",
+        "grad_norm",
+        "pass@1",
+    )
     # Set by `compile` and `fit`.
     rewards = rollout = reference = order = last_rollout = None
     kl_in_reward = False
     collector = Collector
     _means = None
+    _running = False
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
@@ -240,7 +256,7 @@ class RolloutRun(Task):
     @contextlib.contextmanager
     def sampling(self):
         """The engine made ready, where it is not by a run of `fit`."""
-        if self.rollout.model is self and self.order is not None:
+        if self._running:
             yield
             return
         self.rollout.set_model(self)
@@ -309,17 +325,23 @@ class RolloutRun(Task):
             "reward_weights": None
             if self.reward_weights is None
             else self.reward_weights.tolist(),
-            "advantages": repr(self.advantages),
+            "advantages": _settings_of(self.advantages),
             "num_generations": self.num_generations,
             "max_completion_length": self.max_completion_length,
             "temperature": self.temperature,
-            "stop_token_ids": list(self.stop_token_ids),
+            "stop_token_ids": sorted(self.stop_token_ids),
             "num_minibatches": self.num_minibatches,
             "num_iterations": self.num_iterations,
             "old_log_probs": self.old_log_probs,
             "mask_truncated_completions": self.mask_truncated_completions,
             "max_resamples": self.max_resamples,
         }
+
+
+def _settings_of(function):
+    """What a function is in any process: its settings, or its name."""
+    is_settings = dataclasses.is_dataclass(function)
+    return repr(function) if is_settings else reward_name(function)
 
 
 def show(report, verbose):

@@ -219,13 +219,16 @@ class RolloutTask(RolloutRun):
                 validation_data, "validation_data"
             )
             show(report, verbose)
+        rollout_checks.evaluation(
+            self, validation_generations, validation_temperature
+        )
         self._skip_steps, self._epochs = frozenset(skip_steps), epochs
         callbacks = self._callback_list(callbacks, epochs, verbose)
         validation = {
             "num_generations": validation_generations,
             "temperature": validation_temperature,
         }
-        logs = {}
+        logs, self._running = {}, True
         try:
             callbacks.on_train_begin()
             self.rollout.sync_weights()
@@ -255,6 +258,7 @@ class RolloutTask(RolloutRun):
             self.rollout.stop()
             raise
         finally:
+            self._running = False
             for callback in self.fit_callbacks:
                 if hasattr(callback, "close"):
                     callback.close()
@@ -295,8 +299,9 @@ class RolloutTask(RolloutRun):
             answer is.
         """
         self._assert_compile_called("evaluate")
-        rollout_checks.counts(
-            batch_size=batch_size, num_generations=num_generations
+        checks.positive_int("batch_size", batch_size)
+        temperature = rollout_checks.evaluation(
+            self, num_generations, temperature, answer
         )
         prompts = dataset
         if not _are_prepared(dataset):

@@ -354,6 +354,24 @@ def test_other_settings_are_another_run(tmp_path):
         )
 
 
+def test_advantages_of_ones_own():
+    def made(scale):
+        def centred(rewards, num_generations, weights):
+            groups = rewards.sum(1).reshape(-1, num_generations)
+            return scale * (groups - groups.mean(1, keepdims=True)).ravel()
+
+        return make(advantages=centred)
+
+    task = made(2.0)
+    fit(task, prompts(4))
+    table = task.last_rollout
+    rewards = np.array(table["odd"]).reshape(4, 4)
+    expected = 2.0 * (rewards - rewards.mean(1, keepdims=True))
+    np.testing.assert_allclose(table["advantage"], expected.ravel(), atol=1e-6)
+    # The same function in another process is the same run.
+    assert made(2.0).fingerprint() == made(2.0).fingerprint()
+
+
 def test_steps_that_are_skipped_keep_the_others_samples():
     whole, part = make(lora()), make(lora())
     tables = []
@@ -485,6 +503,45 @@ def test_text_and_messages_reach_rewards():
     texts, completions, _, _ = seen[1]
     assert texts[0] == chat[0]["prompt"]
     assert completions[0][0]["role"] == "assistant"
+
+
+class Watched(kpt.rollout.NativeRollout):
+    """Writes down what is asked of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self):
+        self.calls.append("stop")
+
+    def sync_weights(self):
+        self.calls.append("sync")
+        return super().sync_weights()
+
+    def generate(self, requests, **kwargs):
+        self.calls.append("generate")
+        return super().generate(requests, **kwargs)
+
+
+def test_the_engine_is_started_synced_and_stopped():
+    engine = Watched()
+    task = make(lora(), rollout=engine, num_minibatches=2)
+    fit(task, validation_data=prompts(2))
+    rollout = ["generate", "sync"]
+    calls = ["start", "sync", *rollout, *rollout, "generate", "stop"]
+    assert engine.calls == calls
+    engine.calls.clear()
+    task.evaluate(prompts(2))
+    assert engine.calls == ["start", "sync", "generate", "stop"]
+    engine.calls.clear()
+    fails = make(rollout=engine, rewards=[lambda completions: None])
+    with pytest.raises(ValueError, match="lambda"):
+        fit(fails)
+    assert engine.calls == ["start", "sync", "generate", "stop"]
 
 
 # The reference
@@ -726,6 +783,8 @@ def test_compile_refuses(settings, message):
         ([{"prompt_ids": [5] * 59}], {}, "row 0 of `dataset` with 59 tokens"),
         (prompts(4), {"packing": 8}, "packing=8"),
         (prompts(4), {"batch_size": 0}, "batch_size=0"),
+        (prompts(4), {"validation_temperature": -1}, "temperature=-1"),
+        (prompts(4), {"validation_generations": 0}, "num_generations=0"),
         (prompts(4), {"epochs": 0}, "epochs=0"),
         ([{"prompt_ids": [5], "a": 1}, {"prompt_ids": [5]}], {},
          "row 1 of `dataset` lacks the column 'a'"),
