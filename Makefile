@@ -28,6 +28,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/sft.py
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/rollout.py --grid --repeats 1
+	$(BIN)/python benchmarks/grpo.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,8 +1,13 @@
-"""A workload's model in transformers."""
+"""A workload's model in transformers, and what goes with it."""
 
 import torch
 import workloads
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 
 def build(model):
@@ -32,3 +37,29 @@ def build(model):
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     net.load_state_dict(state)
     return net
+
+
+def tokenizer(vocab):
+    """Word `t17` is token 17."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words.update((f"t{i}", i) for i in range(workloads.FIRST, vocab))
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+
+
+def lora():
+    """PEFT's settings, for all linear layers."""
+    from peft import LoraConfig  # not where only transformers is measured
+
+    return LoraConfig(
+        r=workloads.LORA_RANK,
+        lora_alpha=workloads.LORA_ALPHA,
+        target_modules=list(workloads.LINEARS),
+        task_type="CAUSAL_LM",
+    )

@@ -11,24 +11,8 @@ import torch
 import torch_model
 import workloads
 from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
-
-
-def tokenizer(vocab):
-    """The trainer wants one, though the rows are ids already."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    words.update((f"t{i}", i) for i in range(workloads.FIRST, vocab))
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-    )
 
 
 class Clock(TrainerCallback):
@@ -76,15 +60,8 @@ def main():
                 "labels": [[-100] * p + ids[p:] for ids, p in args.rows],
             }
         ),
-        processing_class=tokenizer(shape.model.vocab),
-        peft_config=LoraConfig(
-            r=workloads.LORA_RANK,
-            lora_alpha=workloads.LORA_ALPHA,
-            target_modules=list(workloads.LINEARS),
-            task_type="CAUSAL_LM",
-        )
-        if args.lora
-        else None,
+        processing_class=torch_model.tokenizer(shape.model.vocab),
+        peft_config=torch_model.lora() if args.lora else None,
         callbacks=[clock],
     )
     start = time.perf_counter()

@@ -1,6 +1,9 @@
-"""A workload's model in Tunix."""
+"""A workload's model in Tunix, with LoRA or not, and its tokenizer."""
 
 import jax.numpy as jnp
+import numpy as np
+import qwix
+import workloads
 from flax import nnx
 from tunix.models.llama3 import model as llama3
 
@@ -44,3 +47,46 @@ def find(net, name):
     if part == ["mlp"]:
         return getattr(layer.mlp, last).kernel
     return getattr(layer, last).w
+
+
+def with_lora(net):
+    provider = qwix.LoraProvider(
+        module_path=".*(" + "|".join(workloads.LINEARS) + ")",
+        rank=workloads.LORA_RANK,
+        alpha=workloads.LORA_ALPHA,
+    )
+    return qwix.apply_lora_to_model(
+        net, provider, rngs=nnx.Rngs(0), **net.get_model_input()
+    )
+
+
+class IdTokenizer:
+    """Text is the ids with spaces between them."""
+
+    def encode(self, text, **kwargs):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids, **kwargs):
+        return " ".join(str(int(i)) for i in ids)
+
+    def bos_id(self):
+        return 0  # taken for none: nothing is put before a prompt
+
+    def eos_id(self):
+        return workloads.EOS
+
+    def pad_id(self):
+        return workloads.PAD
+
+
+def keep_losses(trainer):
+    """The list that the trainer's losses are added to as it logs them."""
+    losses, log = [], trainer.metrics_logger.log
+
+    def spy(prefix, name, value, *args, **kwargs):
+        if name == "loss":
+            losses.append(float(np.asarray(value)))
+        return log(prefix, name, value, *args, **kwargs)
+
+    trainer.metrics_logger.log = spy
+    return losses

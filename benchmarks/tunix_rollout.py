@@ -2,27 +2,7 @@
 
 import generation
 import tunix_model
-import workloads
 from tunix.generate import sampler
-
-
-class IdTokenizer:
-    """Text is the ids with spaces between them."""
-
-    def encode(self, text, **kwargs):
-        return [int(word) for word in text.split()]
-
-    def decode(self, ids, **kwargs):
-        return " ".join(str(int(i)) for i in ids)
-
-    def bos_id(self):
-        return 0  # taken for none: nothing is put before a prompt
-
-    def eos_id(self):
-        return workloads.EOS
-
-    def pad_id(self):
-        return workloads.PAD
 
 
 def build(work):
@@ -30,7 +10,7 @@ def build(work):
     model = work.model
     return sampler.Sampler(
         tunix_model.build(model),
-        IdTokenizer(),
+        tunix_model.IdTokenizer(),
         sampler.CacheConfig(
             cache_size=work.longest_prompt + work.max_tokens,
             num_layers=model.layers,

@@ -6,23 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import qwix
 import report
 import tunix_model
 import workloads
 from flax import nnx
 from tunix.sft import peft_trainer, utils
-
-
-def with_lora(net):
-    provider = qwix.LoraProvider(
-        module_path=".*(" + "|".join(workloads.LINEARS) + ")",
-        rank=workloads.LORA_RANK,
-        alpha=workloads.LORA_ALPHA,
-    )
-    return qwix.apply_lora_to_model(
-        net, provider, rngs=nnx.Rngs(0), **net.get_model_input()
-    )
 
 
 def packed(rows, length, batch):
@@ -79,32 +67,19 @@ def batches(args):
     ]
 
 
-def keep_losses(trainer):
-    """The list that the trainer's losses are added to as it logs them."""
-    losses, log = [], trainer.metrics_logger.log
-
-    def spy(prefix, name, value, *args, **kwargs):
-        if name == "loss":
-            losses.append(float(np.asarray(value)))
-        return log(prefix, name, value, *args, **kwargs)
-
-    trainer.metrics_logger.log = spy
-    return losses
-
-
 def main():
     args = report.arguments()
     data = batches(args)
     net = tunix_model.build(args.shape.model)
     trainer = peft_trainer.PeftTrainer(
-        with_lora(net) if args.lora else net,
+        tunix_model.with_lora(net) if args.lora else net,
         optax.adamw(
             workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
         ),
         peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=None),
     ).with_gen_model_input_fn(packed_inputs if args.packing else padded_inputs)
     trainer.is_managed_externally = True  # `train` may be called again
-    losses = keep_losses(trainer)
+    losses = tunix_model.keep_losses(trainer)
 
     def train(some):
         start = time.perf_counter()

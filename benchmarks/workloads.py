@@ -164,6 +164,56 @@ ROLLOUTS = {
 GRID_STEPS = 64  # of decoding, where it is measured how the cost grows
 
 
+# --- Reinforcement learning --------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RLWork:
+    """A step: `prompts` x `samples` of exactly `max_tokens`, one update."""
+
+    model: Model = ROLLOUTS["a"].model
+    prompts: int = 8
+    shortest_prompt: int = 16
+    longest_prompt: int = 96
+    samples: int = 8
+    max_tokens: int = 64
+
+    @property
+    def completions(self):
+        return self.prompts * self.samples
+
+    @property
+    def longest(self):
+        """Tokens of a prompt with its completion, at most."""
+        return self.longest_prompt + self.max_tokens
+
+    @property
+    def group(self):
+        """Tokens of a prompt with all its completions, at most."""
+        return self.longest_prompt + self.samples * self.max_tokens
+
+    def prompt_ids(self, steps):
+        """Lists of token ids, `prompts` a step."""
+        rng = np.random.default_rng(7)
+        lengths = rng.integers(
+            self.shortest_prompt, self.longest_prompt + 1, self.prompts * steps
+        )
+        vocab = self.model.vocab
+        return [rng.integers(FIRST, vocab, n).tolist() for n in lengths]
+
+
+RL = {
+    "w5": RLWork(),
+    # Where a prompt is much longer than what goes on from it.
+    "w5-long": RLWork(prompts=4, shortest_prompt=512, longest_prompt=512),
+}
+
+
+def even_share(ids):
+    """The reward: the share of even ids in a completion."""
+    return sum(i % 2 == 0 for i in ids) / len(ids)
+
+
 # --- Layouts -----------------------------------------------------------------
 
 

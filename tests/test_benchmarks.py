@@ -172,11 +172,12 @@ def test_the_report_names_what_failed(summary):
     assert len(problems) == 2
 
 
-def test_run_names_are_distinct_and_scripts_exist(sft, rollout):
+def test_run_names_are_distinct_and_scripts_exist(sft, rollout, grpo):
     for driver, runs in (
         (sft, sft.all_runs()),
         (rollout, rollout.all_runs()),
         (rollout, rollout.all_cells()),
+        (grpo, grpo.all_runs()),
     ):
         runs = list(runs)
         counts = collections.Counter(run.name for run in runs)
@@ -373,3 +374,156 @@ def test_the_grid_is_a_table_of_slots_and_contexts(rollout, rollout_summary):
     assert "grid-8-slots-256" in text.splitlines()[-5]
     assert problems == ["grid-1-slots-4096: killed"]
     assert len(list(rollout.all_cells())) == 12
+
+
+# --- Reinforcement learning --------------------------------------------------
+
+
+def grpo_figures(step_s, **changed):
+    return {
+        "tokens_per_s": 4096 / step_s,
+        "step_s": step_s,
+        "rollout_s": 0.25 * step_s,
+        "reward_s": 0.0,
+        "train_s": 0.75 * step_s,
+        "sync_s": 0.0,
+        "other_s": 0.0,
+        "compile_s": 20.0,
+        "peak_gb": 4.0,
+        "trained_tokens": 4096,
+        "first_loss": 1e-8,
+        "grad_norm": 0.2,
+        "mean_logp": -8.96,
+        "reward": 0.5,
+        "other_cpus": 0.0,
+        "first_gradient": [0.2, 0.01],
+        **changed,
+    }
+
+
+@pytest.fixture(scope="module")
+def grpo(folder):
+    return load("grpo")
+
+
+@pytest.fixture(scope="module")
+def grpo_summary(grpo):
+    return grpo.grpo_summary
+
+
+@pytest.fixture(scope="module")
+def grpo_steps(folder):
+    return load("grpo_steps")
+
+
+def test_the_work_of_grpo_never_changes(workloads):
+    work, long = workloads.RL["w5"], workloads.RL["w5-long"]
+    prompts = work.prompt_ids(6)
+    assert work.completions == 64 and len(prompts) == 48
+    assert work.longest == 160 and work.group == 608
+    lengths = [len(p) for p in prompts]
+    assert 16 <= min(lengths) and max(lengths) <= 96
+    assert sum(lengths) == 2863
+    assert {len(p) for p in long.prompt_ids(1)} == {512}
+    assert long.group == 1024
+    assert workloads.even_share([3, 4, 5, 6]) == 0.5
+
+
+def test_the_parts_of_a_step(grpo_steps, capsys, monkeypatch):
+    """Steps of 30, 9 and 11 s: the median of the later ones is 10 s, and
+    compiling took 20; 1 s of each is in no part."""
+    now = [0.0]
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(grpo_steps, "time", clock)
+
+    def wait(seconds):
+        now[0] += seconds
+        return seconds
+
+    log = grpo_steps.Log()
+    rollout = log.timed("rollout", wait)
+    now[0] += 100.0  # before the run: in no step
+    log.start()
+    for seconds in (30.0, 9.0, 11.0):
+        # Twice a step: both count.
+        assert rollout(1.0) == 1.0 and rollout(2.0) == 2.0
+        log.drawn(4, -36.0)
+        assert [log.reward([4, 5]) for _ in range(2)] == [0.5, 0.5]
+        wait(seconds - 3.0)
+        log.step_ends(train=seconds - 4.0)
+    work = types.SimpleNamespace(completions=2, max_tokens=2)
+    args = types.SimpleNamespace(work=work, steps=3)
+    grpo_steps.emit(args, (), log, first_loss=0.0, note="x")
+    line = capsys.readouterr().out.strip()
+    found = json.loads(line.removeprefix(grpo_steps.report.MARK))
+    assert found["step_s"] == 10 and found["first_step_s"] == 30
+    assert found["compile_s"] == 20
+    assert (found["rollout_s"], found["train_s"]) == (3, 6)
+    assert (found["sync_s"], found["other_s"]) == (0, 1)
+    assert found["tokens_per_s"] == 0.4
+    assert (found["mean_logp"], found["reward"]) == (-9, 0.5)
+    assert found["trained_tokens"] == 4 and found["note"] == "x"
+    args.steps = 4
+    with pytest.raises(ValueError, match=r"\(4, 4, 8\).*\(3, 3, 6\)"):
+        grpo_steps.emit(args, (), log, first_loss=0.0)
+
+
+def test_libraries_must_train_alike(grpo_summary):
+    run = grpo_summary.Run
+    ours, shared = run("ours", "w5"), run("ours", "w5", shared=True)
+    tunix = run("tunix", "w5")
+    sound = {
+        ours: [grpo_figures(2.0)],
+        shared: [grpo_figures(1.0)],
+        # It has no gradient norm, and a padding id that was drawn.
+        tunix: [grpo_figures(7.0, grad_norm=None, trained_tokens=4093)],
+        # Another workload is compared with itself alone.
+        run("ours", "w5-long"): [grpo_figures(3.0, trained_tokens=2048)],
+    }
+    assert list(grpo_summary.disagreements(sound)) == []
+    for run, changed, message in (
+        (tunix, {"first_loss": 0.01}, "w5-tunix: the first loss is 0.01"),
+        (tunix, {"trained_tokens": 4000}, "`trained_tokens` differs"),
+        (tunix, {"mean_logp": -4.6}, "`mean_logp` differs"),
+        (tunix, {"reward": 0.6}, "w5-tunix 0.6"),
+        (tunix, {"reward": float("nan")}, "`reward` differs"),
+        (ours, {"grad_norm": 0.4}, "`grad_norm` differs"),
+        (shared, {"first_gradient": [0.2, 0.02]}, "w5-ours-shared differ"),
+        (
+            shared,
+            {"first_gradient": [0.2, float("nan")]},
+            "differ by nan",
+        ),
+    ):
+        wrong = {**sound, run: [grpo_figures(2.0, **changed)]}
+        (line,) = grpo_summary.disagreements(wrong)
+        assert message in line
+
+
+def test_grpo_is_compared_with_the_faster_library(grpo_summary):
+    """Ours 3 and 2 s, TRL 9, Tunix 7: 3.5 over the faster."""
+    run = grpo_summary.Run
+    results = {
+        run("ours", "w5"): [grpo_figures(3.0)],
+        run("ours", "w5", True): [
+            grpo_figures(2.0, peak_gb=3.0, first_gradient=[0.2, 0.010002])
+        ],
+        run("trl", "w5"): [grpo_figures(9.0, other_cpus=0.5)],
+        run("tunix", "w5"): [grpo_figures(7.0, grad_norm=None)],
+        run("ours", "w5-long"): [{"error": "Traceback\nValueError: no"}],
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = grpo_summary.markdown(results, options)
+    assert problems == ["w5-long-ours: ValueError: no"]
+    for line in (
+        "- w5: steps per second over the faster of TRL and Tunix: 3.50",
+        "- w5: steps per second over TRL: 4.50",
+        "- w5: steps per second, shared prompts over separate: 1.50",
+        "- w5: peak memory, shared prompts over separate: 0.75",
+        "separate, differ by this share of their norm: 1e-05",
+        "| TRL, prompts separate | 9.00 | 4.50x | 2.25 | 0.00 | 6.75 |",
+        "0.50*",
+        "| Tunix, prompts separate | 4096.0 | 1e-08 |  | -8.960 | 0.500 |",
+    ):
+        assert line in text
+    assert "## w5-long" not in text
