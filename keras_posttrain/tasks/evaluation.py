@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.reward import completion_text
-from keras_posttrain.tasks.collect import (
+from keras_posttrain.tasks.sampler import (
     Sampler,
     length_metrics,
     request_seed,
