@@ -41,7 +41,8 @@ def bases(cls):
 
 def public_classes():
     modules = [keras_posttrain, keras_posttrain.callbacks]
-    modules += [keras_posttrain.losses]
+    modules += [keras_posttrain.losses, keras_posttrain.rewards]
+    modules += [keras_posttrain.rollout]
     values = [getattr(m, name) for m in modules for name in m.__all__]
     return [value for value in values if isinstance(value, type)]
 
