@@ -3,6 +3,8 @@ import math
 import numbers
 import os
 
+import keras_hub
+
 from keras_posttrain.losses import Loss, PPOLoss, SumLoss, ValueLoss
 from keras_posttrain.models import presets
 from keras_posttrain.models.value_head import ValueHead
@@ -181,6 +183,12 @@ class PPOTask(RolloutTask):
         self._value_source = lambda: source
 
     def _check_value_model(self, source):
+        known = (str, os.PathLike, keras_hub.models.CausalLM)
+        if source is not None and not isinstance(source, known):
+            raise ValueError(
+                "`value_model` must be None, a preset or a KerasHub "
+                f"`CausalLM`. Received: value_model={source!r}"
+            )
         if source is self.causal_lm:
             raise ValueError(
                 "`value_model` must be another model than the policy. Leave "
