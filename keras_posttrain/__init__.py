@@ -30,6 +30,7 @@ from keras_posttrain.optimizers import decay_mask  # noqa: E402
 from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
 from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
 from keras_posttrain.tasks.ppo_task import PPOTask  # noqa: E402
+from keras_posttrain.tasks.reward_task import RewardTask  # noqa: E402
 from keras_posttrain.tasks.rollout_task import RolloutTask  # noqa: E402
 from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
 from keras_posttrain.tasks.task import Task  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "GRPOTask",
     "LoRA",
     "PPOTask",
+    "RewardTask",
     "RolloutTask",
     "SFTTask",
     "Task",

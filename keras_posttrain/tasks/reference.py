@@ -107,6 +107,8 @@ class Reference:
                 for o, n in zip(old, new)
             ]
 
+        # Keras's own loop empties the variables while it runs.
+        self.task.jax_state_sync()
         new = [v.value for v in self.variables]
         self.values = mix(self.values, new)
 

@@ -1,0 +1,132 @@
+"""A number for each sequence, and its place in files."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain.models import adapter_files, checkpoint_files
+
+# As transformers' models for sequence classification name it.
+TENSOR = "score.weight"
+MODULE = "score"
+
+
+class ScoreHead(keras.layers.Layer):
+    """A linear map from a sequence's last hidden state to its score.
+
+    It has no bias, which no comparison would see, and is kept in float32.
+
+    Args:
+        hidden_dim: int, features of a hidden state.
+
+    Call arguments:
+        hidden: float array of shape `(rows, length, hidden_dim)`.
+        segment_ids: int array of shape `(rows, length)`.
+        num_sequences: int, the most sequences of a row.
+
+    Returns:
+        A float32 array of shape `(rows, num_sequences)`, 0 at unused slots.
+    """
+
+    def __init__(self, hidden_dim, name="score"):
+        super().__init__(name=name, dtype="float32")
+        self.kernel = self.add_weight(
+            name="kernel",
+            shape=(hidden_dim,),
+            initializer=keras.initializers.RandomNormal(0.0, 0.02, seed=0),
+        )
+        self.built = True
+
+    def call(self, hidden, segment_ids, num_sequences):
+        ids = jnp.arange(1, num_sequences + 1)
+        member = segment_ids[:, :, None] == ids
+        columns = jnp.arange(segment_ids.shape[1])[None, :, None]
+        last = jnp.max(jnp.where(member, columns, 0), axis=1)
+        ends = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
+        kernel = jnp.asarray(self.kernel.value, "float32")
+        scores = ends.astype("float32") @ kernel
+        return jnp.where(member.any(axis=1), scores, 0.0)
+
+    def tensor(self):
+        """The kernel as files hold it, `(1, hidden_dim)`."""
+        return np.asarray(self.kernel.value, "float32")[None]
+
+    def take(self, tensor, source):
+        """Sets the kernel from a file's tensor."""
+        wanted = (1, *self.kernel.shape)
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"`{TENSOR}` must have the shape {wanted}: one score, of as "
+                "many features as the model has. Received: shape "
+                f"{tensor.shape} in {str(source)!r}"
+            )
+        self.kernel.assign(tensor[0].astype("float32"))
+
+
+def read_score(directory):
+    """`score.weight` of a checkpoint, or `None` where it has none."""
+    with checkpoint_files.Reader(directory) as tensors:
+        return tensors.get(TENSOR) if TENSOR in tensors.names else None
+
+
+def add_to_adapter(directory, tensor):
+    """Puts the head into a PEFT adapter directory, where PEFT looks for it."""
+    config, tensors = adapter_files.read_peft(directory)
+    config |= {"task_type": "SEQ_CLS", "modules_to_save": [MODULE]}
+    tensors[adapter_files.PREFIX + TENSOR] = tensor
+    _write_adapter(directory, config, tensors)
+
+
+def split_adapter(directory, without):
+    """Copies an adapter directory to `without`, less the head.
+
+    Returns:
+        The head's tensor, or `None` where the adapter has none.
+    """
+    config, tensors = adapter_files.read_peft(directory)
+    tensor = tensors.pop(adapter_files.PREFIX + TENSOR, None)
+    # PEFT itself lists more names than a model has.
+    if set(config.get("modules_to_save") or ()) <= {MODULE, "classifier"}:
+        config["modules_to_save"] = None
+    _write_adapter(without, config, tensors)
+    return tensor
+
+
+def _write_adapter(directory, config, tensors):
+    from safetensors.numpy import save_file
+
+    directory = pathlib.Path(directory)
+    save_file(
+        tensors,
+        str(directory / adapter_files.WEIGHTS_FILE),
+        metadata={"format": "pt"},
+    )
+    checkpoint_files.write_json(directory / adapter_files.CONFIG_FILE, config)
+
+
+def add_to_export(directory, tensor):
+    """Makes an exported model one for sequence classification."""
+    from safetensors.numpy import load_file, save_file
+
+    directory = pathlib.Path(directory)
+    config = checkpoint_files.read_json(directory / "config.json")
+    config["architectures"] = [
+        name.replace("ForCausalLM", "ForSequenceClassification")
+        for name in config.get("architectures", [])
+    ]
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    index = directory / checkpoint_files.INDEX
+    if index.is_file():
+        content = json.loads(index.read_text())
+        file = "model-score.safetensors"
+        save_file({TENSOR: tensor}, directory / file, {"format": "pt"})
+        content["weight_map"][TENSOR] = file
+        checkpoint_files.write_json(index, content)
+    else:
+        path = directory / checkpoint_files.SINGLE
+        tensors = load_file(path) | {TENSOR: tensor}
+        save_file(tensors, path, {"format": "pt"})
+    checkpoint_files.write_json(directory / "config.json", config)

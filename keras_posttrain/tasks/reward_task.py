@@ -1,0 +1,177 @@
+import tempfile
+
+import jax
+import numpy as np
+
+from keras_posttrain.losses import BradleyTerryLoss
+from keras_posttrain.models import huggingface, score_head
+from keras_posttrain.tasks import checks
+from keras_posttrain.tasks.preference_task import PreferenceTask
+
+
+class RewardTask(PreferenceTask):
+    """A reward model: a score for each sequence, trained on pairs.
+
+    The score is a linear map of the last token's final hidden state; it is
+    trained with the adapter, or with all weights. Rows are
+    `{"prompt", "chosen", "rejected"}` or `{"chosen", "rejected"}`, strings
+    or lists of messages, or tokenised as `{"chosen_ids", "rejected_ids"}`,
+    with `prompt_ids` or without; a number `margin` says by how much the
+    chosen is to be ahead.
+
+    `save_adapter` writes the head beside the adapter, as PEFT does for
+    sequence classification; `export` writes a model for sequence
+    classification; `from_preset` and `load_adapter` read them. A trained
+    task is a reward: `kpt.rewards.ModelReward(task)`.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
+        **kwargs: see `from_preset`.
+
+    References:
+        - [Ouyang et al., 2022](https://arxiv.org/abs/2203.02155).
+
+    Example:
+
+    ```python
+    task = kpt.RewardTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=16))
+    task.compile(optimizer=keras.optimizers.AdamW(1e-4))
+    task.fit(
+        [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}],
+        batch_size=1,
+    )
+    task.score([{"prompt": "2 + 2 =", "completion": " 4"}])
+    ```
+    """
+
+    auto_learning_rates = (1e-4, 1e-5)
+    shares_prompt = False
+
+    def __init__(self, causal_lm, tokenizer=None, **kwargs):
+        super().__init__(causal_lm, tokenizer, **kwargs)
+        backbone = causal_lm.backbone
+        self.score_head = score_head.ScoreHead(backbone.hidden_dim)
+        if not backbone.token_embedding.tie_weights:
+            # Nothing reads it, and weight decay would still move it.
+            backbone.token_embedding.reverse_embeddings.trainable = False
+        self._scores = None
+
+    @classmethod
+    def from_preset(cls, preset, *, load_weights=True, **kwargs):
+        task = super().from_preset(preset, load_weights=load_weights, **kwargs)
+        directory = huggingface.resolve(preset)
+        if load_weights and directory is not None:
+            tensor = score_head.read_score(directory)
+            if tensor is not None:
+                task.score_head.take(tensor, directory)
+        return task
+
+    def default_loss(self):
+        return BradleyTerryLoss()
+
+    def compile(self, optimizer="auto", loss="auto", **kwargs):
+        """Sets what training needs.
+
+        Args:
+            optimizer: as in `kpt.SFTTask.compile`; `"auto"` is AdamW with a
+                learning rate of 1e-4 with an adapter and 1e-5 without.
+            loss: `"auto"` for `kpt.losses.BradleyTerryLoss()`, or another
+                loss that needs nothing but `scores`.
+            micro_batch_size: int or `None`: pairs that pass through the
+                model at once; rows where `packing`.
+            max_grad_norm, run_eagerly: as in `kpt.SFTTask.compile`.
+        """
+        loss = self.default_loss() if loss == "auto" else loss
+        if set(getattr(loss, "needs", ())) != {"scores"}:
+            raise ValueError(
+                "`loss` must be a loss of scores, such as "
+                "`kpt.losses.BradleyTerryLoss()`. Received: "
+                f"loss={loss!r}. For losses of log-probabilities use "
+                "`kpt.DPOTask`."
+            )
+        super().compile(optimizer, loss, **kwargs)
+
+    def token_outputs(
+        self, batch, mask, needs, *, dropout_key=None, differentiable=True
+    ):
+        hidden = self.policy.hidden_states(batch, dropout_key)
+        slots = batch["sequence_mask"].shape[1]
+        scores = self.score_head(
+            hidden, batch["segment_ids"], num_sequences=slots
+        )
+        return {"scores": scores}
+
+    def score(self, rows, batch_size=8):
+        """The scores of sequences.
+
+        Args:
+            rows: list of `{"prompt", "completion"}`, `{"messages"}` or
+                `{"text"}`, or tokenised rows.
+            batch_size: int, rows at once.
+
+        Returns:
+            A list of floats, one a row.
+        """
+        # An answer for each row: none may be dropped or cut.
+        examples, _ = self.prepare(
+            rows, "rows", train_on="all", truncation="error"
+        )
+        checks.divides(self, batch_size)
+        batches = self._batches(examples, batch_size, shuffle=False)
+        if self._scores is None:
+
+            def run(trainable, frozen, batch):
+                with self.using_weights(trainable, frozen):
+                    found = self.token_outputs(batch, None, ("scores",))
+                return found["scores"][:, 0]
+
+            self._scores = jax.jit(run)
+        weights = (
+            [v.value for v in self.trainable_variables],
+            [v.value for v in self.non_trainable_variables],
+        )
+        out = []
+        for batch in batches.get_jax_iterator():
+            found = np.asarray(self._scores(*weights, batch))
+            out += found[batch["sequence_mask"][:, 0] > 0].tolist()
+        return out
+
+    def _forget_programs(self):
+        super()._forget_programs()
+        self._scores = None
+
+    # Saving
+
+    def save_adapter(self, path):
+        """Writes the adapter and the head in PEFT's format."""
+        super().save_adapter(path)
+        score_head.add_to_adapter(path, self.score_head.tensor())
+
+    def load_adapter(self, path):
+        """Takes the weights of a PEFT adapter, and the head it may have.
+
+        Args:
+            path: str or path of a PEFT adapter directory.
+        """
+        with tempfile.TemporaryDirectory() as without:
+            tensor = score_head.split_adapter(path, without)
+            super().load_adapter(without)
+        if tensor is not None:
+            self.score_head.take(tensor, path)
+
+    def export(self, path, **kwargs):
+        """Writes a Hugging Face directory for sequence classification, the
+        adapter merged in.
+
+        Args:
+            path, **kwargs: as in `kpt.SFTTask.export`.
+        """
+        super().export(path, **kwargs)
+        score_head.add_to_export(path, self.score_head.tensor())
+
+    def save_to_preset(self, path):
+        raise ValueError(
+            "A KerasHub preset of a `CausalLM` has no place for the head "
+            "that scores. Use `export`, or `save_adapter`."
+        )
