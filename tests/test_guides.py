@@ -48,6 +48,22 @@ def read_log(folder):
     return [json.loads(line) for line in lines]
 
 
+def passed_as_rewards(body):
+    """The names in `rewards=[...]` of the calls in a guide."""
+    keywords = [
+        keyword
+        for node in body
+        for keyword in ast.walk(node)
+        if isinstance(keyword, ast.keyword) and keyword.arg == "rewards"
+    ]
+    return {
+        reward.id
+        for keyword in keywords
+        for reward in keyword.value.elts
+        if isinstance(reward, ast.Name)
+    }
+
+
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_a_guide_is_a_tutobook(path):
     source = path.read_text(encoding="utf-8")
@@ -62,8 +78,10 @@ def test_a_guide_is_a_tutobook(path):
     assert HEADER.fullmatch(texts[0].lstrip("\n"))
     assert len(texts) > 5
     assert "set `preset`" in " ".join(" ".join(texts).split())
-    # Where a guide needs a function of its own, the library lacks one.
-    assert not [node for node in body if isinstance(node, ast.FunctionDef)]
+    # Where a guide needs a function of its own, the library lacks one. A
+    # reward is a function by nature.
+    functions = {n.name for n in body if isinstance(n, ast.FunctionDef)}
+    assert functions <= passed_as_rewards(body)
 
 
 def test_all_guides_are_run():
@@ -82,8 +100,9 @@ def test_the_readme_names_what_exists():
 @pytest.mark.slow
 def test_the_readmes_code_runs(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(code.splitlines()) <= 17
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert max(len(block.splitlines()) for block in blocks) <= 17
+    code = "\n".join(blocks)
     # The one line that a reader changes, too.
     preset = ROOT / "tests" / "reference" / "models" / "qwen3"
     code, count = re.subn(
@@ -102,6 +121,8 @@ def test_the_readmes_code_runs(tmp_path):
     assert has_files(tmp_path / "adapter", ADAPTER)
     assert has_files(tmp_path / "model", MODEL)
     assert [line["step"] for line in read_log(tmp_path / "run")] == [1, 2, 3]
+    completions = (tmp_path / "run" / "completions.jsonl").read_text()
+    assert len(completions.splitlines()) == 8
 
 
 @pytest.mark.slow
@@ -177,3 +198,136 @@ def test_sampling(tmp_path):
     assert int(before) < 60 and int(after) > 80
     assert float(re.search(r"largest difference (\S+)", text)[1]) < 2e-5
     assert "decode of 64 slots" in text and "weights 1" in text
+
+
+@pytest.mark.slow
+def test_grpo_arithmetic(tmp_path):
+    folder = tmp_path / "made"
+    text = run("grpo_arithmetic", folder, tmp_path)
+    assert has_files(folder, ["reward.png", "completions.jsonl"])
+    results = json.loads((folder / "results.json").read_text())
+    assert max(results["before"], results["before_sampled"]) <= 0.2
+    assert min(results["after"], results["after_sampled"]) >= 0.8
+    # The two rewards, tried on three completions.
+    assert "[1.0, 0.0, 0.0]\n[1.0, 1.0, 0.0]\n" in text
+    log = read_log(folder)
+    assert log[0]["reward"] < 0.4 and log[-1]["reward"] > 0.9
+    # Nothing that was trained on is evaluated.
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} == {0, 100, 200, 300}
+
+
+# The rows of GSM8K have these two columns and this end, and commas in some
+# numbers.
+GSM8K_ROWS = [
+    {
+        "question": "A pen costs $2. What do 700 pens cost?",
+        "answer": "700 * 2 = <<700*2=1400>>1400\n#### 1,400",
+    },
+    {
+        "question": "It was 2 degrees, and 5 less at night. How many?",
+        "answer": "2 - 5 = <<2-5=-3>>-3 degrees.\n#### -3",
+    },
+]
+
+
+def user_code():
+    """The statements of the GSM8K guide that a user of it writes."""
+    source = (ROOT / "guides" / "grpo_gsm8k.py").read_text(encoding="utf-8")
+    is_shown = {"tiny_rows", "made_up", "answers", "lines", "names", "vote"}
+    kept, begun = [], False
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            begun |= "preset" in names and "rows" in names
+            is_user = begun or "instruction" in ast.unparse(node.targets)
+            if is_user and not is_shown & names:
+                kept.append(node)
+        elif begun and ast.unparse(node).startswith("task.compile"):
+            kept.append(node)
+        elif begun and ast.unparse(node).startswith("task.fit"):
+            kept.append(node)
+            return source, kept
+    raise AssertionError("The guide has no run.")
+
+
+def test_gsm8k_is_at_most_twenty_lines():
+    _, nodes = user_code()
+    lines = sum(node.end_lineno - node.lineno + 1 for node in nodes)
+    imports = 1
+    assert 10 < lines + imports <= 20
+
+
+def test_gsm8ks_data_and_rewards():
+    """On rows of GSM8K's shape, as the `datasets` package gives them."""
+    import datasets
+
+    import keras_posttrain as kpt
+
+    source, nodes = user_code()
+    found = {"rows": datasets.Dataset.from_list(GSM8K_ROWS), "kpt": kpt}
+    for node in nodes:
+        names = ast.unparse(getattr(node, "targets", []) or node)
+        if names in ("instruction", "correct", "ends_well", "prompts"):
+            exec(ast.get_source_segment(source, node), found)
+    assert len(found["prompts"]) == 2
+    for row, prompt in zip(GSM8K_ROWS, found["prompts"]):
+        (message,) = prompt["prompt"]
+        assert message["role"] == "user"
+        assert message["content"].startswith(row["question"])
+        assert prompt["answer"] == row["answer"]
+    pairs = [
+        ("So it is 1400.\n#### 1400", 0, 1.0, 1.0),
+        ("#### $1,400.00", 0, 1.0, 0.0),
+        ("#### 140", 0, 0.0, 1.0),
+        ("It is 1400", 0, 0.0, 0.0),
+        ("#### -3", 1, 1.0, 1.0),
+        ("-3 is #### 3", 1, 0.0, 1.0),
+    ]
+    completions, rows, correct, ends = map(list, zip(*pairs))
+    arguments = {
+        "completions": [
+            [{"role": "assistant", "content": c}] for c in completions
+        ],
+        "answer": [GSM8K_ROWS[row]["answer"] for row in rows],
+    }
+    assert found["correct"](**arguments) == correct
+    assert found["ends_well"](**arguments) == ends
+
+
+@pytest.mark.slow
+def test_grpo_gsm8k(tmp_path):
+    folder = tmp_path / "made"
+    text = run("grpo_gsm8k", folder, tmp_path)
+    assert "correct [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]" in text
+    assert "ends_well [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]" in text
+    assert has_files(folder / "adapter", ADAPTER)
+    log = read_log(folder / "run")
+    assert [line["step"] for line in log] == [1, 2]
+    assert all(line["grad_norm"] > 0 for line in log)
+    lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
+    assert len(lines) == 2 * 8 * 8
+    for line in lines:
+        weighted = line["numeric"] + 0.1 * line["regex"]
+        assert line["reward"] == pytest.approx(weighted)
+    assert any(line["regex"] for line in lines)
+    scores = re.search(r"\{'pass@1': (\S+), 'pass@4': (\S+), 'maj@4': ", text)
+    assert 0 <= float(scores[1]) <= float(scores[2]) <= 1
+
+
+@pytest.mark.slow
+def test_write_your_own_loss(tmp_path):
+    folder = tmp_path / "made"
+    text = run("write_your_own_loss", folder, tmp_path)
+    assert "by the class 0.500000" in text
+    assert "SPOLoss on-policy 0.000000 0.0" in text
+    slopes = "[[0.0, -0.25, -0.25], [0.0, 0.25, 0.25]]"
+    assert f"its slopes {slopes}" in text
+    assert float(re.search(r"at the best ratios (\S+)", text)[1]) < 1e-6
+    assert "what is masked does not matter: True" in text
+    shares = re.findall(r"Loss: right answers .* of (\d+)%", text)
+    assert int(shares[0]) < 75 and int(shares[1]) > int(shares[0]) + 10
+    right = re.search(r"held-out samples right: (\d+)% -> (\d+)%", text)
+    assert int(right[2]) > int(right[1]) + 15
+    assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0
