@@ -467,7 +467,11 @@ def test_all_rows_are_too_long(task):
         ("a", {"stop_token_ids": "eos"}, ["'auto', None or ints", "='eos'"]),
         (3, {}, ["`prompts` must be a str", "int"]),
         ({"ids": [1]}, {}, ["{'prompt_ids': [...]}", "['ids']"]),
-        ({"prompt_ids": []}, {}, ["at least one token", "prompt of request 0"]),
+        (
+            {"prompt_ids": []},
+            {},
+            ["at least one token", "prompt of request 0"],
+        ),
         (
             [{"prompt_ids": [1]}, {"prompt_ids": [9999]}],
             {},
