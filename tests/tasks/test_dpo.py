@@ -1,0 +1,252 @@
+"""`DPOTask`: the same update however it is run, resume, errors."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, load_json, read_log, weights
+
+losses = kpt.losses
+PAIRS = load_json("dpo.json")["datasets"]["llama3"][:6]
+LABELLED = [
+    {k: row[k] for k in ("prompt_ids", "completion_ids", "label")}
+    for row in load_json("kto.json")["datasets"]["llama3"][:6]
+]
+MODELS = REFERENCE / "models"
+LOSSES = {
+    "dpo": (losses.DPOLoss(), PAIRS),
+    "orpo": (losses.ORPOLoss(), PAIRS),
+    "aot": (losses.AOTLoss(), PAIRS),
+    "kto": (losses.KTOLoss(), LABELLED),
+}
+
+
+def make(lora=None, reference=None, model="llama3", **kwargs):
+    return kpt.DPOTask.from_preset(
+        MODELS / model,
+        lora=lora,
+        reference=reference,
+        sequence_length=64,
+        **kwargs,
+    )
+
+
+@functools.cache
+def one_step(name, micro_batch_size=None, rank=4, family="llama3", **fit):
+    """An SGD step with dropout, against another model's weights."""
+    loss, rows = LOSSES[name]
+    other = MODELS / ("gemma2_ref" if family == "gemma2" else "llama3_ref")
+    lora = kpt.LoRA(rank=rank, alpha=8, dropout=0.2) if rank else None
+    task = make(lora, other, family)
+    if lora:
+        # B is zero at the start, and then half of the gradients are.
+        rng = np.random.default_rng(0)
+        for b in task.adapter.b:
+            b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    before = weights(task)
+    task.compile(
+        keras.optimizers.SGD(0.1),
+        loss,
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=None,
+    )
+    history = task.fit(rows, batch_size=6, shuffle=False, verbose=0, **fit)
+    after = weights(task)
+    return history.history, {k: after[k] - before[k] for k in after}
+
+
+@pytest.mark.parametrize(
+    "name, ways",
+    [
+        ("dpo", {"micro_batch_size": 2}),
+        ("dpo", {"packing": True}),
+        ("dpo", {"share_prefix": True}),
+        ("orpo", {"share_prefix": True, "packing": True}),
+        ("aot", {"micro_batch_size": 2}),
+        ("kto", {"micro_batch_size": 2}),
+        (
+            "kto",
+            {"micro_batch_size": 1, "share_prefix": True, "packing": 96},
+        ),
+    ],
+    ids=str,
+)
+def test_the_same_update_however_it_is_run(name, ways):
+    history, update = one_step(name)
+    other_history, other = one_step(name, **ways)
+    for key, values in history.items():
+        if key != "num_tokens":
+            np.testing.assert_allclose(
+                other_history[key], values, rtol=1e-5, atol=1e-6, err_msg=key
+            )
+    size = max(np.abs(x).max() for x in update.values())
+    assert size > 1e-5
+    for key, value in update.items():
+        np.testing.assert_allclose(
+            other[key], value, rtol=0, atol=2e-5 * size, err_msg=key
+        )
+
+
+def test_all_weights_and_windows_share_prompts_as_well():
+    whole = one_step("dpo", rank=0, family="gemma2")
+    shared = one_step("dpo", rank=0, family="gemma2", share_prefix=True)
+    size = max(np.abs(x).max() for x in whole[1].values())
+    for key, value in whole[1].items():
+        np.testing.assert_allclose(
+            shared[1][key], value, rtol=0, atol=2e-5 * size + 2e-7
+        )
+
+
+@pytest.mark.parametrize("lora", [kpt.LoRA(rank=4), None], ids=str)
+def test_the_first_step_is_log_2(lora, tmp_path):
+    task = make(lora)
+    base = [np.array(v.value) for v in task.non_trainable_variables]
+    task.compile(keras.optimizers.SGD(0.1))
+    assert abs(task.evaluate(PAIRS)["loss"] - np.log(2)) < 1e-6
+    task.fit(
+        PAIRS,
+        batch_size=3,
+        verbose=0,
+        callbacks=[kpt.callbacks.MetricsLog(tmp_path)],
+    )
+    first, second = read_log(tmp_path)
+    assert abs(first["loss"] - np.log(2)) < 1e-6
+    assert first["rewards/accuracies"] == 0
+    assert abs(first["rewards/margins"]) < 1e-5
+    assert abs(second["loss"] - np.log(2)) > 1e-6
+    assert (task.reference.num_bytes == 0) == (lora is not None)
+    for v, b in zip(task.non_trainable_variables, base):
+        np.testing.assert_array_equal(v.value, b)
+    logs = task.evaluate(PAIRS)
+    assert "perplexity" not in logs and logs["rewards/margins"] > 0
+
+
+def test_losses_without_a_reference_make_none():
+    task = make(reference=MODELS / "llama3_ref")
+    task.compile(keras.optimizers.SGD(0.1), losses.SimPOLoss())
+    task.fit(PAIRS, batch_size=6, verbose=0)
+    assert task.reference is None
+
+
+def test_validation_is_that_of_evaluate():
+    task = make(kpt.LoRA(rank=4))
+    task.compile(keras.optimizers.SGD(0.5))
+    history = task.fit(
+        PAIRS[:4], batch_size=4, validation_data=PAIRS[4:], verbose=0
+    ).history
+    logs = task.evaluate(PAIRS[4:])
+    for name in ("loss", "rewards/margins", "rewards/accuracies"):
+        np.testing.assert_allclose(
+            history[f"val_{name}"][-1], logs[name], rtol=1e-5, atol=1e-7
+        )
+
+
+def resumable(directory, epochs, adapter):
+    task = make(kpt.LoRA(rank=4, dropout=0.1))
+    if adapter is not None:
+        task.load_adapter(adapter)
+    task.compile(keras.optimizers.AdamW(1e-3))
+    task.fit(
+        PAIRS,
+        batch_size=2,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[
+            kpt.callbacks.Checkpoint(directory, every=2),
+            kpt.callbacks.MetricsLog(directory),
+        ],
+    )
+    return task
+
+
+def test_a_resumed_run_is_the_straight_one(tmp_path):
+    # The reference is a copy of the adapter as it was at the very start.
+    adapter = REFERENCE / "adapters/llama3_lora_r4_init"
+    straight = resumable(tmp_path / "a", 2, adapter)
+    resumable(tmp_path / "b", 1, adapter)
+    resumed = resumable(tmp_path / "b", 2, adapter)
+    assert resumed.step == straight.step == 6
+    for path, value in weights(straight).items():
+        np.testing.assert_array_equal(weights(resumed)[path], value)
+    ours, theirs = read_log(tmp_path / "b"), read_log(tmp_path / "a")
+    assert [x["loss"] for x in ours] == [x["loss"] for x in theirs]
+
+
+def test_a_reference_that_follows():
+    task = make(kpt.LoRA(rank=4))
+    task.compile(keras.optimizers.SGD(0.5))
+    follow = kpt.callbacks.UpdateReference(every=1, mixup=1.0)
+    task.fit(PAIRS, batch_size=3, verbose=0, callbacks=[follow])
+    # It has become the policy of the last step.
+    assert abs(task.evaluate(PAIRS)["loss"] - np.log(2)) < 1e-6
+
+
+def refused(function, *parts):
+    with pytest.raises(ValueError) as error:
+        function()
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return make(kpt.LoRA(rank=4))
+
+
+def test_losses_that_do_not_fit(task):
+    for loss, part in (
+        (losses.SFTLoss(), "loss of pairs"),
+        (losses.BradleyTerryLoss(), "kpt.RewardTask"),
+        (
+            losses.SumLoss([losses.DPOLoss(), losses.KTOLoss()]),
+            "all be of pairs or all of labelled",
+        ),
+    ):
+        refused(lambda loss=loss: task.compile(loss=loss), part)
+
+
+def test_data_that_does_not_fit(task):
+    task.compile(loss=losses.KTOLoss())
+    good = [{**row, "label": True} for row in LABELLED]
+    refused(
+        lambda: task.fit(good, verbose=0),
+        "True in some rows and False in others",
+        "label=True in all 6 rows",
+    )
+    refused(
+        lambda: task.fit(LABELLED, batch_size=1, verbose=0),
+        "batch_size=1",
+        "APOZeroUnpairedLoss",
+    )
+    refused(lambda: task.fit(PAIRS, verbose=0), "with a label")
+    task.compile()
+    refused(lambda: task.fit(LABELLED, verbose=0), "KTOLoss")
+    refused(
+        lambda: task.fit(PAIRS, packing=16, verbose=0),
+        "packing=16",
+        "room for every pair",
+    )
+    refused(
+        lambda: task.fit(PAIRS, share_prefix="yes", verbose=0),
+        "share_prefix='yes'",
+    )
+    bare = [{**row, "prompt_ids": [], "chosen_ids": [5, 6]} for row in PAIRS]
+    refused(
+        lambda: task.fit(bare, share_prefix=True, verbose=0),
+        "share_prefix=False",
+    )
+
+
+def test_a_reference_of_another_vocabulary():
+    lm = kpt.models.loading.load_causal_lm(MODELS / "llama3_ref")
+    lm.backbone.vocabulary_size = 500
+    task = make(reference=lm)
+    task.compile()
+    refused(
+        lambda: task.fit(PAIRS, verbose=0),
+        "vocabulary_size=500",
+        "vocabulary_size=512",
+    )
