@@ -1,8 +1,6 @@
 """Rows of preferences to tokens: pairs, and labelled completions."""
 
 import dataclasses
-import difflib
-import math
 import os
 
 import numpy as np
@@ -14,20 +12,17 @@ from keras_posttrain.data.formats import (
     TRUNCATIONS,
     DataReport,
 )
+from keras_posttrain.data.preference_columns import (
+    PAIRS,
+    completion_columns,
+    label_of,
+    margin_of,
+    row_columns,
+    without_prompt,
+)
 from keras_posttrain.data.shared_prefix import Group
 
 EQUAL = "chosen equals rejected"
-# The required columns of each row type, the richest first.
-PAIRS = (
-    ("prompt_ids", "chosen_ids", "rejected_ids"),
-    ("chosen_ids", "rejected_ids"),
-    ("prompt", "chosen", "rejected"),
-    ("chosen", "rejected"),
-)
-LABELLED = (
-    ("prompt_ids", "completion_ids", "label"),
-    ("prompt", "completion", "label"),
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,58 +149,6 @@ def prepare_preferences(
     return examples, prepare.report
 
 
-def describe(needed):
-    """A row type as the user writes it."""
-    return "{" + ", ".join(f"'{column}'" for column in needed) + "}"
-
-
-def row_columns(row, labelled, where):
-    """The columns that a row is read by: one of `PAIRS` or `LABELLED`.
-
-    Raises:
-        ValueError: no dict, or columns of no type or of the other kind.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(
-            "A row must be a dict of columns. Received: "
-            f"{where} is {row!r:.200} of type {type(row).__name__}."
-        )
-    given = {column for column, value in row.items() if value is not None}
-    ours, others = (LABELLED, PAIRS) if labelled else (PAIRS, LABELLED)
-    for needed in ours:
-        if given.issuperset(needed):
-            return needed
-    kind = "a label" if labelled else "a chosen and a rejected side"
-    text = (
-        f"The loss asks for rows with {kind}: "
-        f"{' or '.join(map(describe, ours))}. Received: {where} with the "
-        f"columns {list(map(str, row))}."
-    )
-    known = sorted({column for needed in ours for column in needed})
-    for column in map(str, row):
-        if column in known and column not in given:
-            text += f" The column '{column}' is None."
-        elif column not in known:
-            close = difflib.get_close_matches(column.lower(), known, n=1)
-            text += f" Did you mean '{close[0]}'?" if close else ""
-    sides = {"chosen", "rejected", "chosen_ids", "rejected_ids"} & given
-    if len(sides) == 1 and not labelled:
-        side = sides.pop()
-        other = {"chosen": "rejected", "rejected": "chosen"}
-        word, *end = side.split("_")
-        missing = "_".join([other[word], *end])
-        text += f" The column '{side}' goes with '{missing}'."
-    if any(given.issuperset(needed) for needed in others):
-        text += (
-            " Use a loss of labelled completions such as `KTOLoss`, or rows "
-            "of pairs."
-            if not labelled
-            else " Use a loss of pairs such as `DPOLoss`, or give each "
-            "completion a row with a label."
-        )
-    raise ValueError(text)
-
-
 class _Preparation:
     """Prepares one row at a time: `(index, row)` to a `Preference` or
     `None`."""
@@ -236,15 +179,17 @@ class _Preparation:
     def __call__(self, index, row):
         where = f"row {index} of `{self.report.name}`"
         needed = row_columns(row, self.labelled, where)
-        label = _label(row, where) if self.labelled else None
-        margin = 0.0 if self.labelled else _margin(row, where)
+        label = label_of(row, where) if self.labelled else None
+        margin = 0.0 if self.labelled else margin_of(row, where)
         if needed == PAIRS[1]:
             sides = self._split_ids(row, where)
         elif needed == PAIRS[3]:
             sides = self._implicit(row, where)
         else:
-            row = _without_prompt(row, needed)
-            sides = [self._side(row, c, where) for c in _sides(needed)]
+            row = without_prompt(row, needed)
+            sides = [
+                self._side(row, c, where) for c in completion_columns(needed)
+            ]
         for ids, mask in sides:
             columns.check_token_ids(ids, self.vocabulary_size, where)
             mask[:1] = 0.0
@@ -373,29 +318,6 @@ class _Preparation:
         return sides
 
 
-def _sides(needed):
-    return [c for c in needed if c not in ("prompt", "prompt_ids", "label")]
-
-
-def _without_prompt(row, needed):
-    """A row whose sides do not repeat the prompt that it gives apart."""
-    if "prompt" not in needed:
-        return row
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, (list, tuple)) or not prompt:
-        return row
-    sides = {
-        side: row[side]
-        for side in _sides(needed)
-        if isinstance(row[side], (list, tuple))
-        and len(row[side]) > len(prompt)
-        and list(row[side][: len(prompt)]) == list(prompt)
-    }
-    return row | {k: list(v[len(prompt) :]) for k, v in sides.items()}
-
-
 def _common(first, second):
     """How many tokens two sequences begin with together."""
     most = min(len(first), len(second))
@@ -421,22 +343,3 @@ def _not_shared(where, names, values):
         f"prompt. Received: {where}, {shown}. Give the prompt as a column of "
         "its own ('prompt' or 'prompt_ids')."
     )
-
-
-def _label(row, where):
-    value = row["label"]
-    if not isinstance(value, (bool, np.bool_)):
-        raise columns.wrong_type(
-            where, "label", "True (a good completion) or False", value
-        )
-    return bool(value)
-
-
-def _margin(row, where):
-    value = row.get("margin")
-    if value is None:
-        return 0.0
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    if isinstance(value, bool) or not number or not math.isfinite(value):
-        raise columns.wrong_type(where, "margin", "a finite number", value)
-    return float(value)

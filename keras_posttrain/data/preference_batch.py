@@ -142,7 +142,6 @@ class PreferenceLayout:
         return lengths[bisect.bisect_left(lengths, longest)]
 
     def _shared(self, groups):
-        _check_prompts(groups)
         each = self.completions_per_example
         most = 1 + each
         rows = [
@@ -227,13 +226,3 @@ def _sequences(group):
         )
         for completion, mask in zip(group.completions, group.masks)
     ]
-
-
-def _check_prompts(groups):
-    for group in groups:
-        if not len(group.prompt):
-            raise ValueError(
-                "With `share_prefix=True` the completions of a row must have "
-                "a prompt in common. Received: none in row "
-                f"{group.row} of the dataset. Use share_prefix=False."
-            )

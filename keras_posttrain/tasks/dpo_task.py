@@ -90,13 +90,15 @@ class DPOTask(PreferenceTask):
     def _begin_run(self, examples, callbacks, verbose):
         if self.labelled:
             checks.both_labels(self.objective, examples)
-        if not self.compares or self.reference is not None:
+        if not self.compares:
             return
-        moves = any(hasattr(c, "moves_reference") for c in callbacks)
-        self._make_reference(moves)
-        if verbose and self.reference.num_bytes:
-            size = self.reference.num_bytes / 2**20
-            print(f"reference: {size:,.1f} MiB", flush=True)
+        if self.reference is None:
+            moves = any(hasattr(c, "moves_reference") for c in callbacks)
+            self._make_reference(moves)
+            if verbose and self.reference.num_bytes:
+                size = self.reference.num_bytes / 2**20
+                print(f"reference: {size:,.1f} MiB", flush=True)
+        checks.reference_packs(self.reference, self.packs)
 
     def _make_reference(self, moves=False):
         self.reference = Reference(self, self._given_reference(), moves=moves)

@@ -109,11 +109,22 @@ def strangers(loss, batch_size):
         )
 
 
-def reference_packs(task, reference, layout_is_packed):
-    if layout_is_packed and not reference.policy.packable:
+def prompts(examples):
+    """Refuses examples of which no prompt can be shared."""
+    for example in examples:
+        if not len(example.prompt):
+            raise ValueError(
+                "With `share_prefix=True` the completions of a row must have "
+                "a prompt in common. Received: none in row "
+                f"{example.row} of the dataset. Use share_prefix=False."
+            )
+
+
+def reference_packs(reference, packs):
+    if packs and not reference.policy.packable:
+        kind = type(reference.policy.backbone).__name__
         raise ValueError(
             "The reference model cannot keep packed sequences apart. Use "
             "packing=False and share_prefix=False, or a reference of the "
-            "policy's family. Received: reference with a "
-            f"{type(reference.policy.backbone).__name__}"
+            f"policy's family. Received: a reference with a {kind}"
         )

@@ -12,7 +12,8 @@ class PreferenceTask(Task):
     """
 
     # Set by `fit`.
-    share_prefix = False
+    share_prefix = packs = False
+    # Whether a pair without a prompt of its own must begin alike.
     shares_prompt = True
 
     @property
@@ -73,6 +74,7 @@ class PreferenceTask(Task):
         """
         checks.layout_arguments(self, packing, share_prefix)
         self.share_prefix = share_prefix
+        self.packs = share_prefix or bool(packing)
         return super().fit(
             dataset, batch_size, epochs, packing=packing, **kwargs
         )
@@ -83,6 +85,8 @@ class PreferenceTask(Task):
                 examples, batch_size, packing=packing, **kwargs
             )
         checks.strangers(self.objective, batch_size)
+        if self.share_prefix:
+            checks.prompts(examples)
         layout = self._layout(batch_size)
         if packing:
             layout = checks.packed(
