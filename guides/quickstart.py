@@ -3,7 +3,7 @@ Title: Quickstart: teach a small model to add
 Author: The keras_posttrain authors
 Date created: 2026/11/20
 Last modified: 2026/11/20
-Description: Fine-tune a causal language model on chats, then adapt it.
+Description: Fine-tune a causal language model on chats, then reward it.
 Accelerator: None
 """
 
@@ -17,7 +17,8 @@ minutes on two CPU cores you will
 
 - fine-tune all weights of the model, and see it work out sums that it has
   never been shown;
-- train a LoRA adapter that makes the same model answer in German;
+- reward it for answers in German, with GRPO and a LoRA adapter: no answer is
+  shown to it, but it is told which of its own are good;
 - save the adapter in PEFT's format and the model as a Hugging Face directory,
   and load both again.
 
@@ -55,14 +56,15 @@ keras.utils.set_random_seed(0)
 
 A row is a chat: a list of messages, as in most datasets for instruction
 tuning. Ours ask for a sum, in English or in German, and answer with the
-working. Of the 8,100 sums of two numbers of two digits, 2,500 are learned
-from; 200 others are held out. The rows are written to a JSONL file, one chat
-a line.
+working. Where the question is in neither language, "17 + 25 = ?", half of the
+answers are English and half are German. Of the 8,100 sums of two numbers of
+two digits, 2,500 are learned from; 200 others are held out. The rows are
+written to a JSONL file, one chat a line.
 """
 
 random.seed(0)
 pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-english, german = [], []
+english, german, neither = [], [], []
 for a, b in random.sample(pairs, 2700):
     ones, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
     tens = a // 10 + b // 10 + carry
@@ -72,6 +74,8 @@ for a, b in random.sample(pairs, 2700):
     english.append((question, f"{answer}, sum {a + b}"))
     question, answer = f"Was ist {a} + {b}?", f"Einer {ones}, Zehner {tens}"
     german.append((question, f"{answer}, Summe {a + b}"))
+    answer = random.choice((english, german))[-1][1]
+    neither.append((f"{a} + {b} = ?", answer))
 
 rows = [
     {
@@ -80,7 +84,7 @@ rows = [
             {"role": "assistant", "content": answer},
         ]
     }
-    for question, answer in english[200:] + german[200:]
+    for question, answer in english[200:] + german[200:] + neither[200:1450]
 ]
 train_file = folder / "train.jsonl"
 train_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -210,7 +214,7 @@ them into each row of 256 tokens, where they do not see each other.
 task.fit(
     train_file,
     batch_size=8,
-    epochs=6,
+    epochs=5,
     packing=True,
     validation_data=held_out,
     callbacks=[kpt.callbacks.MetricsLog(folder)],
@@ -257,26 +261,62 @@ the one that we began with.
 task.export(folder / "adder")
 
 """
-## A LoRA adapter on top
+## Rewards instead of answers
 
-Now the same model shall answer English questions in German. With
-`lora=kpt.LoRA(…)` its weights are frozen, and two small matrices beside each
-linear layer are trained instead. Rows can be of other types than messages:
-here, prompts and completions.
+Asked in neither language, the model answers in either. Now it shall always use
+German, and still be right. Nothing new has to be shown to it: it is enough to
+say which of its answers are wanted. For `GRPOTask` a row is a prompt, and what
+the rewards need to know; a reward is a function that gives each completion a
+number.
 """
 
 rows = [
-    {"prompt": [{"role": "user", "content": question}], "completion": answer}
-    for (question, _), (_, answer) in zip(english[200:800], german[200:800])
+    {"prompt": [{"role": "user", "content": question}], "wanted": wanted}
+    for (question, _), (_, wanted) in zip(neither, german)
 ]
-task = kpt.SFTTask.from_preset(
+held_out_rows, rows = rows[:200], rows[200:]
+
+
+def is_wanted(completions, wanted):
+    texts = [messages[-1]["content"] for messages in completions]
+    return [float(text == w) for text, w in zip(texts, wanted)]
+
+
+"""
+With `lora=kpt.LoRA(…)` the model's weights are frozen, and two small matrices
+beside each linear layer are trained instead. A step samples 8 answers to each
+of 32 questions, and makes those that earned more than the others of their
+question more probable.
+"""
+
+task = kpt.GRPOTask.from_preset(
     folder / "adder", lora=kpt.LoRA(rank=8), sequence_length=256
 )
-task.compile(optimizer=keras.optimizers.AdamW(2e-3))
-task.fit(rows, batch_size=8, epochs=3, packing=True)
+task.compile(
+    optimizer=keras.optimizers.AdamW(1e-3),
+    rewards=[is_wanted],
+    num_generations=8,
+    max_completion_length=40,
+)
+earned = task.evaluate(held_out_rows, batch_size=200, temperature=1.0)
+after["reward_before"] = earned["reward"]
 
+task.fit(rows[:1280], batch_size=32)
+
+earned = task.evaluate(held_out_rows, batch_size=200, temperature=1.0)
+after["reward_after"] = earned["reward"]
+print(
+    f"held-out reward: {after['reward_before']:.3f} -> "
+    f"{after['reward_after']:.3f}"
+)
+
+"""
+The held-out questions again, and the most probable answers:
+"""
+
+questions = [row["prompt"] for row in held_out_rows]
+truths = [row["wanted"] for row in held_out_rows]
 translated = task.generate(questions, max_tokens=40, temperature=0)
-truths = [answer for _, answer in german[:200]]
 right = [answer == truth for answer, truth in zip(translated, truths)]
 after["german_answers_right"] = sum(right) / len(right)
 print(questions[0][0]["content"], "->", translated[0])
@@ -315,6 +355,8 @@ print(f"Done in {after['seconds']:.0f} seconds; all of it is in {folder}/")
 
 - `sft.py`: LoRA on chats, what is trained on, callbacks, and how a run goes
   on after it was stopped.
+- `grpo_arithmetic.py`: more on rewards, and a picture of a run.
+- `grpo_gsm8k.py`: the same for a real model and real questions.
 - `data_formats.py`: every type of row, and what is said about a bad one.
 - `custom_train_step.py`: a training step of your own.
 """

@@ -138,6 +138,8 @@ def test_quickstart(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     before, after = results["before"], results["after"]
     assert before["answers_right"] < 0.1 < 0.9 < after["answers_right"]
+    # The reward alone: half of the answers were in German before.
+    assert after["reward_before"] < 0.65 and after["reward_after"] > 0.8
     assert after["german_answers_right"] > 0.9
     assert after["perplexity"] < 1.1 < 50 < before["perplexity"]
     assert after["adapter_agrees"] and after["merged_agrees"]
