@@ -229,6 +229,15 @@ def test_a_prompt_is_computed_once(monkeypatch):
     assert ids(few) == ids(engine_of(shared(), 32).generate(requests))
 
 
+def test_a_sample_seated_before_slots_move_keeps_its_prompt():
+    """The 33rd sample takes slot 31, where its prompt lies; that it alone is
+    left makes the slots fewer and moves it."""
+    requests = [Request([40 + i, 7], max_tokens=1, seed=5) for i in range(31)]
+    requests.append(Request([9, 8, 11], 2, max_tokens=1, seed=5))
+    moved = engine_of(shared(), 32).generate(requests)
+    assert ids(moved) == ids(engine_of(shared(), 64).generate(requests))
+
+
 def test_the_cache_keeps_its_budget(monkeypatch):
     """At every moment, also while it is resized."""
     task, sizes = shared(), []
