@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain.data.packing import pack
+from keras_posttrain.data.formats import Example
+from keras_posttrain.data.packing import assemble, pack
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.rollout.sampling import sample
 
@@ -40,6 +41,28 @@ def using(task, adapted, weights):
         if task.adapter is not None and not adapted:
             stack.enter_context(task.adapter.disabled())
         yield
+
+
+def model_inputs(rows, length, num_rows):
+    """The arrays that a forward pass reads.
+
+    Args:
+        rows: list of lists of sequences of token ids.
+        length: int, tokens of a row.
+        num_rows: int.
+
+    Returns:
+        Dict of `token_ids`, `segment_ids` and `positions`.
+    """
+    batch = assemble(
+        [[Example(ids, np.zeros(len(ids)), 0) for ids in row] for row in rows],
+        length=length,
+        num_rows=num_rows,
+        max_sequences=max(map(len, rows)),
+        pad_id=0,
+    )
+    names = ("token_ids", "segment_ids", "positions")
+    return {name: batch[name] for name in names}
 
 
 def power_of_two(n, at_least=1):
@@ -188,22 +211,15 @@ class SlotDecoder:
         while len(rows) > num_rows:
             length *= 2
             rows = pack(lengths, length, max_sequences=2**30)
-        batch = {
-            name: np.zeros((num_rows, length), "int32")
-            for name in ("token_ids", "segment_ids", "positions")
-        }
+        ids = [[part[i][0] for i in row] for row in rows]
+        batch = model_inputs(ids, length, num_rows)
         starts, targets = [], []
         for r, row in enumerate(rows):
-            at = 0
-            for s, i in enumerate(row):
-                place = slice(at, at + lengths[i])
-                batch["token_ids"][r, place] = part[i][0]
-                batch["segment_ids"][r, place] = s + 1
-                batch["positions"][r, place] = np.arange(lengths[i])
-                for slot in part[i][1]:
-                    starts.append(r * length + at)
-                    targets.append(slot)
-                at = place.stop
+            at = r * length
+            for i in row:
+                starts += [at] * len(part[i][1])
+                targets += part[i][1]
+                at += lengths[i]
         width = min(power_of_two(max(lengths), 64), self.tokens)
         self._note(f"prefill of {num_rows} x {length} tokens")
         kept = self._prefill(weights.adapted, weights[:2], batch)

@@ -67,7 +67,10 @@ class Schedule:
         if self.samples:
             slots = engine.slots_for(self.most_tokens, len(self.samples))
         self.least_slots = max(decoder.placement.shards, LEAST_SLOTS)
-        self._empty(slots)
+        self.sitting = [None] * slots
+        # The prompt whose keys a slot's first columns still hold. Idle slots
+        # do not keep them, but with samples waiting none is idle.
+        self.holds = [None] * slots
         self.stop_ids = decoding.power_of_two(
             max((len(r.stop_token_ids) for r in requests), default=0)
         )
@@ -75,11 +78,6 @@ class Schedule:
             r.top_k or r.min_p or (r.top_p is not None and r.top_p < 1)
             for r in requests
         )
-
-    def _empty(self, slots):
-        self.sitting = [None] * slots
-        # The prompt whose keys a slot's first columns still hold.
-        self.holds = [None] * slots
 
     @property
     def active(self):

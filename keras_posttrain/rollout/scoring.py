@@ -1,13 +1,15 @@
 """Log-probabilities of given tokens, by the policy's own forward pass."""
 
-import functools
-
 import jax
 import numpy as np
 
-from keras_posttrain.data.formats import Example
-from keras_posttrain.data.packing import assemble, pack
-from keras_posttrain.rollout.decoding import Placement, power_of_two, using
+from keras_posttrain.data.packing import pack
+from keras_posttrain.rollout.decoding import (
+    Placement,
+    model_inputs,
+    power_of_two,
+    using,
+)
 from keras_posttrain.rollout.rollout import Scores
 
 # Tokens that go through the model at once, at least.
@@ -46,7 +48,8 @@ class Scorer:
         out = [None] * len(sequences)
         for start in range(0, len(rows), per_batch):
             part = rows[start : start + per_batch]
-            batch = self._batch(part, sequences, length, per_batch)
+            ids = [[sequences[i] for i in row] for row in part]
+            batch = model_inputs(ids, length, per_batch)
             self._note(f"score of {per_batch} x {length} tokens, k={top_k}")
             values = self._run(adapted, top_k, temperature, weights, batch)
             values = jax.tree.map(np.asarray, values)
@@ -59,22 +62,6 @@ class Scorer:
                     )
                     at = place.stop
         return out
-
-    def _batch(self, rows, sequences, length, num_rows):
-        @functools.cache
-        def example(i):
-            ids = np.array(sequences[i], "int32")
-            return Example(ids, np.ones(len(ids), "float32"), i)
-
-        batch = assemble(
-            [[example(i) for i in row] for row in rows],
-            length=length,
-            num_rows=num_rows,
-            max_sequences=max(map(len, rows)),
-            pad_id=0,
-        )
-        names = ("token_ids", "segment_ids", "positions")
-        return {name: batch[name] for name in names}
 
     def _run(self, adapted, top_k, temperature, weights, batch):
         mask = batch["segment_ids"] > 0
