@@ -26,6 +26,9 @@ class Reference:
         moves: bool, whether it is going to be updated.
     """
 
+    # What users call it: the argument's name.
+    role = "reference"
+
     def __init__(self, task, model=None, moves=False):
         self.task, self.policy = task, task.policy
         self.values, self.kind = [], "model"
@@ -55,22 +58,24 @@ class Reference:
             model = presets.load_causal_lm(model, dtype=dtype)
         if model is task.causal_lm:
             raise ValueError(
-                "`reference` must be another model than the one in training: "
-                "it has to stay as it is. Leave it out for the policy when "
-                "training began."
+                f"`{self.role}` must be another model than the one in "
+                "training: it has to stay as it is. Leave it out for the "
+                "policy when training began."
             )
-        ours = task.causal_lm.backbone.vocabulary_size
-        theirs = model.backbone.vocabulary_size
+        self._check_vocabulary(model.backbone.vocabulary_size)
+        repair(model)
+        self.policy = Policy(model, chunk_size=task.chunk_size)
+        self.variables = model.variables
+        self.values = [v.value for v in model.variables]
+
+    def _check_vocabulary(self, theirs):
+        ours = self.task.causal_lm.backbone.vocabulary_size
         if ours != theirs:
             raise ValueError(
                 "The reference must have the vocabulary of the policy. "
                 f"Received: a reference with vocabulary_size={theirs}, a "
                 f"policy with vocabulary_size={ours}."
             )
-        repair(model)
-        self.policy = Policy(model, chunk_size=task.chunk_size)
-        self.variables = model.variables
-        self.values = [v.value for v in model.variables]
 
     @property
     def num_bytes(self):

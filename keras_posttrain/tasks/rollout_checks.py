@@ -30,7 +30,7 @@ def policy_loss(loss):
         )
 
 
-def sampling(temperature, top_k, top_p, min_p):
+def sampling(temperature):
     is_number = isinstance(temperature, numbers.Real)
     if not is_number or not 0 < temperature < float("inf"):
         raise ValueError(
@@ -38,6 +38,9 @@ def sampling(temperature, top_k, top_p, min_p):
             "all completions of a prompt are one. "
             f"Received: temperature={temperature!r}"
         )
+
+
+def whole_distribution(top_k, top_p, min_p):
     for name, value, off in (
         ("top_k", top_k, 0),
         ("top_p", top_p, 1),

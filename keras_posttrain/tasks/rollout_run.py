@@ -86,14 +86,69 @@ class RolloutRun(Task):
         check_rewards(self.rewards, list(prompts[0].columns), f"`{name}`")
         return prompts, report
 
+    def prepare_held_out(self, dataset):
+        """`validation_data` of `fit`, and its report."""
+        return self.prepare_prompts(dataset, "validation_data")
+
     # Before the first rollout
+
+    def _set_sampling(
+        self,
+        *,
+        rollout,
+        num_generations,
+        max_completion_length,
+        temperature,
+        stop_token_ids,
+        num_minibatches,
+        num_iterations,
+        old_log_probs,
+        mask_truncated_completions,
+    ):
+        """What `compile` says of the samples, checked and kept."""
+        rollout_checks.counts(
+            num_generations=num_generations,
+            max_completion_length=max_completion_length,
+            num_minibatches=num_minibatches,
+            num_iterations=num_iterations,
+        )
+        rollout_checks.sampling(temperature)
+        rollout_checks.old_log_probs(old_log_probs)
+        rollout_checks.room(self, max_completion_length)
+        self.rollout = rollout_checks.engine(rollout)
+        self.num_generations = num_generations
+        self.max_completion_length = max_completion_length
+        self.temperature = float(temperature)
+        self.stop_token_ids = rollout_checks.stop_token_ids(
+            stop_token_ids,
+            self.tokenizer,
+            self.causal_lm.backbone.vocabulary_size,
+        )
+        self.num_minibatches = num_minibatches
+        self.num_iterations = num_iterations
+        self.old_log_probs = old_log_probs
+        self.mask_truncated_completions = bool(mask_truncated_completions)
 
     def _begin(self, dataset, batch_size, order, packing, share, verbose):
         """Everything of a run that is known before its first rollout."""
         prompts, self.data_report = self.prepare_prompts(dataset)
         show(self.data_report, verbose)
+        layout = self._layout(prompts, batch_size, packing, share)
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        self.order = self.data = PromptOrder(
+            prompts, batch_size=batch_size, **order
+        )
+        self._collector = self.collector(self, layout)
+        self.data.epoch_size = self._epoch_size(len(prompts), batch_size)
+        self._seed, self._step_base = order["seed"], self.step
+        self._initial_epoch = self._digest = None
+        self._consumed, self._resumed = 0, False
+        self._means, self.at_rest = Means(), True
+        self.stop_training, self.last_rollout = False, None
+
+    def _layout(self, prompts, batch_size, packing, share):
         longest = max(len(p.token_ids) for p in prompts)
-        layout = Layout(
+        return Layout(
             num_sequences=rollout_checks.minibatches(
                 batch_size, self.num_generations, self.num_minibatches
             ),
@@ -108,17 +163,6 @@ class RolloutRun(Task):
             row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
         )
-        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
-        self.order = self.data = PromptOrder(
-            prompts, batch_size=batch_size, **order
-        )
-        self._collector = self.collector(self, layout)
-        self.data.epoch_size = self._epoch_size(len(prompts), batch_size)
-        self._seed, self._step_base = order["seed"], self.step
-        self._initial_epoch = self._digest = None
-        self._consumed, self._resumed = 0, False
-        self._means, self.at_rest = Means(), True
-        self.stop_training, self.last_rollout = False, None
 
     def _num_steps(self, num_prompts):
         """Optimizer steps of a rollout of so many prompts."""

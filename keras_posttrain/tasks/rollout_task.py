@@ -102,16 +102,19 @@ class RolloutTask(RolloutRun):
             loss = dataclasses.replace(
                 loss, max_completion_length=max_completion_length
             )
-        rollout_checks.counts(
+        rollout_checks.not_negative("max_resamples", max_resamples)
+        rollout_checks.whole_distribution(top_k, top_p, min_p)
+        self._set_sampling(
+            rollout=rollout,
             num_generations=num_generations,
             max_completion_length=max_completion_length,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
             num_minibatches=num_minibatches,
             num_iterations=num_iterations,
+            old_log_probs=old_log_probs,
+            mask_truncated_completions=mask_truncated_completions,
         )
-        rollout_checks.not_negative("max_resamples", max_resamples)
-        rollout_checks.sampling(temperature, top_k, top_p, min_p)
-        rollout_checks.old_log_probs(old_log_probs)
-        rollout_checks.room(self, max_completion_length)
         names = rollout_checks.reward_settings(
             rewards, reward_timeout, on_reward_error
         )
@@ -119,7 +122,6 @@ class RolloutTask(RolloutRun):
         advantages = rollout_checks.advantages(
             advantages, loss, num_generations
         )
-        engine = rollout_checks.engine(rollout)
         super().compile(
             optimizer,
             self.whole_loss(loss),
@@ -129,20 +131,8 @@ class RolloutTask(RolloutRun):
         )
         self.rewards, self.reward_names = tuple(rewards), tuple(names)
         self.reward_weights = reward_weights
-        self.advantages, self.rollout = advantages, engine
+        self.advantages = advantages
         self.kl_in_reward = rollout_checks.takes_kl(advantages)
-        self.num_generations = num_generations
-        self.max_completion_length = max_completion_length
-        self.temperature = float(temperature)
-        self.stop_token_ids = rollout_checks.stop_token_ids(
-            stop_token_ids,
-            self.tokenizer,
-            self.causal_lm.backbone.vocabulary_size,
-        )
-        self.num_minibatches = num_minibatches
-        self.num_iterations = num_iterations
-        self.old_log_probs = old_log_probs
-        self.mask_truncated_completions = bool(mask_truncated_completions)
         self.max_resamples = max_resamples
         self.reward_timeout = reward_timeout
         self.on_reward_error = on_reward_error
@@ -215,9 +205,7 @@ class RolloutTask(RolloutRun):
         self._begin(dataset, batch_size, order, packing, share_prefix, verbose)
         held_out = None
         if validation_data is not None:
-            held_out, report = self.prepare_prompts(
-                validation_data, "validation_data"
-            )
+            held_out, report = self.prepare_held_out(validation_data)
             show(report, verbose)
         rollout_checks.evaluation(
             self, validation_generations, validation_temperature

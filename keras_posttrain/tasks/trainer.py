@@ -163,13 +163,14 @@ class Trainer(Resumable):
         if validation_data is not None:
             held_out, shown = self.prepare(validation_data, "validation_data")
             _show(shown, verbose)
-            validation = self._batches(held_out, batch_size, shuffle=False)
         self.data_report = report
         streamed = self.data_report.rows == 0
         if not streamed:
             _show(report, verbose)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self._begin_run(examples, callbacks, verbose)
+        if validation_data is not None:
+            validation = self._batches(held_out, batch_size, shuffle=False)
         self.data = self._batches(
             examples,
             batch_size,
@@ -415,7 +416,8 @@ class Trainer(Resumable):
 
         def share(trainable, rows):
             with self.using_weights(trainable, state["frozen"]):
-                return steps.row_terms(self, rows, normalizers, key)
+                now = {**state, "trainable": trainable}
+                return self.row_terms(now, rows, normalizers, key)
 
         def sums(rows):
             (loss, metrics), gradients = jax.value_and_grad(
@@ -482,8 +484,8 @@ class Trainer(Resumable):
 
         def share(rows):
             with self.using_weights(state["trainable"], state["frozen"]):
-                return steps.row_terms(
-                    self, rows, normalizers, None, differentiable=False
+                return self.row_terms(
+                    state, rows, normalizers, None, differentiable=False
                 )
 
         count = self._micro_batches(batch)
@@ -501,6 +503,20 @@ class Trainer(Resumable):
             dict.fromkeys(logs, weight),
         )
         return logs, {**state, "metrics": values}
+
+    def row_terms(self, state, rows, normalizers, key, differentiable=True):
+        """Loss and metrics of some rows, within `using_weights`.
+
+        Args:
+            state: as in `train_step`.
+            rows: dict of arrays, some rows of the whole batch.
+            normalizers, key, differentiable: as in `steps.row_terms`.
+
+        Returns:
+            `(loss, metrics)`, as `steps.row_terms` does.
+        """
+        del state
+        return steps.row_terms(self, rows, normalizers, key, differentiable)
 
     def token_outputs(self, batch, mask, needs, **settings):
         """What a loss reads beside the batch.
