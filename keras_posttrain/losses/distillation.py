@@ -1,0 +1,409 @@
+"""Losses of a student that learns a teacher's distributions."""
+
+import dataclasses
+import math
+
+from keras_posttrain.losses import divergence, reductions
+from keras_posttrain.losses.loss import Loss
+from keras_posttrain.losses.policy_loss import check
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationLoss(Loss):
+    """A mean over tokens of a divergence from a teacher's distribution; the
+    base of one of your own.
+
+    A subclass defines `divergence`, a function of the log-probabilities of
+    the same outcomes. It is called inside the loop that projects a chunk of
+    tokens on the vocabulary, with the student's and the teacher's
+    distribution of each, both at `temperature`; only its result, a number
+    per token, reaches the loss. The loss is
+
+    `alpha * temperature**2 * mean(divergence)
+    + (1 - alpha) * mean(-log p(token))`
+
+    with both means over the tokens of the whole batch that
+    `completion_mask` weighs, never padding, and the second, the
+    cross-entropy of the hard labels, at temperature 1.
+
+    TRL 1.16 has no `alpha` and no factor of `temperature**2`
+    (`squared_temperature=False`), and its `GKDTrainer` leaves the
+    temperature out of its loss. Tunix 0.1.7 has both factors, with
+    `temperature=2.0` and `alpha=0.5`, and takes the mean over every
+    position, padding and prompt too.
+
+    Args:
+        temperature: float above 0, which both sides' logits are divided by
+            before the divergence. The paper of Hinton et al. tries 1 to 20.
+        alpha: float from 0 to 1, the weight of the divergence; the hard
+            labels have the rest.
+        squared_temperature: bool, whether the divergence is multiplied by
+            `temperature**2`, which keeps its gradient about as large as that
+            of the hard labels.
+        tail: bool. Where only the teacher's most probable tokens are known,
+            whether one more outcome stands for all others, on both sides.
+
+    Call arguments:
+        batch: dict of arrays of shape `(rows, length)`: `completion_mask`,
+            and `teacher_mask` where the teacher has no distribution for
+            some tokens: 0 for these, 1 for others.
+        outputs: dict of arrays of shape `(rows, length)`: `divergences`,
+            without `alpha` and the factor of the temperature;
+            `per_token_logps`, at temperature 1; and `agrees`, 1 where the
+            student's most probable token is the teacher's. Without the last
+            the agreement is not reported.
+
+    Returns:
+        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars:
+        `divergence`, `hard_loss` and `agreement`, means over tokens.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+
+    Reference:
+        - [Hinton et al., 2015](https://arxiv.org/abs/1503.02531).
+
+    Example:
+
+    ```python
+    class JeffreysLoss(kpt.losses.DistillationLoss):
+        def divergence(self, student_logps, teacher_logps):
+            ratios = teacher_logps - student_logps
+            surplus = jnp.exp(teacher_logps) - jnp.exp(student_logps)
+            return (surplus * ratios).sum(axis=-1)
+
+    loss = JeffreysLoss(temperature=2.0, alpha=0.5)
+    ```
+    """
+
+    temperature: float = 1.0
+    alpha: float = 1.0
+    squared_temperature: bool = True
+    tail: bool = True
+
+    metric_names = ("divergence", "hard_loss", "agreement")
+
+    def __post_init__(self):
+        sound = math.isfinite(self.temperature) and self.temperature > 0
+        check(self, "temperature", sound, "a finite number above 0")
+        sound = 0 <= self.alpha <= 1
+        check(self, "alpha", sound, "from 0 (hard labels alone) to 1")
+
+    @property
+    def same_vocabulary(self):
+        """Whether `divergence` needs the same outcomes on both sides."""
+        return True
+
+    @property
+    def needs(self):
+        return ("divergences", "per_token_logps", "agrees")
+
+    def divergence(self, student_logps, teacher_logps):
+        """How far each student's distribution is from the teacher's.
+
+        Args:
+            student_logps: float32 array of shape `(..., outcomes)`: the log
+                of the probabilities of the whole vocabulary at
+                `temperature`, or of the teacher's most probable tokens (and
+                the rest, with `tail`).
+            teacher_logps: float32 array of the same shape.
+
+        Returns:
+            A float32 array of shape `(...)`, differentiable in the first,
+            with a finite gradient where log-probabilities are -inf too.
+        """
+        raise NotImplementedError
+
+    def token_weights(self, batch, normalizers):
+        """What each token's numbers are multiplied by in the loss.
+
+        Args:
+            batch: dict of arrays, as the loss is called with.
+            normalizers: dict of scalars, those of the whole batch.
+
+        Returns:
+            `(by_divergence, by_logp)`: float32 arrays of shape
+            `(rows, length)` for which the loss of these rows is the sum of
+            the first times the divergences and the second times the
+            log-probabilities. The second is `None` where `alpha` is 1.
+        """
+        scale = reductions.ratio(self._scale, normalizers["divergence"])
+        by_divergence = _taught(batch) * scale
+        if self.alpha == 1:
+            return by_divergence, None
+        scale = reductions.ratio(1.0 - self.alpha, normalizers["hard_loss"])
+        return by_divergence, -batch["completion_mask"].astype(
+            "float32"
+        ) * scale
+
+    @property
+    def _scale(self):
+        squared = self.temperature**2 if self.squared_temperature else 1.0
+        return self.alpha * squared
+
+    def normalizers(self, batch):
+        counts = {"divergence": _taught(batch).sum()}
+        if self.alpha != 1:
+            mask = batch["completion_mask"].astype("float32")
+            counts["hard_loss"] = mask.sum()
+        return counts
+
+    def total(self, batch, outputs):
+        mask = batch["completion_mask"].astype("float32")
+        taught = _taught(batch)
+        total = reductions.token_sum(outputs["divergences"], taught)
+        terms = {"divergence": self._scale * total}
+        metrics = {"divergence": ("mean", total, taught.sum())}
+        if self.alpha != 1 or "per_token_logps" in outputs:
+            logps = outputs["per_token_logps"]
+            hard = -reductions.token_sum(logps, mask)
+            metrics["hard_loss"] = ("mean", hard, mask.sum())
+            if self.alpha != 1:
+                terms["hard_loss"] = (1.0 - self.alpha) * hard
+        if "agreement" in self.metric_names and "agrees" in outputs:
+            seen = (taught != 0).astype("float32")
+            agrees = reductions.token_sum(outputs["agrees"], seen)
+            metrics["agreement"] = ("mean", agrees, seen.sum())
+        return terms, metrics
+
+
+def _taught(batch):
+    """The weights of tokens that have loss and a teacher's distribution."""
+    mask = batch["completion_mask"].astype("float32")
+    if "teacher_mask" not in batch:
+        return mask
+    return mask * batch["teacher_mask"].astype("float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardKLLoss(DistillationLoss):
+    """`KL(teacher || student)`: the student covers all that the teacher does.
+
+    The classical distillation loss; with `alpha=0` on the teacher's own
+    samples it becomes sequence-level distillation. TRL's generalised
+    Jensen-Shannon divergence with `beta=0` is this; so is Tunix's logit
+    strategy, whose settings are `temperature=2.0, alpha=0.5`.
+
+    Args:
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`.
+
+    Reference:
+        - [Hinton et al., 2015](https://arxiv.org/abs/1503.02531).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ForwardKLLoss()
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))
+    # 0.75 log(3 / 2) + 0.25 log(1 / 2) = 0.1308
+    ```
+    """
+
+    def divergence(self, student_logps, teacher_logps):
+        return divergence.forward_kl(student_logps, teacher_logps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReverseKLLoss(DistillationLoss):
+    """`KL(student || teacher)`: the student leaves out what the teacher
+    would not say.
+
+    Meant for the student's own samples, as in MiniLLM and on-policy
+    distillation. TRL's `DistillationTrainer` takes it, at temperature 1 and
+    on samples alone.
+
+    Args:
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`.
+
+    Reference:
+        - [Gu et al., 2024](https://arxiv.org/abs/2306.08543), MiniLLM, which
+          takes the policy gradient of it.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ReverseKLLoss()
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))
+    # 0.5 log(2 / 3) + 0.5 log(2) = 0.1438
+    ```
+    """
+
+    def divergence(self, student_logps, teacher_logps):
+        return divergence.reverse_kl(student_logps, teacher_logps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JSDLoss(DistillationLoss):
+    """The generalised Jensen-Shannon divergence of GKD.
+
+    `beta * KL(teacher || M) + (1 - beta) * KL(student || M)` with
+    `M = beta * teacher + (1 - beta) * student`. It is bounded, symmetric at
+    `beta=0.5`, like the forward KL near 0 and the reverse KL near 1, but
+    times `beta * (1 - beta)`: it fades out towards both ends, and at them
+    teaches nothing.
+
+    TRL and the paper's code take the KL divergences at 0 and 1, a jump:
+    `kl_at_ends=True`. `scaled=True` divides by `beta * (1 - beta)` and so
+    runs from one to the other without a jump.
+
+    Args:
+        beta: float between 0 and 1; the ends only with `kl_at_ends` or
+            `scaled`. The paper tries 0.1, 0.5 and 0.9; TRL's default is 0.5.
+        scaled: bool.
+        kl_at_ends: bool.
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`. The paper trains at temperature 1.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+
+    Reference:
+        - [Agarwal et al., 2024](https://arxiv.org/abs/2306.13649).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.JSDLoss(beta=0.5)
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.0338
+    ```
+    """
+
+    beta: float = 0.5
+    scaled: bool = False
+    kl_at_ends: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "beta", 0 <= self.beta <= 1, "from 0 to 1")
+        if self.beta in (0, 1) and not (self.scaled or self.kl_at_ends):
+            limit = "ReverseKLLoss" if self.beta else "ForwardKLLoss"
+            raise ValueError(
+                "The generalised Jensen-Shannon divergence is 0 at `beta` 0 "
+                "and 1, whatever the student does. Received: "
+                f"beta={self.beta!r}. Use `{limit}()`, or "
+                "`kl_at_ends=True`, which means the same by this `beta`, or "
+                "`scaled=True`, which runs from the forward KL at 0 to the "
+                "reverse KL at 1 without a jump."
+            )
+
+    def divergence(self, student_logps, teacher_logps):
+        # At the ends these are the KL divergences, for both settings.
+        scaled = self.scaled or self.beta in (0, 1)
+        return divergence.jensen_shannon(
+            student_logps, teacher_logps, self.beta, scaled
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkewKLLoss(DistillationLoss):
+    """The skewed KL divergence of DistiLLM.
+
+    `KL(teacher || skew * teacher + (1 - skew) * student)`: bounded, with
+    gradients that do not blow up where the student gives almost nothing to
+    what the teacher says. With `reverse`,
+    `KL(student || skew * student + (1 - skew) * teacher)`.
+
+    Args:
+        skew: float, 0 or more and below 1. The paper takes 0.1. At 0 it is
+            the KL divergence itself.
+        reverse: bool.
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+
+    Reference:
+        - [Ko et al., 2024](https://arxiv.org/abs/2402.03898).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.SkewKLLoss(skew=0.1)
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.1041
+    ```
+    """
+
+    skew: float = 0.1
+    reverse: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "skew", 0 <= self.skew < 1, "0 or more and below 1")
+
+    def divergence(self, student_logps, teacher_logps):
+        return divergence.skew_kl(
+            student_logps, teacher_logps, self.skew, self.reverse
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TotalVariationLoss(DistillationLoss):
+    """Half the sum of the absolute differences of probabilities.
+
+    Symmetric and from 0 to 1. Its gradient does not fade as the student gets
+    near, so that it wants a learning rate that does.
+
+    Args:
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`.
+
+    Reference:
+        - [Wen et al., 2023](https://arxiv.org/abs/2307.15190), f-DISTILL.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.TotalVariationLoss()
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.25
+    ```
+    """
+
+    def divergence(self, student_logps, teacher_logps):
+        return divergence.total_variation(student_logps, teacher_logps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ULDLoss(DistillationLoss):
+    """Universal logit distillation: for a teacher with another tokenizer.
+
+    The sum of the absolute differences of both sides' probabilities in
+    descending order, the shorter vocabulary filled up with zeros: the
+    Wasserstein distance where all tokens are equally far from each other. It
+    does not know which token is which, so that the hard labels have to say
+    it: use `alpha` below 1. The paper adds 1.5 times this to the
+    cross-entropy: `alpha=0.6` up to a factor.
+
+    TRL's `GOLDTrainer` compares the distributions one token late; here, as
+    in the paper, both are those that predict the token.
+
+    Args:
+        temperature, alpha, squared_temperature, tail: as in
+            `DistillationLoss`. The paper has a temperature of 1.
+
+    Reference:
+        - [Boizard et al., 2024](https://arxiv.org/abs/2402.12030).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ULDLoss(alpha=0.6)
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.25, 0.7, 0.05]))
+    # |0.5 - 0.7| + |0.5 - 0.25| + |0 - 0.05| = 0.5
+    ```
+    """
+
+    metric_names = ("divergence", "hard_loss")
+
+    @property
+    def same_vocabulary(self):
+        return False
+
+    @property
+    def needs(self):
+        return ("divergences", "per_token_logps")
+
+    def divergence(self, student_logps, teacher_logps):
+        return divergence.sorted_distance(student_logps, teacher_logps)
