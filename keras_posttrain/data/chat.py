@@ -66,9 +66,9 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
         **kwargs: further variables of the template.
 
     Returns:
-        Tuple `(ids, offsets, spans)`: a list of ints, a list of
-        `(start, end)` in characters of the rendered text, and a list of
-        `(start, end, message index)` in the same characters.
+        Tuple `(ids, offsets, text, spans)`: a list of ints, a list of
+        `(start, end)` in characters of the rendered text, that text, and a
+        list of `(start, end, message index)` in the same characters.
 
     Raises:
         ValueError: the template refuses the messages, or the assistant's
@@ -76,7 +76,7 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
     """
     messages = clean_messages(messages)
     text, plain, spans = text_and_spans(tokenizer, messages, tools, kwargs)
-    return *tokenizer.encode_mixed(text, plain), spans
+    return *tokenizer.encode_mixed(text, plain), text, spans
 
 
 def render_with_spans(tokenizer, messages, *, tools=None, **kwargs):

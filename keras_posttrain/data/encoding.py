@@ -1,5 +1,6 @@
 """One row of each type to token ids and the weight of each token."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,6 +8,29 @@ import numpy as np
 from keras_posttrain.data import chat, columns
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedText:
+    """A row of text as tokens, and where they stand in the text.
+
+    Args:
+        token_ids: int64 array of shape `(length,)`.
+        mask: float32 array of shape `(length,)`.
+        text: string, the text that was encoded.
+        offsets: int64 array of shape `(length, 2)`, the start and end of
+            each token in characters of the text; an empty place for tokens
+            that are not of the text.
+        spans: list of `(start, end)`, the parts of the text that are trained
+            on. Where that is all of a conversation, no places are known:
+            there are no spans, and the text is empty.
+    """
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+    text: str
+    offsets: np.ndarray
+    spans: list
 
 
 def check_train_on(train_on):
@@ -36,6 +60,14 @@ def encode_row(row, kind, tokenizer, train_on, template_kwargs, where):
         return _token_pairs(row, train_on, where)
     if kind == "masked_tokens":
         return _masked_tokens(row, train_on, where)
+    encoded = encode_text(
+        row, kind, tokenizer, train_on, template_kwargs, where
+    )
+    return encoded.token_ids, encoded.mask
+
+
+def encode_text(row, kind, tokenizer, train_on, template_kwargs, where):
+    """A row of text as `EncodedText`; takes what `encode_row` takes."""
     if tokenizer is None:
         raise ValueError(
             "Rows of text need a tokenizer. Received: tokenizer=None, "
@@ -107,8 +139,9 @@ def _opened(tokenizer, text):
     return tokenizer.encode_with_offsets(text, not opened)
 
 
-def _ended(tokenizer, ids, where):
-    """Appends the end token where it is missing."""
+def _ended(tokenizer, text, where):
+    """Encodes a text with an end token: `(ids, offsets)`, both arrays."""
+    ids, offsets = _opened(tokenizer, text)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "A text must be ended with the end token, and this tokenizer has "
@@ -117,7 +150,8 @@ def _ended(tokenizer, ids, where):
         )
     if not ids or ids[-1] != tokenizer.eos_token_id:
         ids = [*ids, tokenizer.eos_token_id]
-    return np.array(ids, np.int64)
+        offsets = [*offsets, (len(text), len(text))]
+    return np.array(ids, np.int64), np.array(offsets, np.int64)
 
 
 def _text(row, tokenizer, train_on, where):
@@ -126,8 +160,9 @@ def _text(row, tokenizer, train_on, where):
         raise columns.wrong_type(where, "text", "a string", text)
     if train_on not in ("auto", "all"):
         raise _refuse(train_on, "text", where, ("'all'",))
-    ids = _ended(tokenizer, _opened(tokenizer, text)[0], where)
-    return ids, np.ones(len(ids), np.float32)
+    ids, offsets = _ended(tokenizer, text, where)
+    mask = np.ones(len(ids), np.float32)
+    return EncodedText(ids, mask, text, offsets, [(0, len(text))])
 
 
 def _strings(row, tokenizer, train_on, where):
@@ -136,16 +171,13 @@ def _strings(row, tokenizer, train_on, where):
             train_on, "prompt_completion", where, ("'completion'", "'all'")
         )
     prompt, text = row["prompt"], row["prompt"] + row["completion"]
-    ids, offsets = _opened(tokenizer, text)
-    ends = np.array([end for _, end in offsets], np.int64)
-    ids = _ended(tokenizer, ids, where)
-    if train_on == "all":
-        return ids, np.ones(len(ids), np.float32)
-    mask = np.zeros(len(ids), np.float32)
-    # A token that reaches over the boundary is the model's to write.
-    mask[: len(ends)] = ends > len(prompt)
-    mask[-1] = 1.0
-    return ids, mask
+    ids, offsets = _ended(tokenizer, text, where)
+    first = 0 if train_on == "all" else len(prompt)
+    mask = np.ones(len(ids), np.float32)
+    if train_on != "all":
+        # A token that reaches over the boundary is the model's to write.
+        mask[:-1] = offsets[:-1, 1] > first
+    return EncodedText(ids, mask, text, offsets, [(first, len(text))])
 
 
 def _join(row, where):
@@ -193,8 +225,14 @@ def _chat(row, messages, first, kind, tokenizer, train_on, template_kwargs):
         ids = chat.render_ids(
             tokenizer, messages, tools=_tools(row), **template_kwargs
         )
-        return np.array(ids, np.int64), np.ones(len(ids), np.float32)
-    ids, offsets, spans = chat.encode_with_spans(
+        return EncodedText(
+            np.array(ids, np.int64),
+            np.ones(len(ids), np.float32),
+            text="",
+            offsets=np.zeros((len(ids), 2), np.int64),
+            spans=[],
+        )
+    ids, offsets, text, spans = chat.encode_with_spans(
         tokenizer, messages, tools=_tools(row), **template_kwargs
     )
     if kind == "prompt_completion" and train_on != "assistant":
@@ -205,7 +243,8 @@ def _chat(row, messages, first, kind, tokenizer, train_on, template_kwargs):
     mask = np.zeros(len(ids), np.float32)
     for start, end, _ in spans:
         mask[(places[:, 1] > start) & (places[:, 0] < end)] = 1.0
-    return np.array(ids, np.int64), mask
+    spans = [span[:2] for span in spans]
+    return EncodedText(np.array(ids, np.int64), mask, text, places, spans)
 
 
 def _from_message(spans, first):

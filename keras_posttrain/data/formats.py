@@ -129,7 +129,7 @@ def prepare_sft(
     examples[0].completion_mask  # [0, 0, 1, 1]
     ```
     """
-    prepare = _Preparation(
+    prepare = Preparation(
         tokenizer,
         sequence_length=sequence_length,
         truncation=truncation,
@@ -138,9 +138,25 @@ def prepare_sft(
         chat_template_kwargs=dict(chat_template_kwargs or {}),
         report=DataReport(name),
     )
+    return prepare_rows(dataset, prepare), prepare.report
+
+
+def prepare_rows(dataset, prepare):
+    """The examples of a dataset, as `prepare_sft` returns them.
+
+    Args:
+        dataset: as of `prepare_sft`.
+        prepare: a `Preparation`.
+
+    Returns:
+        List of examples, or a Grain `IterDataset` of them.
+
+    Raises:
+        ValueError: a row cannot be used, or none is left.
+    """
     if datasets.is_stream(dataset):
-        examples = dataset.map_with_index(prepare).filter(_is_kept)
-        return examples, prepare.report
+        return dataset.map_with_index(prepare).filter(_is_kept)
+    name = prepare.report.name
     rows = datasets.read_rows(dataset, name)
     examples = [
         example
@@ -154,15 +170,21 @@ def prepare_sft(
             f"{prepare.report}. Use a larger `sequence_length`, or "
             "truncation='cut'."
         )
-    return examples, prepare.report
+    return examples
 
 
 def _is_kept(example):
     return example is not None
 
 
-class _Preparation:
-    """Prepares one row at a time: `(index, row)` to an `Example` or `None`."""
+class Preparation:
+    """Prepares one row at a time: `(index, row)` to an `Example` or `None`.
+
+    Args:
+        tokenizer: a `Tokenizer`, or `None` for tokenised rows.
+        report: a `DataReport`, filled as rows are prepared.
+        **settings: those of `prepare_sft`.
+    """
 
     def __init__(
         self,
@@ -196,6 +218,19 @@ class _Preparation:
         self.first = None
 
     def __call__(self, index, row):
+        where, kind = self.check(index, row)
+        ids, mask = encoding.encode_row(
+            row,
+            kind,
+            self.tokenizer,
+            self.train_on,
+            self.chat_template_kwargs,
+            where,
+        )
+        return self.fit(index, ids, mask, columns.weight(row, where), where)
+
+    def check(self, index, row):
+        """What to call the row in an error, and its type."""
         where = f"row {index} of `{self.report.name}`"
         kind = columns.row_kind(row, where)
         if self.first is None:
@@ -207,20 +242,12 @@ class _Preparation:
                 f"{where} has {columns.describe(kind)}. Train on them as two "
                 "datasets, or turn them into one type."
             )
-        ids, mask = encoding.encode_row(
-            row,
-            kind,
-            self.tokenizer,
-            self.train_on,
-            self.chat_template_kwargs,
-            where,
-        )
-        columns.check_token_ids(ids, self.vocabulary_size, where)
-        if len(mask):
-            mask[0] = 0.0
-        return self._fit(index, ids, mask, columns.weight(row, where), where)
+        return where, kind
 
-    def _fit(self, index, ids, mask, weight, where):
+    def fit(self, index, ids, mask, weight, where):
+        """The `Example` within the limit, or `None` for a dropped row."""
+        columns.check_token_ids(ids, self.vocabulary_size, where)
+        mask[:1] = 0.0
         report, limit = self.report, self.sequence_length
         length = len(ids)
         if length > limit and self.truncation == "error":

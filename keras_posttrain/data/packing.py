@@ -83,6 +83,21 @@ def buckets(sequence_length):
     return [*lengths, sequence_length]
 
 
+def padded_rows(filled, multiple=1):
+    """How many rows a packed batch has, so that there are few such numbers.
+
+    Args:
+        filled: int, rows that hold sequences.
+        multiple: int, what the number of rows is a multiple of.
+
+    Returns:
+        Int: the next power of two, or one and a half times one.
+    """
+    power = 1 << (filled - 1).bit_length()
+    rows = power * 3 // 4 if filled <= power * 3 // 4 else power
+    return -(-rows // multiple) * multiple
+
+
 def assemble(rows, *, length, num_rows, max_sequences, pad_id):
     """Puts sequences into the arrays of a batch.
 

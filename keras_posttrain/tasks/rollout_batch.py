@@ -76,14 +76,12 @@ class Layout:
 
     def num_rows(self, rows):
         """How many rows a batch of this many filled ones has: all of them
-        where a row is a completion, else the next power of two or one and a
-        half times one."""
+        where a row is a completion."""
         if self.token_budget is None:
-            rows = self.num_sequences
-        else:
-            power = 1 << (rows - 1).bit_length()
-            rows = power * 3 // 4 if rows <= power * 3 // 4 else power
-        return -(-rows // self.row_multiple) * self.row_multiple
+            return -(-self.num_sequences // self.row_multiple) * (
+                self.row_multiple
+            )
+        return packing_lib.padded_rows(rows, self.row_multiple)
 
     def batches(self, sampled):
         """Batches of `num_sequences` neighbours each, the last with the rest.

@@ -80,7 +80,7 @@ def test_spans_are_the_assistants_words_and_the_end_of_turn(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_in_spans_decode_to_the_spans(name):
     tokenizer = load(name)
-    ids, offsets, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
+    ids, offsets, _, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
     assert ids == chat.render_ids(tokenizer, CONVERSATION)
     assert [message for _, _, message in spans] == [1, 3]
     text = chat.render(tokenizer, CONVERSATION)
@@ -181,7 +181,7 @@ def test_generation_blocks_are_the_spans():
         "Hello there.<|im_end|>",
         "Bye<|im_end|>",
     ]
-    _, _, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
+    *_, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
     assert [message for _, _, message in spans] == [1, 3]
     theirs = transformers.AutoTokenizer.from_pretrained(REFERENCE / "qwen2")
     out = theirs.apply_chat_template(
@@ -190,7 +190,7 @@ def test_generation_blocks_are_the_spans():
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    ids, offsets, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
+    ids, offsets, _, spans = chat.encode_with_spans(tokenizer, CONVERSATION)
     mask = [
         int(any(b > start and a < end for start, end, _ in spans))
         for a, b in offsets
@@ -291,7 +291,7 @@ def test_offsets_with_quotes_are_places_in_the_text():
         {"role": "assistant", "content": "ef <s>"},
     ]
     text = chat.render(tokenizer, messages)
-    ids, offsets, spans = chat.encode_with_spans(tokenizer, messages)
+    ids, offsets, _, spans = chat.encode_with_spans(tokenizer, messages)
     covered = set()
     for start, end in offsets:
         covered |= set(range(start, end))
