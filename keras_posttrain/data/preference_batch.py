@@ -7,8 +7,10 @@ import numpy as np
 
 from keras_posttrain.data import packing as packing_lib
 from keras_posttrain.data.formats import Example
+from keras_posttrain.data.row_cache import RowCache, row_key
 from keras_posttrain.data.shared_prefix import (
     Group,
+    Place,
     assemble_groups,
     pack_groups,
 )
@@ -57,6 +59,8 @@ class PreferenceLayout:
             packing.
         row_multiple: int, what the number of rows is a multiple of.
         pad_id: int, the token id at padding.
+        reference_cache: `RowCache` of the reference's log-probabilities, for
+            batches with `ref_per_token_logps`, or `None`.
     """
 
     batch_size: int
@@ -67,6 +71,7 @@ class PreferenceLayout:
     token_budget: int | None = None
     row_multiple: int = 1
     pad_id: int = 0
+    reference_cache: RowCache | None = None
 
     @property
     def completions_per_example(self):
@@ -93,8 +98,20 @@ class PreferenceLayout:
         for name, dtype, value in self._extras(examples):
             batch[name] = np.zeros(shape, dtype)
             for (g, i), place in places.items():
-                batch[name][place] = value(examples[g], i)
+                batch[name][place.row, place.slot] = value(examples[g], i)
+        if self.reference_cache is not None:
+            batch["ref_per_token_logps"] = self._cached_logps(
+                groups, places, batch["token_ids"].shape
+            )
         return batch
+
+    def _cached_logps(self, groups, places, shape):
+        logps = np.zeros(shape, np.float32)
+        for (g, i), place in places.items():
+            found = self.reference_cache.read(completion_key(groups[g], i))
+            has_loss = groups[g].masks[i] != 0
+            logps[place.tokens] = found["logps"] * has_loss
+        return logps
 
     def _groups(self, examples):
         if not self.mismatched or len(examples) < 2:
@@ -126,14 +143,10 @@ class PreferenceLayout:
 
     def _num_rows(self, rows, per_batch):
         """How many rows a batch of this many filled ones has: always the
-        same without packing, else the next power of two or one and a half
-        times one."""
+        same without packing."""
         if self.token_budget is None:
-            rows = per_batch
-        else:
-            power = 1 << (rows - 1).bit_length()
-            rows = power * 3 // 4 if rows <= power * 3 // 4 else power
-        return -(-rows // self.row_multiple) * self.row_multiple
+            return -(-per_batch // self.row_multiple) * self.row_multiple
+        return packing_lib.padded_rows(rows, self.row_multiple)
 
     def _length(self, longest):
         if self.token_budget is not None:
@@ -164,7 +177,7 @@ class PreferenceLayout:
             max_sequences=most,
             pad_id=self.pad_id,
         )
-        return batch, {k: (p.row, p.slot) for k, p in places.items()}
+        return batch, places
 
     def _apart(self, groups):
         sequences = [_sequences(group) for group in groups]
@@ -196,12 +209,20 @@ class PreferenceLayout:
             max_sequences=most,
             pad_id=self.pad_id,
         )
-        places = {
-            key: (r, s)
-            for r, row in enumerate(rows)
-            for s, key in enumerate(row)
-        }
+        places = {}
+        for r, row in enumerate(rows):
+            stop = 0
+            for slot, (g, i) in enumerate(row):
+                stop += len(sequences[g][i])
+                start = stop - len(groups[g].completions[i])
+                places[g, i] = Place(r, slot, start, stop)
         return batch, places
+
+
+def completion_key(group, i):
+    """What a completion of a group is found by in a `RowCache`."""
+    tokens = np.concatenate([group.prompt, group.completions[i]])
+    return row_key(tokens, len(group.prompt))
 
 
 @dataclasses.dataclass(frozen=True)

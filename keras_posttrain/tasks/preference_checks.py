@@ -1,6 +1,7 @@
 """What a user may pass to tasks on preferences, and what a loss asks for."""
 
 import dataclasses
+import os
 
 from keras_posttrain.data.preference_batch import buckets
 from keras_posttrain.losses import (
@@ -127,4 +128,52 @@ def reference_packs(reference, packs):
             "The reference model cannot keep packed sequences apart. Use "
             "packing=False and share_prefix=False, or a reference of the "
             f"policy's family. Received: a reference with a {kind}"
+        )
+
+
+def reference_cache(directory, loss):
+    """What cannot be kept on disk, or need not be."""
+    if directory is None:
+        return
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ValueError(
+            "`reference_cache` must be the path of a directory, or None. "
+            f"Received: reference_cache={directory!r}"
+        )
+    if "ref_per_token_logps" not in loss.needs:
+        raise ValueError(
+            "The loss compares with no reference: there is nothing to keep. "
+            f"Leave `reference_cache` out. Received: loss={loss!r}, "
+            f"reference_cache={str(directory)!r}"
+        )
+    if mismatched(loss):
+        raise ValueError(
+            f"{type(parts(loss)[0]).__name__} puts completions under other "
+            "rows' prompts, and under which ones changes with the order of "
+            "the rows: what the reference makes of them cannot be kept. "
+            "Leave `reference_cache` out, or use `APOZeroUnpairedLoss`. "
+            f"Received: reference_cache={str(directory)!r}"
+        )
+
+
+def reference_stays(directory, moves):
+    if directory is not None and moves:
+        raise ValueError(
+            "A reference that is updated gives other log-probabilities "
+            "after: they cannot be kept. Leave out `reference_cache`, or "
+            "the callback that updates the reference. Received: "
+            f"reference_cache={str(directory)!r}"
+        )
+
+
+def reference_is_back(cached, lacking):
+    """Refuses rows that are new to a reference that is gone."""
+    if cached.kind == "copy":
+        raise ValueError(
+            "The reference is the policy when training began, of which only "
+            f"the log-probabilities of that run's rows are kept, in "
+            f"{str(cached.rows.directory)!r}. Received: {len(lacking)} "
+            "completions that are not among them. Pass such rows as "
+            "`validation_data` of that run, `evaluate` them before it, or "
+            "leave `reference_cache` out."
         )

@@ -82,17 +82,8 @@ class Resumable(keras.Model):
     def _frozen_digest(self):
         """A checksum of the frozen weights, which no checkpoint holds."""
         if self._digest is None:
-
-            def digest(values):
-                total = jnp.uint32(0)
-                for i, x in enumerate(values):
-                    bits = steps.bits(x)
-                    place = jnp.arange(bits.size, dtype="uint32") * 2 + i
-                    total += jnp.sum(bits.reshape(-1) * (place + 1))
-                return total
-
             values = [v.value for v in self.non_trainable_variables]
-            self._digest = int(jax.jit(digest)(values)) if values else 0
+            self._digest = weights_digest(values)
         return self._digest
 
     def check_training_state(self, meta, directory):
@@ -139,3 +130,17 @@ class Resumable(keras.Model):
             self._keep_metrics = False
             return
         super().reset_metrics()
+
+
+def weights_digest(values):
+    """An int that tells lists of arrays apart by all of their bits."""
+
+    def digest(values):
+        total = jnp.uint32(0)
+        for i, x in enumerate(values):
+            bits = steps.bits(x)
+            place = jnp.arange(bits.size, dtype="uint32") * 2 + i
+            total += jnp.sum(bits.reshape(-1) * (place + 1))
+        return total
+
+    return int(jax.jit(digest)(values)) if values else 0
