@@ -114,33 +114,6 @@ class DistillationLoss(Loss):
         """
         raise NotImplementedError
 
-    def token_weights(self, batch, normalizers):
-        """What each token's numbers are multiplied by in the loss.
-
-        Args:
-            batch: dict of arrays, as the loss is called with.
-            normalizers: dict of scalars, those of the whole batch.
-
-        Returns:
-            `(by_divergence, by_logp)`: float32 arrays of shape
-            `(rows, length)` for which the loss of these rows is the sum of
-            the first times the divergences and the second times the
-            log-probabilities. The second is `None` where `alpha` is 1.
-        """
-        scale = reductions.ratio(self._scale, normalizers["divergence"])
-        by_divergence = _taught(batch) * scale
-        if self.alpha == 1:
-            return by_divergence, None
-        scale = reductions.ratio(1.0 - self.alpha, normalizers["hard_loss"])
-        return by_divergence, -batch["completion_mask"].astype(
-            "float32"
-        ) * scale
-
-    @property
-    def _scale(self):
-        squared = self.temperature**2 if self.squared_temperature else 1.0
-        return self.alpha * squared
-
     def normalizers(self, batch):
         counts = {"divergence": _taught(batch).sum()}
         if self.alpha != 1:
@@ -152,7 +125,8 @@ class DistillationLoss(Loss):
         mask = batch["completion_mask"].astype("float32")
         taught = _taught(batch)
         total = reductions.token_sum(outputs["divergences"], taught)
-        terms = {"divergence": self._scale * total}
+        squared = self.temperature**2 if self.squared_temperature else 1.0
+        terms = {"divergence": self.alpha * squared * total}
         metrics = {"divergence": ("mean", total, taught.sum())}
         if self.alpha != 1 or "per_token_logps" in outputs:
             logps = outputs["per_token_logps"]
@@ -283,7 +257,7 @@ class JSDLoss(DistillationLoss):
                 "The generalised Jensen-Shannon divergence is 0 at `beta` 0 "
                 "and 1, whatever the student does. Received: "
                 f"beta={self.beta!r}. Use `{limit}()`, or "
-                "`kl_at_ends=True`, which means the same by this `beta`, or "
+                "`kl_at_ends=True`, which takes that at this end, or "
                 "`scaled=True`, which runs from the forward KL at 0 to the "
                 "reverse KL at 1 without a jump."
             )

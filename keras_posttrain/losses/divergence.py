@@ -252,7 +252,10 @@ def sorted_distance(student_logps, teacher_logps):
         return jnp.pad(-jnp.sort(-jnp.exp(logps), axis=-1), fill)
 
     teacher = descending(jax.lax.stop_gradient(teacher))
-    return jnp.sum(jnp.abs(descending(student) - teacher), axis=-1)
+    distances = jnp.abs(descending(student) - teacher)
+    # As in the total variation, rounding is not to choose a way.
+    distances = jnp.where(distances > ROUNDING * teacher, distances, 0.0)
+    return jnp.sum(distances, axis=-1)
 
 
 def with_tail(logps):

@@ -1,8 +1,6 @@
 """Losses of a student that learns what is inside a teacher."""
 
 import dataclasses
-import fractions
-import math
 import operator
 
 import jax
@@ -65,7 +63,8 @@ class FeatureLoss(Loss):
             return
         wanted = (
             '"auto" or a list of one or more pairs (student layer, teacher '
-            "layer), counted from 0, such as [(0, 1), (3, 5)]"
+            "layer), counted from 0, or from -1 for the last, such as "
+            "[(0, 1), (3, 5)]"
         )
         try:
             layers = tuple(
@@ -74,44 +73,9 @@ class FeatureLoss(Loss):
             )
         except (TypeError, ValueError):
             layers = ()
-        sound = bool(layers) and all(min(pair) >= 0 for pair in layers)
-        check(self, "layers", sound, wanted)
+        check(self, "layers", bool(layers), wanted)
         # Lists would make the settings unhashable.
         object.__setattr__(self, "layers", layers)
-
-    def layer_pairs(self, num_student_layers, num_teacher_layers):
-        """Which layer of the student learns from which of the teacher.
-
-        With `"auto"` every layer of the student has one, spread evenly, the
-        last one the teacher's last, as in TinyBERT.
-
-        Args:
-            num_student_layers: int, how many decoder layers there are.
-            num_teacher_layers: int.
-
-        Returns:
-            Tuple of pairs of ints, counted from 0.
-
-        Raises:
-            ValueError: if there is no such layer.
-        """
-        if self.layers == "auto":
-            ratio = fractions.Fraction(num_teacher_layers, num_student_layers)
-            return tuple(
-                (place, math.ceil((place + 1) * ratio) - 1)
-                for place in range(num_student_layers)
-            )
-        for student, teacher in self.layers:
-            if student >= num_student_layers or teacher >= num_teacher_layers:
-                raise ValueError(
-                    f"`layers` of {type(self).__name__} must be pairs "
-                    "(student layer, teacher layer), counted from 0. The "
-                    f"student has {num_student_layers} layers and the "
-                    f"teacher {num_teacher_layers}. Received: "
-                    f"layers={self.layers!r}, with the pair "
-                    f"{(student, teacher)!r}"
-                )
-        return self.layers
 
     @property
     def needs(self):
@@ -174,8 +138,8 @@ class HiddenStateLoss(FeatureLoss):
     Args:
         layers: `"auto"`, every layer of the student spread evenly over the
             teacher's (TinyBERT's map), or a list of pairs
-            `(student layer, teacher layer)`, counted from 0. What is
-            compared is a layer's output.
+            `(student layer, teacher layer)`, counted from 0, or from -1 for
+            the last. What is compared is a layer's output.
         metric: `"mse"`, the mean squared difference, or `"cosine"`, 1 less
             the cosine of the angle.
         matching: how the student's hidden size becomes the teacher's:
