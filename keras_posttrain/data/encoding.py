@@ -21,9 +21,10 @@ class EncodedText:
         offsets: int64 array of shape `(length, 2)`, the start and end of
             each token in characters of the text; an empty place for tokens
             that are not of the text.
-        spans: list of `(start, end)`, the parts of the text that are trained
-            on. Where that is all of a conversation, no places are known:
-            there are no spans, and the text is empty.
+        spans: list of `(start, end, words)`, the parts of the text that are
+            trained on, and where the row's own words begin in each. Where
+            that is all of a conversation, no places are known: there are no
+            spans, and the text is empty.
     """
 
     token_ids: np.ndarray
@@ -162,7 +163,7 @@ def _text(row, tokenizer, train_on, where):
         raise _refuse(train_on, "text", where, ("'all'",))
     ids, offsets = _ended(tokenizer, text, where)
     mask = np.ones(len(ids), np.float32)
-    return EncodedText(ids, mask, text, offsets, [(0, len(text))])
+    return EncodedText(ids, mask, text, offsets, [(0, len(text), 0)])
 
 
 def _strings(row, tokenizer, train_on, where):
@@ -177,7 +178,8 @@ def _strings(row, tokenizer, train_on, where):
     if train_on != "all":
         # A token that reaches over the boundary is the model's to write.
         mask[:-1] = offsets[:-1, 1] > first
-    return EncodedText(ids, mask, text, offsets, [(first, len(text))])
+    spans = [(first, len(text), first)]
+    return EncodedText(ids, mask, text, offsets, spans)
 
 
 def _join(row, where):
@@ -243,8 +245,19 @@ def _chat(row, messages, first, kind, tokenizer, train_on, template_kwargs):
     mask = np.zeros(len(ids), np.float32)
     for start, end, _ in spans:
         mask[(places[:, 1] > start) & (places[:, 0] < end)] = 1.0
-    spans = [span[:2] for span in spans]
+    spans = [
+        (start, end, _words(text, start, end, messages, message))
+        for start, end, message in spans
+    ]
     return EncodedText(np.array(ids, np.int64), mask, text, places, spans)
+
+
+def _words(text, start, end, messages, message):
+    """Where a turn's own words begin in what was rendered of it."""
+    content = None if message is None else messages[message].get("content")
+    if isinstance(content, str):
+        return max(text.find(content.strip(), start, end), start)
+    return start
 
 
 def _from_message(spans, first):
