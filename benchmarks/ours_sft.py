@@ -2,37 +2,15 @@
 
 import pathlib
 import tempfile
-import time
 
 import keras_posttrain as kpt  # sets the backend
 
 # isort: split
 import keras
+import keras_clock
 import preset
 import report
 import workloads
-
-
-class Clock(keras.callbacks.Callback):
-    """The first step's loss and end, and the end of every epoch.
-
-    Reading a loss waits for its step, which JAX only has begun.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.ends, self.steps = [], 0
-        self.first_loss = None
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.first_loss is None:
-            self.first_loss = float(logs["loss"])
-            self.first_end = time.perf_counter()
-        self.steps = batch + 1
-
-    def on_epoch_end(self, epoch, logs=None):
-        float(logs["loss"])
-        self.ends.append(time.perf_counter())
 
 
 def main():
@@ -57,8 +35,7 @@ def main():
         }
         for ids, prompt in args.rows
     ]
-    clock = Clock()
-    start = time.perf_counter()
+    clock = keras_clock.Clock()
     # The first epoch is the warm-up.
     task.fit(
         rows,
@@ -72,11 +49,9 @@ def main():
     report.emit(
         args,
         ("keras", "keras-hub", "jax"),
-        first_loss=clock.first_loss,
-        first_step_s=clock.first_end - start,
-        pass_s=[
-            b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)
-        ],
+        first_loss=clock.first["loss"],
+        first_step_s=clock.first_step_s,
+        pass_s=clock.pass_s,
         steps=clock.steps,
     )
 

@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
-def write(model, folder):
+def write(model, folder, seed=0):
     """The model as a directory that transformers and vLLM load as well."""
     config = {
         "model_type": "llama",
@@ -30,7 +30,9 @@ def write(model, folder):
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(model.weights(), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        model.weights(seed), folder / "model.safetensors", {"format": "pt"}
+    )
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     words.update((f"t{i}", i) for i in range(workloads.FIRST, model.vocab))
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))

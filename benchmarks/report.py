@@ -55,8 +55,8 @@ def arguments(packing=True):
         packing: bool. Whether the library can pack rows.
 
     Returns:
-        The parsed arguments, with `rows` as `workloads.sft_rows` makes them
-        and `shape`, the `Workload`.
+        The parsed arguments, with `rows` as `workloads.sft_rows` makes them,
+        `tokens`, how many they have, and `shape`, the `Workload`.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -71,6 +71,49 @@ def arguments(packing=True):
     args = parser.parse_args()
     args.shape = workloads.WORKLOADS[args.workload]
     args.rows = workloads.sft_rows(args.workload, args.rows)
+    args.tokens = sum(len(ids) for ids, _ in args.rows)
+    return args
+
+
+def pair_arguments(*flags):
+    """The command line of a preference script; call it after the imports.
+
+    Args:
+        flags: names of options that are set or not.
+
+    Returns:
+        The parsed arguments, with `work`, the `PairWork`, its `pairs`, and
+        `tokens`, how many they have where each completion has its prompt
+        before it.
+    """
+    imports_done()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, help="of the workload, per pass")
+    parser.add_argument("--passes", type=int, default=2)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args()
+    args.work = workloads.PREFERENCES
+    args.pairs = args.work.pairs(args.pairs)
+    args.tokens = sum(2 * len(p) + len(c) + len(r) for p, c, r in args.pairs)
+    return args
+
+
+def distill_arguments():
+    """The command line of a distillation script; call it after the imports.
+
+    Returns:
+        The parsed arguments, with `work`, the `DistillWork`, its `rows`, and
+        `tokens`, how many they have.
+    """
+    imports_done()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, help="of the workload, per pass")
+    parser.add_argument("--passes", type=int, default=2)
+    args = parser.parse_args()
+    args.work = workloads.DISTILLATION
+    args.rows = args.work.rows(args.rows)
+    args.tokens = sum(map(len, args.rows))
     return args
 
 
@@ -78,9 +121,9 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
     """Prints the figures of a training run as one line of JSON.
 
     Args:
-        args: what `arguments` returned.
+        args: what one of the functions above returned.
         packages: names of installed packages whose versions matter.
-        first_loss: float, the mean loss of the first step's loss tokens.
+        first_loss: float, the first step's loss.
         first_step_s: float, seconds from the call that trains to the end of
             its first step, compilation included.
         pass_s: list of floats, seconds of each pass over all rows after the
@@ -88,17 +131,16 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
         steps: int, optimizer steps a pass.
         extra: further figures.
     """
-    tokens = sum(len(ids) for ids, _ in args.rows)
     seconds = statistics.median(pass_s)
     result(
         packages,
-        tokens_per_s=tokens / seconds,
+        tokens_per_s=args.tokens / seconds,
         step_s=seconds / steps,
         first_step_s=first_step_s,
         first_loss=float(first_loss),
         pass_s=pass_s,
         steps=steps,
-        tokens=tokens,
+        tokens=args.tokens,
         **extra,
     )
 

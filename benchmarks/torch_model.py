@@ -10,7 +10,7 @@ from transformers import (
 )
 
 
-def build(model):
+def build(model, seed=0):
     config = LlamaConfig(
         vocab_size=model.vocab,
         num_hidden_layers=model.layers,
@@ -32,7 +32,7 @@ def build(model):
         dtype="float32",
     )
     net = LlamaForCausalLM(config).float()
-    state = {k: torch.from_numpy(v) for k, v in model.weights().items()}
+    state = {k: torch.from_numpy(v) for k, v in model.weights(seed).items()}
     if model.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     net.load_state_dict(state)

@@ -103,7 +103,7 @@ def main():
         reward_fns=log.timed("reward", even_share),
     )
     watch(cluster, log)
-    losses = tunix_model.keep_losses(cluster.actor_trainer)
+    metrics = tunix_model.keep_metrics(cluster.actor_trainer)
     prompts = [" ".join(map(str, p)) for p in work.prompt_ids(args.steps)]
     log.start()
     learner.train(
@@ -116,7 +116,7 @@ def main():
         args,
         ("google-tunix", "flax", "jax", "optax", "qwix"),
         log,
-        first_loss=losses[0],
+        first_loss=metrics["loss"][0],
     )
 
 

@@ -1,14 +1,17 @@
 """A workload's model in Tunix, with LoRA or not, and its tokenizer."""
 
+import collections
+import time
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 import qwix
 import workloads
 from flax import nnx
 from tunix.models.llama3 import model as llama3
 
 
-def build(model):
+def build(model, seed=0):
     config = llama3.ModelConfig(
         vocab_size=model.vocab,
         num_layers=model.layers,
@@ -22,7 +25,7 @@ def build(model):
         weight_tying=model.tied,
     )
     net = llama3.Llama3(config, rngs=nnx.Rngs(0))
-    for name, value in model.weights().items():
+    for name, value in model.weights(seed).items():
         param = find(net, name)
         shape = param.get_value().shape
         # Kernels are (in, out), with heads as an axis of their own.
@@ -79,14 +82,37 @@ class IdTokenizer:
         return workloads.PAD
 
 
-def keep_losses(trainer):
-    """The list that the trainer's losses are added to as it logs them."""
-    losses, log = [], trainer.metrics_logger.log
+def keep_metrics(trainer):
+    """For each name the list that its values are added to as they are logged.
+
+    They are logged a step later, the last ones as training ends.
+    """
+    values, log = collections.defaultdict(list), trainer.metrics_logger.log
 
     def spy(prefix, name, value, *args, **kwargs):
-        if name == "loss":
-            losses.append(float(np.asarray(value)))
+        values[name].append(value)
         return log(prefix, name, value, *args, **kwargs)
 
     trainer.metrics_logger.log = spy
-    return losses
+    return values
+
+
+def timed_passes(trainer, data, passes):
+    """Trains a step, then all `data` a few times.
+
+    Returns:
+        What `report.emit` asks for.
+    """
+    trainer.is_managed_externally = True  # `train` may be called again
+
+    def seconds(some):
+        start = time.perf_counter()
+        trainer.train(some)
+        jax.block_until_ready(jax.tree.leaves(nnx.state(trainer.model)))
+        return time.perf_counter() - start
+
+    return {
+        "first_step_s": seconds(data[:1]),
+        "pass_s": [seconds(data) for _ in range(passes)],
+        "steps": len(data),
+    }

@@ -1,15 +1,11 @@
 """Tunix: `PeftTrainer` on JAX. It has no packing for SFT: done here."""
 
-import time
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import report
 import tunix_model
 import workloads
-from flax import nnx
 from tunix.sft import peft_trainer, utils
 
 
@@ -78,24 +74,13 @@ def main():
         ),
         peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=None),
     ).with_gen_model_input_fn(packed_inputs if args.packing else padded_inputs)
-    trainer.is_managed_externally = True  # `train` may be called again
-    losses = tunix_model.keep_losses(trainer)
-
-    def train(some):
-        start = time.perf_counter()
-        trainer.train(some)
-        jax.block_until_ready(jax.tree.leaves(nnx.state(trainer.model)))
-        return time.perf_counter() - start
-
-    first_step_s = train(data[:1])
-    pass_s = [train(data) for _ in range(args.passes)]
+    metrics = tunix_model.keep_metrics(trainer)
+    figures = tunix_model.timed_passes(trainer, data, args.passes)
     report.emit(
         args,
         ("google-tunix", "flax", "jax", "optax", "qwix"),
-        first_loss=losses[0],
-        first_step_s=first_step_s,
-        pass_s=pass_s,
-        steps=len(data),
+        first_loss=metrics["loss"][0],
+        **figures,
     )
 
 

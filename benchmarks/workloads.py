@@ -214,6 +214,76 @@ def even_share(ids):
     return sum(i % 2 == 0 for i in ids) / len(ids)
 
 
+# --- Preferences -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PairWork:
+    """Pairs of completions, `batch` a step, compared by DPO with `beta`."""
+
+    model: Model = WORKLOADS["w1"].model
+    count: int = 64
+    batch: int = 4
+    shortest_prompt: int = 160
+    longest_prompt: int = 240
+    shortest: int = 100
+    longest: int = 200
+    beta: float = 0.1
+
+    @property
+    def length(self):
+        """Tokens of a prompt with one completion, at most."""
+        return self.longest_prompt + self.longest
+
+    def pairs(self, count=None):
+        """Lists of token ids: `(prompt, chosen, rejected)` a pair."""
+        rng = np.random.default_rng(3)
+        vocab = self.model.vocab
+
+        def drawn(least, most):
+            return rng.integers(FIRST, vocab, rng.integers(least, most + 1))
+
+        out = []
+        for _ in range(self.count):
+            prompt = drawn(self.shortest_prompt, self.longest_prompt)
+            sides = [drawn(self.shortest, self.longest) for _ in range(2)]
+            for ids in sides:
+                ids[-1] = EOS
+            out.append(tuple(ids.tolist() for ids in (prompt, *sides)))
+        return out[:count]
+
+
+PREFERENCES = PairWork()
+
+
+# --- Distillation ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillWork:
+    """A student learns all tokens of full rows from a larger teacher."""
+
+    student: Model = WORKLOADS["w1"].model
+    teacher: Model = Model(
+        32_000, layers=6, hidden=512, heads=8, kv_heads=4, intermediate=2048
+    )
+    length: int = 512
+    batch: int = 8
+    count: int = 24
+    teacher_seed: int = 1  # of its first weights
+
+    def rows(self, count=None):
+        """Lists of `length` token ids."""
+        rng = np.random.default_rng(8)
+        shape = (self.count, self.length)
+        ids = rng.integers(FIRST, self.student.vocab, shape)
+        ids[:, -1] = EOS
+        return ids[:count].tolist()
+
+
+DISTILLATION = DistillWork()
+
+
 # --- Layouts -----------------------------------------------------------------
 
 

@@ -172,8 +172,9 @@ def test_the_report_names_what_failed(summary):
     assert len(problems) == 2
 
 
-def test_run_names_are_distinct_and_scripts_exist(sft, rollout, grpo):
+def test_run_names_are_distinct_and_scripts_exist(sft, rollout, grpo, dpo):
     for driver, runs in (
+        (dpo, dpo.all_runs()),
         (sft, sft.all_runs()),
         (rollout, rollout.all_runs()),
         (rollout, rollout.all_cells()),
@@ -527,3 +528,97 @@ def test_grpo_is_compared_with_the_faster_library(grpo_summary):
     ):
         assert line in text
     assert "## w5-long" not in text
+
+
+# --- Preferences -------------------------------------------------------------
+
+
+def dpo_figures(tokens_per_s, **changed):
+    return {
+        **figures(tokens_per_s, first_loss=0.6931472, peak_gb=2.0),
+        "chosen_logp": -1600.0,
+        "rejected_logp": -1500.0,
+        "grad_norm": 6.4,
+        **changed,
+    }
+
+
+@pytest.fixture(scope="module")
+def dpo(folder):
+    return load("dpo")
+
+
+@pytest.fixture(scope="module")
+def dpo_summary(dpo):
+    return dpo.dpo_summary
+
+
+def test_the_pairs_never_change(workloads):
+    work = workloads.PREFERENCES
+    pairs = work.pairs()
+    assert len(pairs) == 64 and work.pairs(4) == pairs[:4]
+    assert work.length == 440
+    prompts, chosen, rejected = zip(*pairs, strict=True)
+    assert all(160 <= len(ids) <= 240 for ids in prompts)
+    for ids in chosen + rejected:
+        assert 100 <= len(ids) <= 200 and ids[-1] == workloads.EOS
+    tokens = [sum(map(len, x)) for x in (prompts, chosen, rejected)]
+    assert tokens == [12664, 9568, 9524]
+
+
+def test_libraries_must_compare_the_same_pairs(dpo_summary):
+    run = dpo_summary.Run
+    ours, shared = run("ours"), run("ours", shared=True)
+    trl, tunix = run("trl"), run("tunix")
+    sound = {
+        ours: [dpo_figures(1)],
+        shared: [dpo_figures(1, chosen_logp=-1600.001)],
+        trl: [dpo_figures(1, grad_norm=6.9)],
+        tunix: [dpo_figures(1, grad_norm=None, first_loss=0.69315)],
+        run("ours", packing=True): [{"error": "x"}],
+    }
+    assert list(dpo_summary.disagreements(sound)) == []
+    for peer, changed, message in (
+        (tunix, {"first_loss": 0.6935}, "tunix: the first loss is 0.6935"),
+        (trl, {"first_loss": float("nan")}, "trl: the first loss is nan"),
+        (trl, {"chosen_logp": -1600.1}, "trl -1600.1, tunix -1600"),
+        (tunix, {"rejected_logp": float("nan")}, "`rejected_logp` differs"),
+        (trl, {"grad_norm": 9.0}, "trl 9"),
+        (shared, {"grad_norm": 6.41}, "ours-shared 6.41"),
+    ):
+        wrong = {**sound, peer: [dpo_figures(1, **changed)]}
+        (line,) = dpo_summary.disagreements(wrong)
+        assert message in line
+
+
+def test_dpo_is_compared_with_the_faster_library(dpo_summary):
+    """Ours 900 and 1200, TRL 300, Tunix 600: 2 over the faster."""
+    run = dpo_summary.Run
+    results = {
+        run("ours"): [dpo_figures(900)],
+        run("ours", shared=True): [dpo_figures(1200, peak_gb=1.5)],
+        run("trl"): [dpo_figures(300, peak_gb=4.0)],
+        run("tunix"): [dpo_figures(600, grad_norm=None, other_cpus=0.5)],
+        run("ours", packing=True): [{"error": "Traceback\nValueError: no"}],
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = dpo_summary.markdown(results, options)
+    assert problems == ["ours-packed: ValueError: no"]
+    for line in (
+        "- tokens/s over the faster of TRL and Tunix: 2.00",
+        "- tokens/s over TRL: 4.00",
+        "- the highest peak memory of ours over TRL's: 0.50",
+        "- the highest peak memory of ours over Tunix's: 1.00",
+        "- tokens/s, prompts shared over separate: 1.33",
+        "- peak memory, prompts shared over separate: 0.75",
+        "| keras_posttrain, prompts shared | 1200 | 1200 to 1200 | 1.00x |",
+        "0.50*",
+    ):
+        assert line in text
+    assert "separate, packed" not in text
+    assert run("ours", True, True, 8).flags == [
+        "--packing",
+        "--share-prefix",
+        "--pairs",
+        "8",
+    ]
