@@ -9,6 +9,7 @@ import numpy as np
 from keras_posttrain.data import packing as packing_lib
 from keras_posttrain.data.formats import Example
 from keras_posttrain.data.preference_batch import MAX_SEQUENCES, buckets
+from keras_posttrain.data.shared_prefix import Place
 from keras_posttrain.data.taught import Taught
 
 
@@ -99,7 +100,18 @@ class DistillationLayout:
 
     def __call__(self, rows):
         """The batch of a list of examples, each in a list of its own."""
-        examples = [example for row in rows for example in row]
+        return self.arrange([x for row in rows for x in row])[0]
+
+    def arrange(self, examples):
+        """A batch, and where its sequences are.
+
+        Args:
+            examples: list of at most `batch_size` examples.
+
+        Returns:
+            Tuple of the dict of arrays, and a list with the `Place` of each
+            example in the student's rows.
+        """
         own = _reads_own(examples) and self.lookup is None
         rows = self._rows(examples, own)
         if self.token_budget is None:
@@ -130,7 +142,11 @@ class DistillationLayout:
             batch["teacher_weights"] = self._weights(
                 rows, batch["sequence_mask"].shape
             )
-        return batch
+        found = {
+            id(x): Place(r, s, start, start + len(x.token_ids))
+            for r, s, start, x in _places(rows)
+        }
+        return batch, [found[id(x)] for x in examples]
 
     @property
     def _teacher_room(self):
@@ -174,7 +190,7 @@ class DistillationLayout:
 
     def _most_probable(self, rows, shape):
         batch = {}
-        for r, start, example in _places(rows):
+        for r, _, start, example in _places(rows):
             found = self.lookup(example)
             ids, logps = np.asarray(found["ids"]), np.asarray(found["logps"])
             tokens = len(example.token_ids)
@@ -224,11 +240,11 @@ def _bucket(longest):
 
 
 def _places(rows):
-    """`(row, column of its first token, example)` of every example."""
+    """`(row, slot, column of its first token, example)` of every one."""
     for r, row in enumerate(rows):
         start = 0
-        for example in row:
-            yield r, start, example
+        for s, example in enumerate(row):
+            yield r, s, start, example
             start += len(example.token_ids)
 
 
@@ -238,7 +254,7 @@ def _sources(rows, shape, own):
     if own:
         batch["teacher_source"] = np.zeros(shape, np.int32)
     before = [0] * len(rows)
-    for r, start, example in _places(rows):
+    for r, _, start, example in _places(rows):
         source = example.teacher_source
         place = slice(start, start + len(source))
         batch["teacher_mask"][r, place] = source >= 0

@@ -20,7 +20,7 @@ class Group:
         texts: list of what rewards were shown: strings or messages, or ids
             where there is no tokenizer.
         rewards: float array of shape `(completions, functions)`, NaN where
-            not judged.
+            not judged; of a task without rewards there are no functions.
     """
 
     prompt: object
@@ -81,6 +81,8 @@ class Sampler:
 
     def _rewards(self, prompts, completions, texts):
         task, many = self.task, self.num_generations
+        if not task.rewards:
+            return np.zeros((len(prompts), many, 0), np.float32)
         each = [p for p in prompts for _ in range(many)]
         columns = {
             name: [p.columns[name] for p in each]

@@ -166,7 +166,7 @@ class Task(Trainer):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.divides(self, batch_size)
-        batches = self._batches(examples, batch_size, shuffle=False)
+        batches = self.plain_batches(examples, batch_size, shuffle=False)
         if self._log_probs is None:
 
             def run(trainable, frozen, batch):

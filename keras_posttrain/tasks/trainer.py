@@ -211,12 +211,21 @@ class Trainer(Resumable):
         """What a task does before its first step."""
 
     def _batches(self, examples, batch_size, **kwargs):
-        pad = self.tokenizer.pad_token_id if self.tokenizer else 0
+        return self.plain_batches(examples, batch_size, **kwargs)
+
+    def plain_batches(self, examples, batch_size, **kwargs):
+        """Batches of `Example`s: a `BatchAdapter`, whose arguments it takes.
+
+        Args:
+            examples: list of `Example`s.
+            batch_size: int.
+            **kwargs: see `BatchAdapter`.
+        """
+        kwargs.setdefault("sequence_length", self.sequence_length)
         return BatchAdapter(
             examples,
             batch_size=batch_size,
-            sequence_length=self.sequence_length,
-            pad_id=pad,
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
             **kwargs,
         )
 

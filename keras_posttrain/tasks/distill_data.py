@@ -1,0 +1,259 @@
+"""Rows, prompts and samples of a distillation, as its batches."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.data.distillation import prepare_distillation
+from keras_posttrain.data.distillation_batch import DistillationLayout
+from keras_posttrain.data.distillation_columns import teacher_index
+from keras_posttrain.data.prompts import Prompt, prepare_prompts
+from keras_posttrain.data.taught import Taught, behind_prompt
+from keras_posttrain.losses import DistillationLoss
+from keras_posttrain.tasks import distill_step, rollout_checks
+from keras_posttrain.tasks.rollout_batch import RolloutBatch
+from keras_posttrain.tasks.teacher_cache import TeacherCache, first_learned
+
+# The column of a prompt that the teacher reads in place of the student's.
+TEACHER_PROMPTS = {
+    "teacher_prompt": "prompt",
+    "teacher_prompt_ids": "prompt_ids",
+}
+
+
+@dataclasses.dataclass
+class TaughtLayout:
+    """Minibatches of a rollout.
+
+    Args:
+        num_sequences: int, the most of them in a batch.
+        layout: `DistillationLayout`.
+        lookup: as in `DistillationLayout`, set anew for each rollout.
+    """
+
+    num_sequences: int
+    layout: DistillationLayout
+    lookup: object = None
+
+    def batches(self, taught):
+        """A list of `RolloutBatch`es of neighbours."""
+        layout = dataclasses.replace(self.layout, lookup=self.lookup)
+        out = []
+        for first in range(0, len(taught), self.num_sequences):
+            part = taught[first : first + self.num_sequences]
+            arrays, places = layout.arrange(part)
+            places = {first + i: place for i, place in enumerate(places)}
+            out.append(RolloutBatch(arrays, places))
+        return out
+
+
+class DistillData:
+    """The part of `DistillTask` that makes batches."""
+
+    # Of the rows of an on-policy run: those that are taken as they are given,
+    # and what the teacher reads before a sample, by row.
+    stored = contexts = None
+    _cache = None
+    _shows = True
+
+    # Rows
+
+    def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
+        if train_on == "all":
+            # For `log_probs`, which asks no teacher.
+            return super().prepare(
+                dataset, name, train_on=train_on, **overrides
+            )
+        settings = {
+            "sequence_length": self.sequence_length,
+            "truncation": self.truncation,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            **overrides,
+        }
+        by_column = self.teacher_column is not None
+        names = list(self._teacher_models())
+        return prepare_distillation(
+            dataset,
+            self.tokenizer,
+            name=name,
+            train_on=train_on,
+            teacher_column=self.teacher_column,
+            teacher_names=names if by_column else None,
+            teacher_tokenizer=self.teacher_tokenizer,
+            teacher_length=self.teacher_length,
+            teacher_vocabulary_size=self.teacher_vocabulary_size,
+            **settings,
+        )
+
+    def _batches(self, examples, batch_size, *, packing=False, **kwargs):
+        lookup = None
+        if self.teacher_cache is not None:
+            lookup = self._kept(examples, batch_size)
+        layout = self._row_layout(batch_size, packing, examples, lookup)
+        return self.plain_batches(examples, batch_size, build=layout, **kwargs)
+
+    def _row_layout(self, batch_size, packing, examples, lookup=None):
+        longest = max(len(x.token_ids) for x in examples)
+        several = self.teacher_column is not None
+        layout = DistillationLayout(
+            batch_size=batch_size,
+            sequence_length=self.sequence_length,
+            teacher_length=self.teacher_length,
+            token_budget=rollout_checks.token_budget(
+                packing, self.sequence_length, longest
+            ),
+            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            teacher_weights=self.teacher_weights,
+            num_teachers=len(self._teacher_models()) if several else 1,
+            lookup=lookup,
+        )
+        return layout.fitted(examples)
+
+    # What is written down
+
+    @property
+    def kept_temperature(self):
+        """The temperature of a teacher's log-probabilities that are kept."""
+        losses = [part for _, _, part in distill_step.parts(self.objective)]
+        found = [x for x in losses if isinstance(x, DistillationLoss)]
+        return found[0].temperature if found else 1.0
+
+    def _kept(self, examples, batch_size):
+        """A `lookup` in the cache, which has all of the examples then."""
+        self.make_teachers()
+        if self._cache is None:
+            self._cache = TeacherCache(
+                self, self.teacher_cache, self.kept_temperature, self.top_k
+            )
+        self._cache.fill(examples, batch_size, self._shows)
+        return self._cache.lookup
+
+    # Prompts and samples
+
+    def prepare_prompts(self, dataset, name="dataset"):
+        length, limit = rollout_checks.room(self, self.max_completion_length)
+        if self.on_policy < 1.0:
+            return self._prompts_of_rows(dataset, name, length, limit)
+        prompts, report = self._prompts(dataset, name, length, limit)
+        self.stored = {}
+        self.contexts = self._contexts(prompts, name)
+        return prompts, report
+
+    def _prompts(self, dataset, name, length, limit, truncation=None):
+        return prepare_prompts(
+            dataset,
+            self.tokenizer,
+            max_prompt_length=length,
+            limit=limit,
+            truncation=truncation or self.truncation,
+            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
+            chat_template_kwargs=self.chat_template_kwargs,
+            name=name,
+        )
+
+    def _prompts_of_rows(self, dataset, name, length, limit):
+        """Prompts of rows with completions, some of which stay as they are."""
+        examples, report = self.prepare(dataset, name)
+        self.stored = {x.row: x for x in examples}
+        self.contexts, prompts = {}, []
+        for x in examples:
+            start = first_learned(x)
+            if start > length:
+                raise ValueError(
+                    "A prompt must leave room for a completion. Received: "
+                    f"row {x.row} of `{name}` with a prompt of {start} "
+                    f"tokens; it may have {length} ({limit})."
+                )
+            ids = tuple(x.token_ids[:start].tolist())
+            text = self.tokenizer.decode(ids) if self.tokenizer else list(ids)
+            prompts.append(Prompt(ids, text, {}, x.row))
+            if isinstance(x, Taught):
+                before = None
+                if x.teacher_ids is not None:
+                    before = x.teacher_ids[: x.teacher_source[start] + 1]
+                self.contexts[x.row] = before, x.teacher_index
+        return prompts, report
+
+    def _contexts(self, prompts, name):
+        """What the teacher reads in place of each prompt, and which one."""
+        found, given = {p.row: (None, None) for p in prompts}, prompts[0]
+        column = next((c for c in TEACHER_PROMPTS if c in given.columns), None)
+        if column is not None:
+            rows = [
+                {TEACHER_PROMPTS[column]: p.columns[column]} for p in prompts
+            ]
+            most = self.teacher_length - self.max_completion_length
+            # None may be left out: each goes with a prompt.
+            before, _ = self._prompts(
+                rows,
+                f"{name}, column {column!r}",
+                most,
+                f"teacher_length={self.teacher_length} less "
+                f"max_completion_length={self.max_completion_length}",
+                truncation="error",
+            )
+            for p, b in zip(prompts, before, strict=True):
+                found[p.row] = np.array(b.token_ids, np.int32), None
+        if self.teacher_column is not None:
+            names = list(self._teacher_models())
+            for p in prompts:
+                where = f"row {p.row} of `{name}`"
+                index = teacher_index(
+                    p.columns, self.teacher_column, names, where
+                )
+                found[p.row] = found[p.row][0], index
+        return found
+
+    def taught(self, prompt, completion):
+        """A sample as a `Taught` example.
+
+        Args:
+            prompt: `Prompt`.
+            completion: the engine's `Completion`.
+        """
+        new = np.array(completion.token_ids, np.int32)
+        ids = np.concatenate([np.array(prompt.token_ids, np.int32), new])
+        cut = completion.finish_reason == "length"
+        masked = cut and self.mask_truncated_completions
+        mask = np.zeros(len(ids), np.float32)
+        mask[len(ids) - len(new) :] = 0.0 if masked else 1.0
+        before, index = self.contexts.get(prompt.row, (None, None))
+        theirs = source = None
+        if before is not None:
+            theirs, source = behind_prompt(before, new, len(ids))
+        return Taught(ids, mask, prompt.row, theirs, source, index)
+
+    def _layout(self, prompts, batch_size, packing, share):
+        """The layout of a minibatch of samples."""
+        longest = max(len(p.token_ids) for p in prompts)
+        longest += self.max_completion_length
+        several = self.teacher_column is not None
+        sequences = rollout_checks.minibatches(
+            batch_size, self.num_generations, self.num_minibatches
+        )
+        layout = DistillationLayout(
+            batch_size=sequences,
+            sequence_length=self.sequence_length,
+            teacher_length=self.teacher_length,
+            token_budget=rollout_checks.token_budget(
+                packing, self.sequence_length, longest
+            ),
+            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            teacher_weights=self.teacher_weights,
+            num_teachers=len(self._teacher_models()) if several else 1,
+        )
+        return TaughtLayout(sequences, layout)
+
+    def prepare_held_out(self, dataset):
+        return self.prepare(dataset, "validation_data")
+
+    def _validate(self, held_out, callbacks, settings):
+        del settings  # nothing is sampled
+        callbacks.on_test_begin()
+        batches = self._batches(held_out, self.order.batch_size, shuffle=False)
+        logs = self.evaluate(batches)
+        callbacks.on_test_end(logs)
+        return {f"val_{name}": value for name, value in logs.items()}
