@@ -9,6 +9,7 @@ vLLM through; this is the only file that touches it.
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ MAX_GROUPS = 8
 
 
 @contextlib.contextmanager
-def attention_scope(segment_ids, positions, prefix_ids=None, *, kept=None):
+def attention_scope(
+    segment_ids, positions, prefix_ids=None, *, kept=None, taps=None
+):
     """Runs decoder layers on flattened tokens, attending within segments.
 
     Decoder layers called inside take tokens as `(rows * length, 1, hidden)`.
@@ -41,8 +44,10 @@ def attention_scope(segment_ids, positions, prefix_ids=None, *, kept=None):
             there is none. Positions go on from that segment's.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache.
+        taps: `Taps` or `None`, whose `attentions` are filled.
     """
     rows, length = segment_ids.shape
+    layers = itertools.count()
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
@@ -52,17 +57,19 @@ def attention_scope(segment_ids, positions, prefix_ids=None, *, kept=None):
         if kept is not None:
             flat = (rows * length, num_kv_heads, head_dim)
             kept.append((k.reshape(flat), v.reshape(flat)))
-        out = segment_attention(
-            q.reshape(shape),
-            k.reshape(shape),
-            v.reshape(shape),
-            segment_ids,
-            positions,
-            prefix_ids,
-            scale=float(scale),
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-        )
+        q, k, v = (x.reshape(shape) for x in (q, k, v))
+        tokens = (segment_ids, positions, prefix_ids)
+        settings = {
+            "scale": float(scale),
+            "sliding_window": sliding_window,
+            "soft_cap": soft_cap,
+        }
+        layer = next(layers)
+        if taps is not None and layer in taps.attention_layers:
+            taps.attentions[layer] = attention_weights(
+                q, k, *tokens, **settings
+            )
+        out = segment_attention(q, k, v, *tokens, **settings)
         return cache, out.reshape(rows * length, num_heads * head_dim)
 
     with vllm_context_scope(
@@ -134,6 +141,35 @@ def segment_attention(
     return out.reshape(rows, length, heads, head_dim)
 
 
+def attention_weights(
+    query, key, segment_ids, positions, prefix_ids=None, **settings
+):
+    """What `segment_attention` weighs the values with, all at once.
+
+    Args:
+        query, key, segment_ids, positions, prefix_ids, **settings: as in
+            `segment_attention`.
+
+    Returns:
+        A float32 array of shape `(rows, heads, length, length)`, a row a
+        query: 0 for what a token does not see, and all 0 at padding.
+    """
+    rows, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
+    tokens = (segment_ids, positions)
+    scores = _masked_scores(
+        jnp.moveaxis(query, 1, 3).reshape(rows, kv_heads, -1, head_dim),
+        jnp.moveaxis(key, 1, 2),
+        *tokens,
+        *tokens,
+        prefix_ids,
+        **settings,
+    ).reshape(rows, heads, length, length)
+    used = (segment_ids > 0)[:, None, :, None]
+    return jnp.where(used, jax.nn.softmax(scores, axis=-1), 0.0)
+
+
 def _split(x, size):
     rows, length = x.shape[:2]
     x = x.reshape(rows, length // size, size, *x.shape[2:])
@@ -149,10 +185,34 @@ def _attend_block(
     # run twice as fast on a CPU as an einsum over five axes.
     q = jnp.moveaxis(q, 1, 3).reshape(rows, kv_heads, -1, head_dim)
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    batch = ((0, 1), (0, 1))
+    scores = _masked_scores(
+        q, k, q_segments, q_positions, k_segments, k_positions, q_prefixes,
+        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+    )  # fmt: skip
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jax.lax.dot_general(
+        weights.astype(v.dtype).reshape(*q.shape[:3], -1),
+        v,
+        (((3,), (2,)), ((0, 1), (0, 1))),
+        preferred_element_type="float32",
+    ).reshape(rows, kv_heads, group, length, head_dim)
+    return jnp.moveaxis(out / total, 3, 1).astype(v.dtype)
+
+
+def _masked_scores(
+    q, k, q_segments, q_positions, k_segments, k_positions, q_prefixes, *,
+    scale, sliding_window, soft_cap,
+):  # fmt: skip
+    """`(rows, kv_heads, group, queries, keys)`, of queries by head."""
+    rows, kv_heads = q.shape[:2]
     scores = jax.lax.dot_general(
-        q, k, (((3,), (3,)), batch), preferred_element_type="float32"
-    ).reshape(rows, kv_heads, group, length, -1)
+        q,
+        k,
+        (((3,), (3,)), ((0, 1), (0, 1))),
+        preferred_element_type="float32",
+    ).reshape(rows, kv_heads, -1, q_positions.shape[1], k.shape[2])
     scores = scores * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -165,17 +225,7 @@ def _attend_block(
         visible &= ahead < sliding_window
     # Padding is a segment of its own (0) at position 0: it sees itself, so
     # that no row of scores is empty.
-    scores = jnp.where(visible[:, None, None], scores, -1e30)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jax.lax.dot_general(
-        weights.astype(v.dtype).reshape(*q.shape[:3], -1),
-        v,
-        (((3,), (2,)), batch),
-        preferred_element_type="float32",
-    ).reshape(rows, kv_heads, group, length, head_dim)
-    return jnp.moveaxis(out / total, 3, 1).astype(v.dtype)
+    return jnp.where(visible[:, None, None], scores, -1e30)
 
 
 # --- Decoding ----------------------------------------------------------------

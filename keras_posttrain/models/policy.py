@@ -1,10 +1,13 @@
 import contextlib
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import keras
 import keras_hub
 
+from keras_posttrain.models import divergence_head
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import attention_scope, decoding_scope
 from keras_posttrain.models.top_tokens import top_tokens
@@ -85,7 +88,7 @@ class Policy:
             trainable=self.kernel.trainable,
         )
 
-    def hidden_states(self, batch, dropout_key=None):
+    def hidden_states(self, batch, dropout_key=None, taps=None):
         """Final hidden states, after the last norm.
 
         Args:
@@ -96,24 +99,39 @@ class Policy:
                 prompt.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
+            taps: `Taps` or `None`: what is wanted of the inside, filled
+                while the model runs.
 
         Returns:
             A float array of shape `(rows, length, hidden_dim)`.
         """
+        if taps is not None:
+            taps.check(self)
         with contextlib.ExitStack() as stack:
             if dropout_key is not None and self.adapter is not None:
                 keys = _dropout_keys(batch, dropout_key)
                 stack.enter_context(self.adapter.dropping(keys))
             if self.packable:
-                return self._packed_forward(batch)
+                return self._packed_forward(batch, taps)
             return self._plain_forward(batch)
 
-    def _packed_forward(self, batch):
+    def _packed_forward(self, batch, taps=None):
         ids = batch["token_ids"]
         scope = attention_scope(
-            batch["segment_ids"], batch["positions"], _prefix_ids(batch)
+            batch["segment_ids"],
+            batch["positions"],
+            _prefix_ids(batch),
+            taps=taps,
         )
-        x = self._run_layers(ids.reshape(-1), scope, self._layer)
+        layers = itertools.count()
+
+        def run(layer, x):
+            x, index = self._layer(layer, x), next(layers)
+            if taps is not None and index in taps.hidden_layers:
+                taps.hidden[index] = x.reshape(*ids.shape, -1)
+            return x
+
+        x = self._run_layers(ids.reshape(-1), scope, run)
         return x.reshape(*ids.shape, -1)
 
     def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
@@ -298,6 +316,105 @@ class Policy:
             by_slot,
             token_loss,
             _extras(needs),
+        )
+        values = self._shaped(values, batch)
+        return total, {name: values[name] for name in needs}
+
+    def teacher(self, batch, source=None, hidden=None):
+        """This model's distributions, for a student to be compared with.
+
+        Args:
+            batch: as in `hidden_states`; what this model reads, row by row
+                of the student's.
+            source: int array of shape `(rows, length)` or `None`: for each
+                of the student's tokens, the column of this model's hidden
+                state that predicts it; by default that of the student's own,
+                whose batch this is.
+            hidden: what `hidden_states` gave, where it is known already.
+
+        Returns:
+            A `models/divergence_head.py:FullTeacher`, without gradients.
+        """
+        hidden, kernel = jax.lax.stop_gradient(self._flat(batch, None, hidden))
+        rows, length = batch["token_ids"].shape
+        if source is None:
+            source = batch.get("predicted_by")
+        if source is None:
+            columns = jnp.arange(-1, length - 1, dtype="int32")
+            source = jnp.broadcast_to(columns, (rows, length))
+        row_start = jnp.arange(rows, dtype="int32")[:, None] * length
+        # The first token of a row has none, and is never compared.
+        source = row_start + jnp.clip(source, 0, length - 1)
+        return divergence_head.FullTeacher(
+            self.head(), hidden, kernel, source.reshape(-1)
+        )
+
+    def divergence_sum(
+        self,
+        batch,
+        weights,
+        teachers,
+        teacher_weights,
+        divergence,
+        *,
+        temperature=1.0,
+        tail=True,
+        dropout_key=None,
+        hidden=None,
+        needs=(),
+        mask=None,
+    ):
+        """The weighted sum of divergences from teachers and likelihoods.
+
+        Args:
+            batch: as in `hidden_states`.
+            weights: pair of float arrays of shape `(rows, length)`, those of
+                the divergences and of the log-probabilities; the second may
+                be `None`. Tokens where both are 0 are not projected.
+            teachers: sequence of `FullTeacher` and `TopTeacher`.
+            teacher_weights: float array of shape
+                `(teachers, rows, length)`, or `None` for 1 everywhere.
+            divergence, temperature, tail: as in
+                `models/divergence_head.py:divergence_sum`.
+            dropout_key: as in `hidden_states`.
+            hidden: what `hidden_states` gave, where it is known already.
+            needs: names of what is wanted: `divergences`,
+                `per_token_logps`, `agrees`, `teacher_per_token_logps`.
+            mask: bool array of shape `(rows, length)` or `None`: tokens to
+                project beside those with a weight, for their values.
+
+        Returns:
+            `(sum, outputs)`: the sum differentiable, the outputs not; a dict
+            of float32 arrays of shape `(rows, length)`.
+        """
+        hidden, kernel = self._flat(batch, dropout_key, hidden)
+        used = functools.reduce(
+            jnp.logical_or,
+            [w != 0 for w in weights if w is not None],
+            jnp.zeros(batch["token_ids"].shape, bool)
+            if mask is None
+            else mask,
+        )
+        tokens = _select(batch, used)
+
+        def by_slot(x):
+            return x.reshape(-1).astype("float32")[tokens.index]
+
+        if teacher_weights is None:
+            shape = (len(teachers), *batch["token_ids"].shape)
+            teacher_weights = jnp.ones(shape, "float32")
+        total, values = divergence_head.divergence_sum(
+            self.head(),
+            hidden,
+            kernel,
+            tokens,
+            jax.tree.map(by_slot, tuple(weights)),
+            tuple(teachers),
+            tuple(by_slot(share) for share in teacher_weights),
+            divergence,
+            temperature,
+            tail,
+            tuple(needs),
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}

@@ -1,0 +1,55 @@
+import dataclasses
+
+
+@dataclasses.dataclass
+class Taps:
+    """What is wanted of a model's inside, and what was found there.
+
+    Args:
+        hidden_layers: ints, the decoder layers whose output is wanted.
+        attention_layers: ints, those whose attention weights are wanted.
+
+    Attributes:
+        hidden: dict, from the layer to a float array of shape
+            `(rows, length, hidden_dim)`, before the last norm.
+        attentions: dict, from the layer to a float32 array of shape
+            `(rows, heads, length, length)`: rows of queries, 0 for what a
+            token does not see, and all 0 at padding.
+    """
+
+    hidden_layers: tuple = ()
+    attention_layers: tuple = ()
+    hidden: dict = dataclasses.field(default_factory=dict)
+    attentions: dict = dataclasses.field(default_factory=dict)
+
+    def check(self, policy):
+        """Raises a `ValueError` where a `Policy` cannot give what is wanted.
+
+        Args:
+            policy: `Policy`.
+        """
+        name = type(policy.backbone).__name__
+        if not policy.packable:
+            raise ValueError(
+                f"{name} runs by KerasHub's own call, which shows neither "
+                "hidden states nor attention weights of its layers. Use a "
+                "loss of the final distribution alone, or a Gemma 1-3, "
+                "Llama, Mistral, Qwen 2 or Qwen 3 model."
+            )
+        count = len(policy.backbone.transformer_layers)
+        for field in ("hidden_layers", "attention_layers"):
+            layers = tuple(getattr(self, field))
+            if any(not 0 <= layer < count for layer in layers):
+                raise ValueError(
+                    f"Layers must be numbers from 0 to {count - 1}: {name} "
+                    f"has {count} decoder layers. Received: "
+                    f"{field}={layers}"
+                )
+        if self.attention_layers and policy.remat != "none":
+            raise ValueError(
+                "Attention weights cannot be read from rematerialised "
+                "layers: they would be made twice and kept all the same. "
+                "Use remat='none', or match hidden states instead. "
+                f"Received: remat={policy.remat!r}, attention_layers="
+                f"{tuple(self.attention_layers)}"
+            )
