@@ -10,7 +10,6 @@ from keras_posttrain.losses import (
     TokenLoss,
 )
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.rollout import Rollout
 from keras_posttrain.tasks import checks
 from keras_posttrain.tasks.distill_step import parts
 
@@ -75,7 +74,7 @@ def loss(loss, on_policy):
         )
 
 
-def teacher_settings(models, teacher_weights, column, top_k, cache):
+def teacher_settings(given, teacher_weights, column, top_k, cache):
     if top_k is not None:
         checks.positive_int("top_k", top_k)
     if column is not None and not isinstance(column, str):
@@ -87,7 +86,7 @@ def teacher_settings(models, teacher_weights, column, top_k, cache):
         ("teacher_column", column),
         ("teacher_weights", teacher_weights),
     ):
-        if value is not None and len(models) == 1:
+        if value is not None and len(given) == 1:
             raise ValueError(
                 f"`{name}` says which of several teachers counts. Pass "
                 "`teacher=[...]` or `teacher={...}`, or leave it out. "
@@ -99,7 +98,7 @@ def teacher_settings(models, teacher_weights, column, top_k, cache):
             "weights. Leave one of `teacher_column` and `teacher_weights` "
             "out."
         )
-    kept = cache is not None or engine_of(models) is not None
+    kept = cache is not None or given.engine is not None
     if kept and top_k is None:
         raise ValueError(
             "Of a teacher that is written down or served, the most probable "
@@ -111,55 +110,46 @@ def teacher_settings(models, teacher_weights, column, top_k, cache):
             "Leave `top_k` out, or pass `teacher_cache=` for one that is "
             f"written down. Received: top_k={top_k}"
         )
-    if cache is not None and len(models) > 1:
+    if cache is not None and len(given) > 1:
         raise ValueError(
             "Of several teachers nothing is written down. Leave "
             "`teacher_cache` out, or train with one. Received: "
-            f"{len(models)} teachers"
+            f"{len(given)} teachers"
         )
 
 
-def weights(given, column, models):
+def weights(weights, column, names):
     """What each teacher counts for: a tuple, or `None` for one of them."""
-    if len(models) == 1 or column is not None:
+    if len(names) == 1 or column is not None:
         return None
-    if given is None:
-        return (1.0 / len(models),) * len(models)
-    if isinstance(given, dict):
-        missing = set(models) ^ set(given)
-        if missing:
+    if weights is None:
+        return (1.0 / len(names),) * len(names)
+    given = weights
+    if isinstance(weights, dict):
+        if set(names) != set(weights):
             raise ValueError(
                 "`teacher_weights` must name the teachers, "
-                f"{sorted(models)}. Received: {sorted(given)}"
+                f"{sorted(names)}. Received: {sorted(weights)}"
             )
-        given = [given[name] for name in models]
+        given = [weights[name] for name in names]
     array = np.asarray(given, "float64")
-    if array.shape != (len(models),) or not np.isfinite(array).all():
+    if array.shape != (len(names),) or not np.isfinite(array).all():
         raise ValueError(
             "`teacher_weights` must be one finite number for each of the "
-            f"{len(models)} teachers. Received: teacher_weights={given!r}"
+            f"{len(names)} teachers. Received: teacher_weights={weights!r}"
         )
     return tuple(array.tolist())
 
 
-def engine_of(models):
-    """The engine among the teachers, or `None`."""
-    return next((x for x in models.values() if isinstance(x, Rollout)), None)
-
-
-def has_other_tokens(task, given, model, tokenizer):
+def other_tokens(task, theirs, tokenizer):
     """Why a teacher's tokens are not the student's, or `None`.
 
     Args:
         task: `DistillTask`.
-        given: what the user passed.
-        model: `CausalLM`, engine or `None`.
-        tokenizer: the `teacher_tokenizer`, or `None`.
+        theirs: int, the teacher's vocabulary size.
+        tokenizer: the teacher's, or `None` where it is not known.
     """
     ours = task.causal_lm.backbone.vocabulary_size
-    if isinstance(model, Rollout):
-        model = model.model.causal_lm
-    theirs = ours if model is None else model.backbone.vocabulary_size
     if ours != theirs:
         return (
             f"it has vocabulary_size={theirs}, the student "
@@ -188,10 +178,21 @@ def universal(loss, name, why):
             )
 
 
-def combination(task, loss, models, top_k, cache):
+def known_tokenizer(tokenizer, name):
+    """Refuses a teacher with other tokens whose tokenizer is not known."""
+    if tokenizer is None:
+        raise ValueError(
+            f"Teacher {name!r} has other tokens, and a `CausalLM` brings no "
+            "tokenizer. Pass `teacher_tokenizer=`, or the teacher as a "
+            "preset."
+        )
+    return tokenizer
+
+
+def combination(task, loss, given, top_k, cache):
     """Refuses what cannot work together."""
     found = [part for _, _, part in parts(loss)]
-    engine = engine_of(models)
+    engine = given.engine
     kept = cache is not None or engine is not None
     features = any(isinstance(x, FeatureLoss) for x in found)
     divergences = [x for x in found if isinstance(x, DistillationLoss)]
@@ -214,11 +215,11 @@ def combination(task, loss, models, top_k, cache):
             "and pass the teacher as a model.",
         ),
         (
-            features and len(models) > 1,
+            features and len(given) > 1,
             "A feature loss compares with one teacher.",
         ),
         (
-            other and (kept or task.on_policy or len(models) > 1),
+            other and (kept or task.on_policy or len(given) > 1),
             "A teacher with other tokens can be one, that runs in the step, "
             "on given rows.",
         ),

@@ -72,7 +72,7 @@ class DistillData:
             **overrides,
         }
         by_column = self.teacher_column is not None
-        names = list(self._teacher_models())
+        names = self.given.names
         return prepare_distillation(
             dataset,
             self.tokenizer,
@@ -82,7 +82,7 @@ class DistillData:
             teacher_names=names if by_column else None,
             teacher_tokenizer=self.teacher_tokenizer,
             teacher_length=self.teacher_length,
-            teacher_vocabulary_size=self.teacher_vocabulary_size,
+            teacher_vocabulary_size=self.given.vocabulary_sizes[0],
             **settings,
         )
 
@@ -106,7 +106,7 @@ class DistillData:
             row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
             teacher_weights=self.teacher_weights,
-            num_teachers=len(self._teacher_models()) if several else 1,
+            num_teachers=len(self.given) if several else 1,
             lookup=lookup,
         )
         return layout.fitted(examples)
@@ -122,13 +122,31 @@ class DistillData:
 
     def _kept(self, examples, batch_size):
         """A `lookup` in the cache, which has all of the examples then."""
-        self.make_teachers()
         if self._cache is None:
+            self.make_teachers()
             self._cache = TeacherCache(
                 self, self.teacher_cache, self.kept_temperature, self.top_k
             )
-        self._cache.fill(examples, batch_size, self._shows)
+        lacking = self._cache.lacks(examples)
+        if lacking:
+            self._refuse_new_rows(len(lacking))
+            self.make_teachers()
+            self._cache.fill(lacking, batch_size, self._shows)
+        # From here on no teacher has to be in memory.
+        self.teachers = ()
+        self.given.release()
         return self._cache.lookup
+
+    def _refuse_new_rows(self, count):
+        is_student = self._cache.kind == "copy" and not self.teachers
+        if is_student:
+            raise ValueError(
+                "The teacher is the student when training began, which is "
+                "no longer there to be asked about rows that it has not "
+                f"read. Received: {count} rows that are not in "
+                f"{str(self.teacher_cache)!r}. Pass them to `fit` as "
+                "`validation_data`, or evaluate them before training."
+            )
 
     # Prompts and samples
 
@@ -197,7 +215,7 @@ class DistillData:
             for p, b in zip(prompts, before, strict=True):
                 found[p.row] = np.array(b.token_ids, np.int32), None
         if self.teacher_column is not None:
-            names = list(self._teacher_models())
+            names = self.given.names
             for p in prompts:
                 where = f"row {p.row} of `{name}`"
                 index = teacher_index(
@@ -243,7 +261,7 @@ class DistillData:
             row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
             teacher_weights=self.teacher_weights,
-            num_teachers=len(self._teacher_models()) if several else 1,
+            num_teachers=len(self.given) if several else 1,
         )
         return TaughtLayout(sequences, layout)
 

@@ -57,7 +57,7 @@ class DistillCollector(Collector):
         metrics = dict(sample.seconds)
         if groups:
             metrics |= length_metrics(groups)
-        if task.serving is not None and not task.by_policy_loss:
+        if task.given.engine is not None and not task.by_policy_loss:
             self.layout.lookup = self._served(taught)
         batches = self.layout.batches(taught)
         if task.by_policy_loss:
@@ -80,7 +80,7 @@ class DistillCollector(Collector):
         """What a served teacher says of sequences, as a `lookup`."""
         task = self.task
         answers = served_top_tokens(
-            task.serving,
+            task.given.engine,
             [heard(x) for x in taught],
             task.top_k,
             task.kept_temperature,
@@ -115,7 +115,7 @@ class DistillCollector(Collector):
     def _teacher_logps(self, batch, taught):
         """The teachers' log-probabilities of a batch's completions."""
         task = self.task
-        if task.serving is not None:
+        if task.given.engine is not None:
             return self._served_logps(batch, taught)
         if "teachers" not in self._programs:
             self._programs["teachers"] = jax.jit(self._of_teachers)
@@ -132,7 +132,7 @@ class DistillCollector(Collector):
         """Those of a served teacher, at the samples' temperature."""
         numbers = list(batch.places)
         sequences = [heard(taught[i]) for i in numbers]
-        scores = self.task.serving.score(
+        scores = self.task.given.engine.score(
             [list(ids) for ids, _ in sequences],
             temperature=self.task.temperature,
         )

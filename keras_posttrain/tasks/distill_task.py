@@ -1,9 +1,7 @@
 import contextlib
-import os
 
 from keras_posttrain.losses import ForwardKLLoss, PolicyLoss, ReverseKLLoss
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models import presets
 from keras_posttrain.models.feature_maps import FeatureMap
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.tasks import checks, distill_checks, distill_step
@@ -12,11 +10,7 @@ from keras_posttrain.tasks.distill_rollout import DistillCollector
 from keras_posttrain.tasks.resume import weights_digest
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.tasks.teacher import (
-    Teacher,
-    check_given,
-    teacher_tokenizer,
-)
+from keras_posttrain.tasks.teacher import GivenTeachers, Teacher
 
 
 class DistillTask(DistillData, RolloutTask):
@@ -101,22 +95,18 @@ class DistillTask(DistillData, RolloutTask):
         teacher_length=None,
         **kwargs,
     ):
-        given = check_given(teacher, causal_lm)
+        given = GivenTeachers(teacher, causal_lm, teacher_tokenizer)
         super().__init__(causal_lm, tokenizer, **kwargs)
         if teacher_length is not None:
             checks.positive_int("teacher_length", teacher_length)
         self.teacher_length = teacher_length or self.sequence_length
-        dtype = causal_lm.backbone.dtype_policy
-        models = {
-            name: presets.load_causal_lm(x, dtype=dtype)
-            if isinstance(x, (str, os.PathLike))
-            else x
-            for name, x in given.items()
-        }
-        # Behind functions they are no sublayers.
+        # Behind a function its models are no sublayers.
         self._given_teachers = lambda: given
-        self._teacher_models = lambda: models
-        self._teacher_tokenizer = lambda: teacher_tokenizer
+
+    @property
+    def given(self):
+        """`GivenTeachers`: those that the user named."""
+        return self._given_teachers()
 
     def default_loss(self):
         return ReverseKLLoss() if self.on_policy else ForwardKLLoss()
@@ -180,9 +170,11 @@ class DistillTask(DistillData, RolloutTask):
         self.on_policy = distill_checks.share("on_policy", on_policy)
         loss = self.default_loss() if loss == "auto" else loss
         distill_checks.loss(loss, self.on_policy)
-        models = self._teacher_models()
         distill_checks.teacher_settings(
-            models, teacher_weights, teacher_column, top_k, teacher_cache
+            self.given, teacher_weights, teacher_column, top_k, teacher_cache
+        )
+        teacher_weights = distill_checks.weights(
+            teacher_weights, teacher_column, self.given.names
         )
         self._compile_samples(
             loss,
@@ -197,7 +189,9 @@ class DistillTask(DistillData, RolloutTask):
             mask_truncated_completions=mask_truncated_completions,
         )
         self.teacher_tokenizer = self._other_tokenizer(loss)
-        distill_checks.combination(self, loss, models, top_k, teacher_cache)
+        distill_checks.combination(
+            self, loss, self.given, top_k, teacher_cache
+        )
         self._make_feature_maps(loss)
         Task.compile(
             self,
@@ -209,9 +203,7 @@ class DistillTask(DistillData, RolloutTask):
         )
         self.teacher_column, self.top_k = teacher_column, top_k
         self.teacher_cache = teacher_cache
-        self.teacher_weights = distill_checks.weights(
-            teacher_weights, teacher_column, models
-        )
+        self.teacher_weights = teacher_weights
         self.teachers, self.reference, self._cache = (), None, None
 
     def _compile_samples(self, loss, **settings):
@@ -234,14 +226,13 @@ class DistillTask(DistillData, RolloutTask):
 
     def _other_tokenizer(self, loss):
         """The tokenizer of a teacher with other tokens, or `None`."""
-        for name, given in self._given_teachers().items():
-            model = self._teacher_models()[name]
-            other = distill_checks.has_other_tokens(
-                self, given, model, self._teacher_tokenizer()
-            )
-            if other:
-                distill_checks.universal(loss, name, other)
-                return teacher_tokenizer(given, self._teacher_tokenizer())
+        given = self.given
+        for name, size in zip(given.names, given.vocabulary_sizes):
+            tokenizer = given.tokenizer(name)
+            why = distill_checks.other_tokens(self, size, tokenizer)
+            if why:
+                distill_checks.universal(loss, name, why)
+                return distill_checks.known_tokenizer(tokenizer, name)
         return None
 
     def _make_feature_maps(self, loss):
@@ -259,7 +250,7 @@ class DistillTask(DistillData, RolloutTask):
         self._feature_losses = lambda: losses
         if not losses:
             return
-        model = next(iter(self._teacher_models().values()))
+        model = self.given.models()[0]
         teacher = self.policy if model is None else Policy(model)
         self.feature_maps = [
             FeatureMap(x, self.policy, teacher, name=f"feature_map_{i}")
@@ -273,36 +264,25 @@ class DistillTask(DistillData, RolloutTask):
         """Whether the teacher is followed by a policy gradient."""
         return isinstance(self.objective, PolicyLoss)
 
-    @property
-    def teacher_vocabulary_size(self):
-        """Int, how many tokens the teachers have."""
-        model = next(iter(self._teacher_models().values()))
-        if self.serving is not None:
-            model = self.serving.model.causal_lm
-        model = self.causal_lm if model is None else model
-        return model.backbone.vocabulary_size
-
-    @property
-    def serving(self):
-        """The engine that serves the teacher, or `None`."""
-        return distill_checks.engine_of(self._teacher_models())
-
     def make_teachers(self):
         """Teachers that run in the step, once for a run."""
-        if self.teachers or self.serving is not None:
+        if self.teachers or self.given.engine is not None:
             return
         other = self.teacher_tokenizer is not None
         self.teachers = tuple(
             Teacher(self, model, other_vocabulary=other)
-            for model in self._teacher_models().values()
+            for model in self.given.models()
         )
         self.train_function = self.test_function = None
 
+    def _make_teachers_of_the_step(self):
+        # What is written down needs none.
+        if self.teacher_cache is None:
+            self.make_teachers()
+
     def held(self, frozen):
         held = super().held(frozen)
-        # Of what is written down the step needs no weights.
-        teachers = () if self.teacher_cache is not None else self.teachers
-        return {**held, "teachers": [t.values for t in teachers]}
+        return {**held, "teachers": [t.values for t in self.teachers]}
 
     # Training
 
@@ -356,7 +336,7 @@ class DistillTask(DistillData, RolloutTask):
         self._assert_compile_called("evaluate")
         distill_checks.may_evaluate(self)
         passing = not self.teachers
-        self.make_teachers()
+        self._make_teachers_of_the_step()
         try:
             return Task.evaluate(self, dataset, batch_size, **kwargs)
         finally:
@@ -368,7 +348,7 @@ class DistillTask(DistillData, RolloutTask):
     @contextlib.contextmanager
     def _served(self):
         """The teacher's engine made ready, where there is one."""
-        engine = self.serving
+        engine = self.given.engine
         if engine is None:
             yield
             return
@@ -379,11 +359,11 @@ class DistillTask(DistillData, RolloutTask):
             engine.stop()
 
     def _begin_run(self, examples, callbacks, verbose):
-        self.make_teachers()
+        self._make_teachers_of_the_step()
 
     def _begin(self, *args):
         super()._begin(*args)
-        self.make_teachers()
+        self._make_teachers_of_the_step()
 
     # The steps
 
@@ -430,6 +410,7 @@ class DistillTask(DistillData, RolloutTask):
             "teacher_weights": self.teacher_weights,
             "teacher_column": self.teacher_column,
             "teachers": [self._teacher_digest(t) for t in self.teachers],
+            "teacher_cache": self._cache and self._cache.rows.header,
         }
 
     def _teacher_digest(self, teacher):

@@ -1,14 +1,12 @@
 """The models that a student learns from: frozen, and never trained."""
 
+import functools
 import os
 
-import jax
-import jax.numpy as jnp
 import keras_hub
 
 from keras_posttrain.models import presets
 from keras_posttrain.rollout import Rollout
-from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.reference import Reference
 
 
@@ -42,23 +40,65 @@ class Teacher(Reference):
                 "tokens in common."
             )
 
-    def digest(self):
-        """A checksum of its weights, an int."""
-        task = self.task
-        values = self.values
-        if self.kind == "off":
-            # The adapter counts for nothing.
-            values = [v.value for v in task.causal_lm.variables]
-        return int(jax.jit(_digest)(values))
 
+class GivenTeachers:
+    """The teachers that a user has named; presets are loaded when needed.
 
-def _digest(values):
-    total = jnp.uint32(0)
-    for i, x in enumerate(values):
-        bits = steps.bits(x)
-        place = jnp.arange(bits.size, dtype="uint32") * 2 + i
-        total += jnp.sum(bits.reshape(-1) * (place + 1))
-    return total
+    Args:
+        teacher: what the user passed.
+        causal_lm: the student.
+        tokenizer: the `teacher_tokenizer` that was passed, or `None`.
+
+    Attributes:
+        names: list of str.
+        engine: the engine that serves the teacher, or `None`.
+    """
+
+    def __init__(self, teacher, causal_lm, tokenizer=None):
+        self._given = check_given(teacher, causal_lm)
+        self._student, self._tokenizer = causal_lm, tokenizer
+        self._loaded = {}
+        self.names = list(self._given)
+        engines = [x for x in self._given.values() if isinstance(x, Rollout)]
+        self.engine = engines[0] if engines else None
+
+    def __len__(self):
+        return len(self._given)
+
+    def model(self, name):
+        """A `CausalLM`, or `None` for the student when training began."""
+        given = self._given[name]
+        if isinstance(given, Rollout):
+            return given.model.causal_lm
+        if not isinstance(given, (str, os.PathLike)):
+            return given
+        if name not in self._loaded:
+            dtype = self._student.backbone.dtype_policy
+            self._loaded[name] = presets.load_causal_lm(given, dtype=dtype)
+        return self._loaded[name]
+
+    def models(self):
+        """Those of all of them, a list."""
+        return [self.model(name) for name in self.names]
+
+    def release(self):
+        """Lets go of what was loaded."""
+        self._loaded = {}
+
+    @functools.cached_property
+    def vocabulary_sizes(self):
+        """List of ints."""
+        return [
+            (model or self._student).backbone.vocabulary_size
+            for model in self.models()
+        ]
+
+    def tokenizer(self, name):
+        """The tokenizer of a teacher, where it is known, else `None`."""
+        given = self._given[name]
+        if self._tokenizer is None and isinstance(given, (str, os.PathLike)):
+            return presets.load_tokenizer(given)
+        return self._tokenizer
 
 
 def check_given(teacher, causal_lm):
@@ -104,21 +144,3 @@ def check_given(teacher, causal_lm):
             "`engine.set_model(task)` with a task of the teacher's first."
         )
     return many
-
-
-def teacher_tokenizer(given, tokenizer):
-    """The tokenizer of a teacher with other tokens.
-
-    Args:
-        given: preset or `CausalLM`.
-        tokenizer: what the user passed as `teacher_tokenizer`, or `None`.
-    """
-    if tokenizer is None and isinstance(given, (str, os.PathLike)):
-        tokenizer = presets.load_tokenizer(given)
-    if tokenizer is None:
-        raise ValueError(
-            "A teacher with other tokens needs its tokenizer, which a "
-            "`CausalLM` does not bring. Pass `teacher_tokenizer=`, or the "
-            "teacher as a preset."
-        )
-    return tokenizer

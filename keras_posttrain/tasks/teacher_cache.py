@@ -82,17 +82,19 @@ class TeacherCache:
     Attributes:
         rows: `RowCache`; of each row `ids` (int32) and `logps` (float32) of
             shape `(tokens, k)`, from its first token with loss.
+        kind: str, that of the `Teacher`, or `"served"`.
         computed: int, rows that were not there before.
     """
 
     def __init__(self, task, directory, temperature, top_k):
         self.task, self.temperature, self.top_k = task, temperature, top_k
         self.rows = RowCache(directory, self._header())
+        self.kind = task.teachers[0].kind if task.teachers else "served"
         self.computed = 0
 
     def _header(self):
         task = self.task
-        engine = task.serving
+        engine = task.given.engine
         if engine is not None:
             teacher, causal_lm = None, engine.model.causal_lm
             variables, lora = engine.model.variables, engine.model.adapter
@@ -117,19 +119,28 @@ class TeacherCache:
         """The `ids` and `logps` of an example, `(tokens, k)` each."""
         return placed(example, self.rows.read(row_key(*heard(example))))
 
-    def fill(self, examples, batch_size, verbose):
-        """Asks the teacher about the examples that are not there yet."""
+    def lacks(self, examples):
+        """The examples that are not there yet, by key."""
         found = {row_key(*heard(x)): x for x in examples}
-        lacking = {key: found[key] for key in self.rows.missing(found)}
-        if not lacking:
-            return
+        return {key: found[key] for key in self.rows.missing(found)}
+
+    def fill(self, lacking, batch_size, verbose):
+        """Asks the teacher about what is not there yet.
+
+        Args:
+            lacking: dict as `lacks` gives it.
+            batch_size: int, rows at once.
+            verbose: bool, whether to show a progress bar.
+        """
         if verbose:
             print(
                 f"teacher: reads {len(lacking):,} rows, which are kept in "
                 f"{str(self.rows.directory)!r}",
                 flush=True,
             )
-        ask = self._served if self.task.serving is not None else self._own()
+        ask = (
+            self._served if self.task.given.engine is not None else self._own()
+        )
         bar = keras.utils.Progbar(len(lacking), verbose=int(bool(verbose)))
         # By length, so that no batch is longer than need be.
         keys = sorted(lacking, key=lambda key: len(heard(lacking[key])[0]))
@@ -144,7 +155,7 @@ class TeacherCache:
     def _served(self, sequences, batch_size):
         del batch_size  # the engine knows what it has room for
         return served_top_tokens(
-            self.task.serving, sequences, self.top_k, self.temperature
+            self.task.given.engine, sequences, self.top_k, self.temperature
         )
 
     def _own(self):
