@@ -20,6 +20,7 @@ if keras.config.backend() != "jax":
 from keras_posttrain import (
     _compilation_cache,  # noqa: E402
     callbacks,  # noqa: E402
+    distribution,  # noqa: E402
     losses,  # noqa: E402
     rewards,  # noqa: E402
     rollout,  # noqa: E402
@@ -27,6 +28,7 @@ from keras_posttrain import (
 from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
+from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402
 from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
 from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
 from keras_posttrain.tasks.ppo_task import PPOTask  # noqa: E402
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DPOTask",
+    "DistillTask",
     "GRPOTask",
     "LoRA",
     "PPOTask",
@@ -49,6 +52,7 @@ __all__ = [
     "Tokenizer",
     "callbacks",
     "decay_mask",
+    "distribution",
     "losses",
     "rewards",
     "rollout",
