@@ -1,7 +1,6 @@
 """Losses of a student that learns what is inside a teacher."""
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +66,14 @@ class FeatureLoss(Loss):
             "[(0, 1), (3, 5)]"
         )
         try:
-            layers = tuple(
-                (operator.index(student), operator.index(teacher))
-                for student, teacher in self.layers
-            )
-        except (TypeError, ValueError):
+            layers = tuple(tuple(pair) for pair in self.layers)
+        except TypeError:
             layers = ()
-        check(self, "layers", bool(layers), wanted)
+        sound = layers and all(
+            len(pair) == 2 and all(isinstance(x, int) for x in pair)
+            for pair in layers
+        )
+        check(self, "layers", sound, wanted)
         # Lists would make the settings unhashable.
         object.__setattr__(self, "layers", layers)
 

@@ -1,6 +1,8 @@
 """Divergences from a teacher: reference cases, values by hand, derivatives
 beside float64's, and what is neither lost nor infinite at the ends."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,17 +28,12 @@ LOSSES = {
     "jsd 0.9": losses.JSDLoss(beta=0.9),
     "jsd 1e-7": losses.JSDLoss(beta=1e-7),
     "jsd 1 - 1e-7": losses.JSDLoss(beta=1 - 1e-7),
-    "scaled 0": losses.JSDLoss(beta=0.0, scaled=True),
     "scaled 1e-6": losses.JSDLoss(beta=1e-6, scaled=True),
     "scaled 0.3": losses.JSDLoss(beta=0.3, scaled=True),
     "scaled 1 - 1e-6": losses.JSDLoss(beta=1 - 1e-6, scaled=True),
-    "scaled 1": losses.JSDLoss(beta=1, scaled=True),
-    "ends 0": losses.JSDLoss(beta=0, kl_at_ends=True),
-    "ends 1": losses.JSDLoss(beta=1.0, kl_at_ends=True),
     "skew": losses.SkewKLLoss(),
     "skew 0.7": losses.SkewKLLoss(skew=0.7),
     "skew 1e-6": losses.SkewKLLoss(skew=1e-6),
-    "skew 0": losses.SkewKLLoss(skew=0.0),
     "skew reverse": losses.SkewKLLoss(reverse=True),
     "skew reverse 1e-6": losses.SkewKLLoss(skew=1e-6, reverse=True),
     "variation": losses.TotalVariationLoss(),
@@ -60,10 +57,6 @@ def exact(loss, student, teacher):
         case losses.ForwardKLLoss():
             return kl(p, q)
         case losses.ReverseKLLoss():
-            return kl(q, p)
-        case losses.JSDLoss(beta=0):
-            return kl(p, q)
-        case losses.JSDLoss(beta=1):
             return kl(q, p)
         case losses.JSDLoss(beta=b, scaled=scaled):
             m = b * p + (1 - b) * q
@@ -89,18 +82,20 @@ def slope(function, x, step=1e-4):
     return gradient
 
 
-def value_and_gradient(loss, student, teacher, temperature=1.0):
-    """Of each row of logits."""
-
+@functools.cache
+def compiled(loss):
     def total(student, teacher):
         values = loss.divergence(
-            jax.nn.log_softmax(student / temperature),
-            jax.nn.log_softmax(teacher / temperature),
+            jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
         )
         return values.sum(), values
 
-    run = jax.value_and_grad(total, has_aux=True)
-    (_, values), gradient = jax.jit(run)(student, teacher)
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+
+def value_and_gradient(loss, student, teacher):
+    """Of each row of logits."""
+    (_, values), gradient = compiled(loss)(student, teacher)
     return np.array(values), np.array(gradient)
 
 
@@ -141,11 +136,15 @@ def test_jsd_is_trls(case):
 
 
 @pytest.mark.parametrize("beta", [0, 1])
-def test_kl_at_the_ends_is_that_of_the_kl_losses(beta):
+def test_ends_are_those_of_the_kl_losses(beta):
     kinds = (losses.ForwardKLLoss, losses.ReverseKLLoss)
     want = reference_run(kinds[beta](), "sum")
-    for settings in ({"kl_at_ends": True}, {"scaled": True}):
-        got = reference_run(losses.JSDLoss(beta=beta, **settings), "sum")
+    for loss in (
+        losses.JSDLoss(beta=beta, kl_at_ends=True),
+        losses.JSDLoss(beta=float(beta), scaled=True),
+        losses.SkewKLLoss(skew=0, reverse=bool(beta)),
+    ):
+        got = reference_run(loss, "sum")
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -203,10 +202,10 @@ def test_by_hand():
 def test_value_and_gradient_are_those_of_float64(loss):
     """Logits from nearly equal to nearly certain, e^-100 and less."""
     rng = np.random.default_rng(0)
-    spreads = np.repeat([0.01, 1.0, 5.0, 20.0], 6)[:, None]
-    if not loss.same_vocabulary:
-        spreads[:6] = 0.5  # the order must not change with the step
-    logits = (rng.normal(0, 1, (2, 24, 9)) * spreads).astype("float32")
+    spreads = np.repeat([0.01, 1.0, 5.0, 20.0], 36)[:, None]
+    if isinstance(loss, losses.TotalVariationLoss | losses.ULDLoss):
+        spreads[:36] = 0.5  # a step must not lead past a kink
+    logits = (rng.normal(0, 1, (2, 144, 9)) * spreads).astype("float32")
     value, gradient = value_and_gradient(loss, *logits)
     student, teacher = logits.astype("float64")
     want = exact(loss, student, teacher)
@@ -217,12 +216,12 @@ def test_value_and_gradient_are_those_of_float64(loss):
 
 @by_loss
 def test_equal_distributions_are_at_rest(loss):
-    logits = np.random.default_rng(0).normal(0, 5, (8, 300)).astype("float32")
+    logits = np.random.default_rng(0).normal(0, 5, (144, 9)).astype("float32")
     logits[:, 7] = -np.inf
     logps = jax.nn.log_softmax(logits)
     value, by_logps = jax.vjp(lambda x: loss.divergence(x, logps), logps)
     np.testing.assert_array_equal(value, 0)
-    np.testing.assert_array_equal(by_logps(jnp.ones(8))[0], 0)
+    np.testing.assert_array_equal(by_logps(jnp.ones(144))[0], 0)
     # Equal but for the rounding of two ways to add up.
     value, gradient = value_and_gradient(loss, logits, logits + np.float32(3))
     np.testing.assert_allclose(value, 0, atol=1e-6)
@@ -236,7 +235,8 @@ def test_ends_are_finite(loss):
     steep, other = [0, -300, 50], [40, 0, -2e4]
     kinds = np.array([hot, flat, none, steep, other, [0, 0, -np.inf]])
     kinds = np.concatenate([kinds, kinds * 100])  # a temperature of 0.01
-    kinds = kinds.astype("float32")
+    fill = [(0, 0), (0, 6)]
+    kinds = np.pad(kinds, fill, constant_values=-np.inf).astype("float32")
     student, teacher = np.repeat(kinds, 12, 0), np.tile(kinds, (12, 1))
     value, gradient = value_and_gradient(loss, student, teacher)
     assert np.isfinite(gradient).all()
@@ -265,8 +265,8 @@ def test_bounds():
     """Nothing in common: log 2 at most for Jensen-Shannon, -log(skew) for
     the skewed KL, 1 for the total variation."""
     rng = np.random.default_rng(0)
-    logits = rng.normal(0, 8, (2, 200, 12)).astype("float32")
-    logits[0, 0, :6] = logits[1, 0, 6:] = -np.inf
+    logits = rng.normal(0, 8, (2, 144, 9)).astype("float32")
+    logits[0, 0, :4] = logits[1, 0, 4:] = -np.inf
     for name, bound in {
         "jsd": np.log(2),
         "jsd 0.1": -0.1 * np.log(0.1) - 0.9 * np.log(0.9),
@@ -330,15 +330,15 @@ def test_what_is_left_out_counts_once():
         np.testing.assert_allclose(one, other, **CLOSE)
 
 
-@by_loss
-def test_no_rest_is_no_trouble(loss):
+@pytest.mark.parametrize("name", ["forward", "reverse", "jsd", "skew"])
+def test_no_rest_is_no_trouble(name):
     """Probabilities that sum to 1, or by rounding to more."""
     sides = np.log([[[0.75, 0.25]], [[0.5, 0.5]], [[1.0, 1e-30]]])
     sides = np.concatenate([sides, sides[:1] + 1e-7, [[[0.0, -np.inf]]]])
 
     def total(student, teacher):
         tails = divergence.with_tail(student), divergence.with_tail(teacher)
-        return loss.divergence(*tails).sum()
+        return LOSSES[name].divergence(*tails).sum()
 
     sides = sides[:, 0].astype("float32")
     student, teacher = np.repeat(sides, 5, 0), np.tile(sides, (5, 1))
@@ -585,7 +585,8 @@ def test_features_at_the_ends(kind, metric):
     def value(*sides):
         return loss(batch, dict(zip(loss.needs, sides)))[0]
 
-    by_student, by_teacher = jax.grad(value, (0, 1))(student, teacher)
+    run = jax.jit(jax.grad(value, (0, 1)))
+    by_student, by_teacher = run(student, teacher)
     assert np.isfinite(by_student).all()
     np.testing.assert_array_equal(by_teacher, 0)
     np.testing.assert_array_equal(by_student[1, 2:], 0)
