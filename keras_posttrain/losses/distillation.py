@@ -296,7 +296,7 @@ class SkewKLLoss(DistillationLoss):
 
     ```python
     loss = kpt.losses.SkewKLLoss(skew=0.1)
-    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.1041
+    loss.divergence(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.1070
     ```
     """
 
