@@ -398,7 +398,7 @@ class Policy:
         tokens = _select(batch, used)
 
         def by_slot(x):
-            return x.reshape(-1).astype("float32")[tokens.index]
+            return jnp.asarray(x, "float32").reshape(-1)[tokens.index]
 
         if teacher_weights is None:
             shape = (len(teachers), *batch["token_ids"].shape)
