@@ -60,9 +60,17 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             self.transform.init(params)
         )
         self._state_variables = []
-        for i, (_, leaf) in enumerate(leaves):
+        layouts = self._by_path(variables, map(_layout, variables))
+        for i, (path, leaf) in enumerate(leaves):
+            # What Optax keeps for a parameter has its path at the end.
+            owner = getattr(path[-1], "key", None) if path else None
+            same = owner in params and leaf.shape == params[owner].shape
             variable = keras.Variable(
-                leaf, dtype=leaf.dtype, trainable=False, name=f"state_{i}"
+                leaf,
+                dtype=leaf.dtype,
+                trainable=False,
+                name=f"state_{i}",
+                layout=layouts[owner] if same else None,
             )
             self._track_variable(variable)
             self._state_variables.append(variable)
@@ -122,6 +130,11 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             self._state_variables, jax.tree.leaves(state)
         ):
             variable.assign(leaf)
+
+
+def _layout(variable):
+    """Where a variable lies on a mesh; Keras copies it to moments so."""
+    return getattr(variable, "_layout", None)
 
 
 def _place(path, field):
@@ -239,7 +252,10 @@ def _master(variable):
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
         return keras.Variable(
-            variable.value.astype("float32"), dtype="float32", name=name
+            variable.value.astype("float32"),
+            dtype="float32",
+            name=name,
+            layout=_layout(variable),
         )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain.models import huggingface
+from keras_posttrain.models import huggingface, sharding
 from keras_posttrain.models.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -226,22 +226,28 @@ class Adapter(keras.layers.Layer):
             bound = 1 / np.sqrt(pair.in_size)
             digest = hashlib.sha256(f"{lora.seed}/{pair.name}".encode())
             seed = int.from_bytes(digest.digest()[:4], "little") >> 1
-            self.a.append(
-                self.add_weight(
-                    name=f"{pair.name}.lora_a",
+            uniform = keras.initializers.RandomUniform(
+                -bound, bound, seed=seed
+            )
+            layouts = sharding.factor_layouts(pair)
+            # Not `add_weight`, which leaves no choice of the layout.
+            with keras.name_scope(self.name):
+                a = keras.Variable(
+                    uniform,
                     shape=(pair.in_size, lora.rank),
-                    initializer=keras.initializers.RandomUniform(
-                        -bound, bound, seed=seed
-                    ),
+                    dtype="float32",
+                    name=f"{pair.name}.lora_a",
+                    layout=layouts[0],
                 )
-            )
-            self.b.append(
-                self.add_weight(
-                    name=f"{pair.name}.lora_b",
+                b = keras.Variable(
+                    "zeros",
                     shape=(lora.rank, pair.out_size),
-                    initializer="zeros",
+                    dtype="float32",
+                    name=f"{pair.name}.lora_b",
+                    layout=layouts[1],
                 )
-            )
+            self.a.append(a)
+            self.b.append(b)
         self.built = True
         self._active = True
         self._dropout = None

@@ -1,0 +1,98 @@
+"""The devices of a run as a grid with named axes."""
+
+import math
+import numbers
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import mesh_utils
+
+# Keras's name for the axis of data; KerasHub's and Keras's attention on TPUs
+# look for the other.
+DATA, MODEL = "batch", "model"
+
+
+def make_mesh(sizes, devices=None):
+    """A `keras.distribution.DeviceMesh` of named axes.
+
+    Args:
+        sizes: dict from the name of an axis to the number of devices along
+            it; one of them may be `None`, for what the others leave.
+        devices: list of names as of `keras.distribution.list_devices()`, or
+            `None` for all. All are laid out so that neighbours along the last
+            axis are neighbours in the network, where the hardware tells.
+
+    Returns:
+        A `keras.distribution.DeviceMesh`.
+
+    Raises:
+        ValueError: where the sizes are not those of the devices.
+    """
+    known = keras.distribution.list_devices()
+    chosen = known if devices is None else _checked(devices, known)
+    sizes = _filled(sizes, len(chosen))
+    shape = tuple(sizes.values())
+    if math.prod(shape) != len(chosen):
+        product = " * ".join(f"{name}={n}" for name, n in sizes.items())
+        hint = ""
+        if math.prod(shape) < len(chosen):
+            hint = (
+                " To leave some idle, pass `devices="
+                f"keras.distribution.list_devices()[:{math.prod(shape)}]`."
+            )
+        raise ValueError(
+            "The sizes of the axes must multiply to the number of devices. "
+            f"Received: {product}, which is {math.prod(shape)}, on "
+            f"{len(chosen)} devices.{hint}"
+        )
+    grid = np.array(chosen)
+    if devices is None:
+        grid = mesh_utils.create_device_mesh(
+            shape, jax.devices(), allow_split_physical_axes=True
+        )
+        grid = np.array([f"{d.platform}:{d.id}" for d in grid.flatten()])
+    return keras.distribution.DeviceMesh(
+        shape, list(sizes), grid.reshape(shape)
+    )
+
+
+def _checked(devices, known):
+    devices = list(devices)
+    unknown = [d for d in devices if d not in known]
+    if not devices or unknown or len(set(devices)) < len(devices):
+        raise ValueError(
+            "`devices` must be different names out of "
+            "`keras.distribution.list_devices()`, such as "
+            f"{known[: min(2, len(known))]} of {len(known)}. "
+            f"Received: devices={devices}"
+        )
+    return devices
+
+
+def _filled(sizes, count):
+    """`sizes` with the `None` that the others determine."""
+    for name, size in sizes.items():
+        is_int = isinstance(size, numbers.Integral) and size is not True
+        if size is not None and not (is_int and size > 0):
+            raise ValueError(
+                "The size of an axis must be a positive int. "
+                f"Received: {_argument(name)}={size!r}"
+            )
+    given = {name: int(n) for name, n in sizes.items() if n is not None}
+    product = math.prod(given.values())
+    if count % product:
+        text = " * ".join(f"{_argument(n)}={s}" for n, s in given.items())
+        more = "more than there are" if product > count else "no divisor"
+        raise ValueError(
+            "The sizes of the axes must divide the number of devices. "
+            f"Received: {text}, on {count} devices ({more})."
+        )
+    return {
+        name: count // product if size is None else given[name]
+        for name, size in sizes.items()
+    }
+
+
+def _argument(name):
+    return "data" if name == DATA else name

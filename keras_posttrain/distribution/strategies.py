@@ -1,0 +1,174 @@
+"""Ways to spread a model and its batches over devices."""
+
+import math
+
+import jax.numpy as jnp
+import keras
+
+from keras_posttrain.distribution import layouts
+from keras_posttrain.distribution.mesh import DATA, MODEL, make_mesh
+
+
+class ShardedWeights(keras.distribution.ModelParallel):
+    """Weights split over a mesh, by what their axes mean.
+
+    `fsdp`, `tensor_parallel` and `fsdp_tensor_parallel` make one. Rows of a
+    batch go over the axis `"batch"`. Over the axis `"model"`, where there is
+    one, go experts, heads, the width of feed-forward layers and the
+    vocabulary; an axis that does not divide leaves its place to the next.
+    Where `shard_over_data` is set, every matrix is split over `"batch"` as
+    well. Norms are on every device. LoRA factors, float32 copies and the
+    optimizer's state lie like the weight they belong to.
+
+    Args:
+        device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`
+            and, if weights are split over it, an axis `"model"`.
+        shard_over_data: bool, whether weights are split over `"batch"` too.
+
+    Raises:
+        ValueError: while a model is made, where a weight of more than a
+            megabyte has no axis that divides.
+    """
+
+    def __init__(self, device_mesh, shard_over_data):
+        super().__init__(
+            layout_map=keras.distribution.LayoutMap(device_mesh),
+            batch_dim_name=DATA,
+            # Our data adapters read each process's share themselves.
+            auto_shard_dataset=False,
+        )
+        self.shard_over_data = shard_over_data
+        sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
+        self._sizes = {
+            "model": sizes.get(MODEL, 1),
+            "data": sizes[DATA] if shard_over_data else 1,
+        }
+
+    def get_variable_layout(self, variable):
+        """The `keras.distribution.TensorLayout` of a `keras.Variable`."""
+        if getattr(variable, "_layout", None) is not None:
+            return variable._layout
+        path, shape = variable.path, tuple(variable.shape)
+        axes = layouts.spread(path, shape, **self._sizes)
+        num_bytes = math.prod(shape) * jnp.dtype(variable.dtype).itemsize
+        layouts.check(path, shape, num_bytes, axes, **self._sizes)
+        names = {"model": MODEL, "data": DATA, None: None}
+        return keras.distribution.TensorLayout(
+            [names[a] for a in axes], self.device_mesh
+        )
+
+
+def data_parallel(*, devices=None):
+    """The whole model on every device, the rows of a batch spread out.
+
+    Args:
+        devices: list of names out of `keras.distribution.list_devices()`, or
+            `None` for all.
+
+    Returns:
+        A `keras.distribution.DataParallel`.
+
+    Example:
+
+    ```python
+    keras.distribution.set_distribution(kpt.distribution.data_parallel())
+    task = kpt.SFTTask.from_preset("qwen3_0.6b_en")
+    ```
+    """
+    return keras.distribution.DataParallel(
+        device_mesh=make_mesh({DATA: None}, devices), auto_shard_dataset=False
+    )
+
+
+def fsdp(data=None, *, devices=None):
+    """Fully sharded data parallelism: rows and every matrix spread out.
+
+    Weights, gradients and the optimizer's state are split over the devices;
+    a layer's weights are gathered when it runs
+    ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054), stage 3).
+
+    Args:
+        data: int, the number of devices, or `None` for all of `devices`.
+        devices: as in `data_parallel`.
+
+    Returns:
+        A `keras.distribution.ModelParallel`, to be set before the model is
+        made.
+
+    Raises:
+        ValueError: if `data` is not the number of devices.
+
+    Example:
+
+    ```python
+    keras.distribution.set_distribution(kpt.distribution.fsdp())
+    task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
+    ```
+    """
+    mesh = make_mesh({DATA: data}, devices)
+    return ShardedWeights(mesh, shard_over_data=True)
+
+
+def tensor_parallel(model=None, *, devices=None):
+    """Every layer's work spread out, over devices that share their rows.
+
+    Heads, feed-forward widths, experts and the vocabulary are split
+    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). What `model`
+    leaves of the devices are replicas, over which rows are spread.
+
+    Args:
+        model: int, devices that hold the model together, or `None` for all.
+        devices: as in `data_parallel`.
+
+    Returns:
+        A `keras.distribution.ModelParallel`, to be set before the model is
+        made.
+
+    Raises:
+        ValueError: if `model` does not divide the number of devices.
+
+    Example:
+
+    ```python
+    keras.distribution.set_distribution(
+        kpt.distribution.tensor_parallel(model=4)
+    )
+    ```
+    """
+    sizes = {DATA: 1 if model is None else None, MODEL: model}
+    return ShardedWeights(make_mesh(sizes, devices), shard_over_data=False)
+
+
+def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
+    """Both: layers split over `model` devices, and all of it over `data`.
+
+    Args:
+        data: int, devices along the axis of rows, or `None` for what `model`
+            leaves.
+        model: int, devices along the axis of heads and widths, or `None` for
+            what `data` leaves; one of the two must be given.
+        devices: as in `data_parallel`.
+
+    Returns:
+        A `keras.distribution.ModelParallel`, to be set before the model is
+        made.
+
+    Raises:
+        ValueError: if the sizes do not multiply to the number of devices.
+
+    Example:
+
+    ```python
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp_tensor_parallel(data=4, model=2)
+    )
+    ```
+    """
+    if data is None and model is None:
+        raise ValueError(
+            "`data` or `model` must be given: the mesh has two axes, and the "
+            "number of devices tells one of them. Received: data=None, "
+            "model=None"
+        )
+    mesh = make_mesh({DATA: data, MODEL: model}, devices)
+    return ShardedWeights(mesh, shard_over_data=True)

@@ -1,0 +1,90 @@
+"""What the strategies refuse. What they do is in the other files here."""
+
+import jax
+import keras
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.distribution import mesh
+
+DEVICES = [f"cpu:{i}" for i in range(8)]
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """Eight devices by name: a mesh is made of names alone."""
+    monkeypatch.setattr(keras.distribution, "list_devices", lambda: DEVICES)
+
+
+def shape(made):
+    names, sizes = made.device_mesh.axis_names, made.device_mesh.shape
+    return dict(zip(names, sizes))
+
+
+def test_axes_and_sizes(eight):
+    devices = DEVICES
+    made = kpt.distribution.data_parallel(devices=devices)
+    assert shape(made) == {"batch": 8}
+    made = kpt.distribution.fsdp(devices=devices)
+    assert shape(made) == {"batch": 8} and made.shard_over_data
+    made = kpt.distribution.tensor_parallel(devices=devices)
+    assert shape(made) == {"batch": 1, "model": 8}
+    made = kpt.distribution.tensor_parallel(model=4, devices=devices)
+    assert shape(made) == {"batch": 2, "model": 4}
+    assert not made.shard_over_data
+    for sizes in ({"data": 4}, {"model": 2}, {"data": 4, "model": 2}):
+        made = kpt.distribution.fsdp_tensor_parallel(**sizes, devices=devices)
+        assert shape(made) == {"batch": 4, "model": 2}
+        assert made.batch_dim_name == "batch" and made.shard_over_data
+    assert made.device_mesh.devices.tolist() == [
+        devices[i : i + 2] for i in range(0, 8, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "make, parts",
+    [
+        (lambda d: d.fsdp(16, devices=DEVICES), ["data=16", "8 devices"]),
+        (lambda d: d.fsdp(4, devices=DEVICES), ["batch=4", "[:4]"]),
+        (lambda d: d.fsdp(0, devices=DEVICES), ["data=0", "positive"]),
+        (lambda d: d.fsdp(2.0, devices=DEVICES), ["data=2.0", "positive"]),
+        (lambda d: d.fsdp(devices=[]), ["devices=[]", "list_devices()"]),
+        (lambda d: d.fsdp(devices=["cpu:0"] * 2), ["different"]),
+        (lambda d: d.fsdp(devices=["tpu:9"]), ["tpu:9"]),
+        (lambda d: d.data_parallel(devices=["tpu:9"]), ["tpu:9"]),
+        (
+            lambda d: d.tensor_parallel(model=3, devices=DEVICES),
+            ["model=3", "8 devices", "no divisor"],
+        ),
+        (
+            lambda d: d.fsdp_tensor_parallel(4, 4, devices=DEVICES),
+            ["data=4 * model=4", "8 devices", "more than there are"],
+        ),
+        (
+            lambda d: d.fsdp_tensor_parallel(2, 2, devices=DEVICES),
+            ["batch=2 * model=2", "which is 4", "8 devices"],
+        ),
+        (lambda d: d.fsdp_tensor_parallel(), ["`data` or `model`"]),
+    ],
+)
+def test_bad_sizes(eight, make, parts):
+    with pytest.raises(ValueError) as e:
+        make(kpt.distribution)
+    for part in parts:
+        assert part in str(e.value), str(e.value)
+
+
+def test_all_devices_are_the_default():
+    made = mesh.make_mesh({"batch": None, "model": 1})
+    names = keras.distribution.list_devices()
+    assert made.shape == (len(names), 1)
+    assert sorted(made.devices.flatten().tolist()) == sorted(names)
+    assert made.backend_mesh.devices.size == jax.device_count()
+
+
+def test_a_large_weight_that_cannot_be_split(eight):
+    made = kpt.distribution.fsdp(devices=DEVICES)
+    with keras.device("cpu:0"):
+        value = keras.Variable(jax.numpy.zeros((1021, 1031)), name="kernel")
+    with pytest.raises(ValueError, match="(?s)kernel.*1021, 1031.*8 devices"):
+        made.get_variable_layout(value)
