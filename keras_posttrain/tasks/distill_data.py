@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from keras_posttrain.data.datasets import is_stream
 from keras_posttrain.data.distillation import prepare_distillation
 from keras_posttrain.data.distillation_batch import DistillationLayout
 from keras_posttrain.data.distillation_columns import teacher_index
@@ -94,10 +95,18 @@ class DistillData:
         return self.plain_batches(examples, batch_size, build=layout, **kwargs)
 
     def _row_layout(self, batch_size, packing, examples, lookup=None):
+        if is_stream(examples):
+            # Of rows that are yet to come the length is not known.
+            return self._sized(batch_size, packing, self.sequence_length)
         longest = max(len(x.token_ids) for x in examples)
+        layout = self._sized(batch_size, packing, longest)
+        return dataclasses.replace(layout, lookup=lookup).fitted(examples)
+
+    def _sized(self, num_sequences, packing, longest):
+        """The layout of batches of so many sequences."""
         several = self.teacher_column is not None
-        layout = DistillationLayout(
-            batch_size=batch_size,
+        return DistillationLayout(
+            batch_size=num_sequences,
             sequence_length=self.sequence_length,
             teacher_length=self.teacher_length,
             token_budget=rollout_checks.token_budget(
@@ -107,9 +116,7 @@ class DistillData:
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
             teacher_weights=self.teacher_weights,
             num_teachers=len(self.given) if several else 1,
-            lookup=lookup,
         )
-        return layout.fitted(examples)
 
     # What is written down
 
@@ -122,6 +129,13 @@ class DistillData:
 
     def _kept(self, examples, batch_size):
         """A `lookup` in the cache, which has all of the examples then."""
+        if is_stream(examples):
+            raise ValueError(
+                "What a teacher says is written down before the first step, "
+                "of all rows. Received: a Grain `IterDataset` with "
+                f"teacher_cache={str(self.teacher_cache)!r}. Use a Grain "
+                "`MapDataset`, a list of dicts or a file."
+            )
         if self._cache is None:
             self.make_teachers()
             self._cache = TeacherCache(
@@ -246,22 +260,11 @@ class DistillData:
     def _layout(self, prompts, batch_size, packing, share):
         """The layout of a minibatch of samples."""
         longest = max(len(p.token_ids) for p in prompts)
-        longest += self.max_completion_length
-        several = self.teacher_column is not None
         sequences = rollout_checks.minibatches(
             batch_size, self.num_generations, self.num_minibatches
         )
-        layout = DistillationLayout(
-            batch_size=sequences,
-            sequence_length=self.sequence_length,
-            teacher_length=self.teacher_length,
-            token_budget=rollout_checks.token_budget(
-                packing, self.sequence_length, longest
-            ),
-            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
-            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
-            teacher_weights=self.teacher_weights,
-            num_teachers=len(self.given) if several else 1,
+        layout = self._sized(
+            sequences, packing, longest + self.max_completion_length
         )
         return TaughtLayout(sequences, layout)
 

@@ -2,12 +2,11 @@ import contextlib
 
 from keras_posttrain.losses import ForwardKLLoss, PolicyLoss, ReverseKLLoss
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models.feature_maps import FeatureMap
+from keras_posttrain.models.feature_maps import FeatureMap, taps_of
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.tasks import checks, distill_checks, distill_step
 from keras_posttrain.tasks.distill_data import DistillData
 from keras_posttrain.tasks.distill_rollout import DistillCollector
-from keras_posttrain.tasks.resume import weights_digest
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.tasks.teacher import GivenTeachers, Teacher
@@ -83,6 +82,7 @@ class DistillTask(DistillData, RolloutTask):
     on_policy = 0.0
     teachers = ()
     feature_maps = ()
+    _packs = False
     top_k = teacher_cache = None
 
     def __init__(
@@ -256,6 +256,8 @@ class DistillTask(DistillData, RolloutTask):
             FeatureMap(x, self.policy, teacher, name=f"feature_map_{i}")
             for i, x in enumerate(losses)
         ]
+        for side, policy in enumerate((self.policy, teacher)):
+            taps_of(self.feature_maps, side).check(policy)
 
     # The teachers
 
@@ -273,12 +275,16 @@ class DistillTask(DistillData, RolloutTask):
             Teacher(self, model, other_vocabulary=other)
             for model in self.given.models()
         )
+        for teacher in self.teachers:
+            teacher.check(self.teacher_length, packing=False)
         self.train_function = self.test_function = None
 
     def _make_teachers_of_the_step(self):
         # What is written down needs none.
         if self.teacher_cache is None:
             self.make_teachers()
+            for teacher in self.teachers:
+                teacher.check(self.teacher_length, self._packs)
 
     def held(self, frozen):
         held = super().held(frozen)
@@ -316,6 +322,7 @@ class DistillTask(DistillData, RolloutTask):
                 "`share_prefix` is for groups of many completions a prompt; "
                 "here use packing=True."
             )
+        self._packs = bool(packing)
         self._shows = bool(kwargs.get("verbose", True))
         with self._served():
             return self._kind.fit(
@@ -409,12 +416,6 @@ class DistillTask(DistillData, RolloutTask):
             "top_k": self.top_k,
             "teacher_weights": self.teacher_weights,
             "teacher_column": self.teacher_column,
-            "teachers": [self._teacher_digest(t) for t in self.teachers],
+            "teachers": [[t.kind, t.digest] for t in self.teachers],
             "teacher_cache": self._cache and self._cache.rows.header,
         }
-
-    def _teacher_digest(self, teacher):
-        digest = None
-        if teacher.kind == "model":
-            digest = weights_digest(teacher.values)
-        return [teacher.kind, digest]

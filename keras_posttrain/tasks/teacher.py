@@ -5,9 +5,10 @@ import os
 
 import keras_hub
 
-from keras_posttrain.models import presets
+from keras_posttrain.models import guards, presets
 from keras_posttrain.rollout import Rollout
 from keras_posttrain.tasks.reference import Reference
+from keras_posttrain.tasks.resume import weights_digest
 
 
 class Teacher(Reference):
@@ -27,6 +28,33 @@ class Teacher(Reference):
         self.other_vocabulary = other_vocabulary
         self.given = model
         super().__init__(task, model)
+
+    @functools.cached_property
+    def digest(self):
+        """A checksum of a model's weights, `None` for the student's."""
+        return weights_digest(self.values) if self.kind == "model" else None
+
+    def check(self, length, packing):
+        """Refuses what the teacher cannot read.
+
+        Args:
+            length: int, the most tokens of a row.
+            packing: bool, whether sequences share a row.
+        """
+        longest = guards.max_length(self.policy.causal_lm)
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"`teacher_length` must be at most {longest}, the positions "
+                "the teacher was made for. "
+                f"Received: teacher_length={length}"
+            )
+        if packing and not self.policy.packable:
+            raise ValueError(
+                f"{type(self.policy.backbone).__name__}, the teacher, has no "
+                "attention that keeps packed sequences apart. Use "
+                "packing=False, or a teacher of a Gemma 1-3, Llama, Mistral "
+                "or Qwen 2-3 preset."
+            )
 
     def _check_vocabulary(self, theirs):
         ours = self.task.causal_lm.backbone.vocabulary_size
