@@ -270,6 +270,26 @@ def test_the_student_as_it_was_teaches():
     assert full.evaluate(CONTEXT, 6)["loss"] < first["loss"]
 
 
+def test_a_teacher_with_other_tokens():
+    rows = [
+        {"prompt": "What is 2 + 2? ", "completion": "It is four, I think."},
+        {"prompt": "hello ", "completion": "good morning to you \u00e9"},
+    ]
+    loss = losses.ULDLoss(alpha=0.5)
+    found = []
+    for packing in (False, True):
+        task = compiled(make(teacher=MODELS / "gemma2"), loss)
+        found.append(step(task, rows, packing=packing))
+        assert 0.5 < task.data_report.taught_share < 1
+    assert "agreement" not in found[0][0]
+    same(*found)
+    # Of one size, and not the same tokens.
+    with pytest.raises(ValueError, match="other ids.*ULDLoss"):
+        compiled(task)
+    with pytest.raises(ValueError, match="needs rows of text"):
+        task.fit(PAIRS, verbose=0)
+
+
 # --- What is written down ----------------------------------------------------
 
 
