@@ -219,6 +219,29 @@ def test_grpo_arithmetic(tmp_path):
     assert {json.loads(line)["step"] for line in lines} == {0, 100, 200, 300}
 
 
+@pytest.mark.slow
+def test_dpo(tmp_path):
+    folder = tmp_path / "made"
+    text = run("dpo", folder, tmp_path)
+    assert has_files(folder, ["preference.png"])
+    results = json.loads((folder / "results.json").read_text())
+    assert results["before"] < 0.65 < 0.75 < results["after"]
+    assert results["accuracy"] > 0.95
+    margins = results["margins"]
+    assert margins == sorted(margins) and margins[-1] > 4 * margins[0] > 0
+    chosen = results["logps_chosen"]
+    assert chosen[0] < -0.5 and chosen[1] > -0.4
+    log = read_log(folder)
+    assert log[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    # The prompt once, no padding, no reference: and the same loss.
+    costs = re.findall(r": (\d+) tokens a step, held-out loss (\S+)", text)
+    (apart, first), (shared, second) = costs
+    assert int(shared) < 0.65 * int(apart)
+    assert float(first) == pytest.approx(float(second), abs=2e-5)
+    right = re.search(r"by SimPO: (\d+)% -> (\d+)%", text)
+    assert int(right[2]) > int(right[1]) + 15
+
+
 # The rows of GSM8K have these two columns and this end, and commas in some
 # numbers.
 GSM8K_ROWS = [

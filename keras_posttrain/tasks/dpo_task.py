@@ -81,10 +81,10 @@ class DPOTask(PreferenceTask):
                 reference makes of the rows, those of `validation_data` too,
                 is computed once, before the first step, and kept there for
                 all runs with this reference: 4 bytes a token. It saves the
-                reference's forward pass in every step, a quarter or so of
-                the step, and the memory of a reference that has its own: a
-                preset, or the copy that training all weights needs. A model
-                that you hold yourself stays in memory. It changes no result.
+                reference's forward pass in every step, and the memory of a
+                reference that has its own: a preset, or the copy that
+                training all weights needs. A model that you hold yourself
+                stays in memory. It changes no result.
             micro_batch_size: int or `None`: pairs (labelled completions)
                 that pass through the model at once; rows where `packing`.
                 The result is that of the whole batch, also of losses that
