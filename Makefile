@@ -30,6 +30,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/rollout.py --grid --repeats 1
 	$(BIN)/python benchmarks/grpo.py
 	$(BIN)/python benchmarks/dpo.py
+	$(BIN)/python benchmarks/distill.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -172,8 +172,11 @@ def test_the_report_names_what_failed(summary):
     assert len(problems) == 2
 
 
-def test_run_names_are_distinct_and_scripts_exist(sft, rollout, grpo, dpo):
+def test_run_names_are_distinct_and_scripts_exist(
+    sft, rollout, grpo, dpo, distill
+):
     for driver, runs in (
+        (distill, distill.all_runs()),
         (dpo, dpo.all_runs()),
         (sft, sft.all_runs()),
         (rollout, rollout.all_runs()),
@@ -622,3 +625,78 @@ def test_dpo_is_compared_with_the_faster_library(dpo_summary):
         "--pairs",
         "8",
     ]
+
+
+# --- Distillation ------------------------------------------------------------
+
+
+def distill_figures(tokens_per_s, **changed):
+    return {
+        **figures(tokens_per_s, first_loss=0.1537284),
+        "grad_norm": 0.05,
+        **changed,
+    }
+
+
+@pytest.fixture(scope="module")
+def distill(folder):
+    return load("distill")
+
+
+@pytest.fixture(scope="module")
+def distill_summary(distill):
+    return distill.distill_summary
+
+
+def test_the_rows_of_distillation_never_change(workloads):
+    work = workloads.DISTILLATION
+    rows = work.rows()
+    assert np.shape(rows) == (24, 512) and work.rows(8) == rows[:8]
+    assert {row[-1] for row in rows} == {workloads.EOS}
+    assert np.min(rows) >= workloads.EOS
+    assert sum(rows[0]) == 8340125
+    assert work.student.head_dim == work.teacher.head_dim == 64
+
+
+def test_libraries_must_learn_from_the_same_teacher(distill_summary):
+    run = distill_summary.Run
+    ours, trl, tunix = run("ours"), run("trl"), run("tunix")
+    sound = {
+        ours: [distill_figures(1)],
+        trl: [distill_figures(1, grad_norm=0.05003)],
+        tunix: [distill_figures(1, grad_norm=None, first_loss=0.153729)],
+    }
+    assert list(distill_summary.disagreements(sound)) == []
+    for peer, changed, message in (
+        (tunix, {"first_loss": 0.1538}, "tunix 0.1538"),
+        (trl, {"first_loss": float("nan")}, "trl nan"),
+        (trl, {"grad_norm": 0.0501}, "ours 0.05, trl 0.0501"),
+    ):
+        wrong = {**sound, peer: [distill_figures(1, **changed)]}
+        (line,) = distill_summary.disagreements(wrong)
+        assert message in line
+
+
+def test_distillation_is_compared_with_both_libraries(distill_summary):
+    """Ours 900, TRL 300, Tunix 600: 3 and 1.5."""
+    run = distill_summary.Run
+    results = {
+        run("ours"): [distill_figures(900, peak_gb=2.0)],
+        run("trl"): [distill_figures(300, peak_gb=5.0)],
+        run("tunix"): [distill_figures(600, grad_norm=None, peak_gb=4.0)],
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = distill_summary.markdown(results, options)
+    assert problems == []
+    for line in (
+        "- tokens/s over TRL GKD: 3.00",
+        "- tokens/s over Tunix logit strategy: 1.50",
+        "- peak memory over TRL GKD: 0.40",
+        "| TRL GKD | 300 | 300 to 300 | 3.00x |",
+        "| 0.153728 |  | 0.00 |",
+    ):
+        assert line in text
+    results[run("ours")] = [{"error": "Traceback\nValueError: no"}]
+    text, problems = distill_summary.markdown(results, options)
+    assert problems == ["ours: ValueError: no"]
+    assert run("trl", 8).flags == ["--rows", "8"]

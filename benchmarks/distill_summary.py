@@ -1,0 +1,130 @@
+"""From the figures of distillation to medians, ratios, checks and a table."""
+
+import dataclasses
+import math
+
+import summary
+
+NAMES = {
+    "ours": "keras_posttrain",
+    "trl": "TRL GKD",
+    "tunix": "Tunix logit strategy",
+}
+KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb")
+# What must agree in the first step, and how far, as a share of it.
+CHECKS = {"first_loss": 1e-4, "grad_norm": 1e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One script with its arguments; the same for every repeat."""
+
+    peer: str
+    rows: int | None = None  # a pass; None for the workload's default
+
+    @property
+    def name(self):
+        return self.peer
+
+    @property
+    def flags(self):
+        return ["--rows", str(self.rows)] if self.rows else []
+
+    @property
+    def environ(self):
+        return {}
+
+
+def line(figures):
+    """What is printed of a process as soon as it ends."""
+    return (
+        f"{figures['tokens_per_s']:.0f} tokens/s, "
+        f"{figures['peak_gb']:.2f} GiB, "
+        f"first loss {figures['first_loss']:.6f}, "
+        f"other CPUs {figures['other_cpus']:.2f}"
+    )
+
+
+def disagreements(results):
+    """Lines on libraries that do not do the same work.
+
+    Args:
+        results: dict from `Run` to the list of its repeats' figures.
+    """
+    for key, allowed in CHECKS.items():
+        values = [
+            (figures[key], run.name)
+            for run, repeats in results.items()
+            for figures in repeats
+            if "error" not in figures and figures.get(key) is not None
+        ]
+        if not values:
+            continue
+        # NaN is sorted to the end, where the comparison fails.
+        values.sort(key=lambda pair: (math.isnan(pair[0]), pair))
+        (low, first), (high, last) = values[0], values[-1]
+        if not high - low <= allowed * abs(high):
+            yield (
+                f"`{key}` differs by more than {allowed:g} of it: "
+                f"{first} {low:.6g}, {last} {high:.6g}."
+            )
+
+
+def ratios(rows):
+    """`(what, number)` pairs.
+
+    Args:
+        rows: dict from the peer to what `summary.medians` returns.
+    """
+    if "ours" not in rows:
+        return
+    for key, what in (
+        ("tokens_per_s", "tokens/s"),
+        ("peak_gb", "peak memory"),
+    ):
+        for peer, row in rows.items():
+            if peer != "ours":
+                yield (
+                    f"{what} over {NAMES[peer]}",
+                    rows["ours"][key] / row[key],
+                )
+
+
+def markdown(results, options):
+    keys = (*KEYS, *CHECKS)
+    rows = {run.peer: summary.medians(r, keys) for run, r in results.items()}
+    rows = {peer: row for peer, row in rows.items() if row}
+    out = summary.head(
+        "Distillation, side by side",
+        results,
+        options,
+        "Tokens are those of the rows, read by student and teacher. `ours` "
+        "is our tokens/s over that of the row.",
+    )
+    columns = ["library", "tokens/s", "slowest to fastest", "ours", "s/step"]
+    columns += ["first step s", "peak GiB", "first loss", "gradient norm"]
+    columns += ["other"]
+    ours = rows.get("ours")
+    cells = [
+        [
+            NAMES[peer],
+            f"{row['tokens_per_s']:.0f}",
+            summary.span(row),
+            f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}x"
+            if ours
+            else "",
+            f"{row['step_s']:.2f}",
+            f"{row['first_step_s']:.1f}",
+            f"{row['peak_gb']:.2f}",
+            f"{row['first_loss']:.6f}",
+            summary.number(row["grad_norm"], 5),
+            summary.other(row),
+        ]
+        for peer, row in sorted(
+            rows.items(), key=lambda item: -item[1]["tokens_per_s"]
+        )
+    ]
+    out += [*summary.table(columns, cells), "", "## Ratios", ""]
+    out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]
+    problems = summary.errors(results) + list(disagreements(results))
+    return summary.text(out, problems), problems
