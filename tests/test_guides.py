@@ -242,6 +242,29 @@ def test_dpo(tmp_path):
     assert int(right[2]) > int(right[1]) + 15
 
 
+@pytest.mark.slow
+def test_reward_model(tmp_path):
+    folder = tmp_path / "made"
+    text = run("reward_model", folder, tmp_path)
+    assert has_files(folder, ["rewards.png", "completions.jsonl"])
+    assert has_files(folder / "judge", MODEL[:2])
+    results = json.loads((folder / "results.json").read_text())
+    assert results["reward_model_accuracy"] > 0.85
+    first, last = results["scores"]
+    assert last > first + 2
+    assert results["after"] > results["before"] + 0.15
+    # Right, not an answer, wrong by one: as the reward model has them.
+    scores = [
+        float(x) for x in re.findall(r"fruit\? .*: (-?[\d.]+)$", text, re.M)
+    ]
+    assert len(scores) == 3 and scores[0] > max(scores[1:])
+    # The truth is written down and teaches nothing.
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        assert line["reward"] == pytest.approx(line["model"])
+        assert line["right"] in (0, 1)
+
+
 # The rows of GSM8K have these two columns and this end, and commas in some
 # numbers.
 GSM8K_ROWS = [
@@ -356,3 +379,36 @@ def test_write_your_own_loss(tmp_path):
     right = re.search(r"held-out samples right: (\d+)% -> (\d+)%", text)
     assert int(right[2]) > int(right[1]) + 15
     assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0
+
+
+@pytest.mark.slow
+def test_distillation(tmp_path):
+    folder = tmp_path / "made"
+    text = run("distillation", folder, tmp_path)
+    assert has_files(folder, ["students.png"])
+    assert has_files(folder / "teacher", MODEL)
+    results = json.loads((folder / "results.json").read_text())
+    alone, given, own = results.values()
+    assert given["arrives"] > alone["arrives"] + 0.1
+    assert own["arrives"] > alone["arrives"] + 0.1
+    assert given["agreement"] > alone["agreement"] + 0.1
+    assert own["agreement"] > alone["agreement"]
+    # The two ways that are tried for a few epochs have begun to learn.
+    for name in ("written down", "policy loss"):
+        values = json.loads(re.search(rf"{name}: (\[.+\])", text)[1])
+        assert len(values) == 5 and values[-1] < 0.9 * values[0]
+    assert any((folder / "teacher_cache").iterdir())
+
+
+@pytest.mark.slow
+def test_prompt_distillation(tmp_path):
+    folder = tmp_path / "made"
+    text = run("prompt_distillation", folder, tmp_path)
+    assert has_files(folder / "adapter", ADAPTER)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["before"] == 0 and results["after"] >= 0.8
+    assert results["right"] >= 0.8
+    shorter, longer = results["tokens"]
+    assert shorter < 0.5 * longer
+    first, last = re.search(r"divergence: (\S+) -> (\S+)", text).groups()
+    assert float(last) < 0.1 * float(first)

@@ -83,7 +83,8 @@ class DistillTask(DistillData, RolloutTask):
     teachers = ()
     feature_maps = ()
     _packs = False
-    top_k = teacher_cache = None
+    top_k = teacher_cache = teacher_column = None
+    teacher_weights = teacher_tokenizer = None
 
     def __init__(
         self,
