@@ -187,7 +187,7 @@ def one_step(name, micro_batch_size=None, cache=None, top_k=None, **fit):
 def same(first, second, atol=2e-5):
     (history, update), (other_history, other) = first, second
     for key, values in history.items():
-        if key != "num_tokens":
+        if key != "num_tokens" and not key.startswith("time/"):
             np.testing.assert_allclose(
                 other_history[key], values, rtol=2e-5, atol=1e-6, err_msg=key
             )
@@ -263,7 +263,7 @@ def test_the_student_as_it_was_teaches():
     history, _ = step(task, CONTEXT)
     np.testing.assert_allclose(history["loss"], first["loss"], rtol=1e-5)
     assert task.teachers[0].kind == "off" and not task.teachers[0].values
-    full = compiled(make(teacher=None))
+    full = compiled(make(teacher=None), optimizer=keras.optimizers.SGD(0.05))
     history, _ = step(full, CONTEXT)
     np.testing.assert_allclose(history["loss"], first["loss"], rtol=1e-5)
     assert full.teachers[0].kind == "copy"
@@ -316,8 +316,9 @@ def test_a_whole_distribution_from_disk_is_the_teachers(name, ways, cache):
 
 def test_the_rest_of_a_distribution_is_one_outcome(tmp_path):
     task = compiled(make(), teacher_cache=tmp_path, top_k=8)
-    history, _ = step(task, ROWS, validation_data=PAIRS)
-    assert task._cache.computed == 12 and task.teachers == ()
+    held_out = random_rows(4, seed=1)
+    history, _ = step(task, ROWS, validation_data=held_out)
+    assert task._cache.computed == 10 and task.teachers == ()
     whole, _ = step(compiled(make()), ROWS)
     # Outcomes taken together are nearer to each other.
     assert 0 < history["loss"][0] < whole["loss"][0]
@@ -459,7 +460,9 @@ def resumable(directory, epochs, rows, loss, **kwargs):
     "rows, loss, kwargs",
     [
         (CONTEXT, losses.ReverseKLLoss(), {}),
-        (ROWS, losses.HiddenStateLoss(), {}),
+        pytest.param(
+            ROWS, losses.HiddenStateLoss(), {}, marks=pytest.mark.full
+        ),
         (PAIRS, "auto", {"on_policy": 0.5, "max_completion_length": 8}),
     ],
     ids=["copy", "features", "on_policy"],
@@ -506,7 +509,7 @@ def test_a_teacher_that_is_the_student():
 @pytest.mark.parametrize(
     "made, settings, message",
     [
-        ({"teacher": MODELS / "gemma2"}, {}, "vocabulary_size=.*ULDLoss"),
+        ({"teacher": MODELS / "gemma2"}, {}, "other ids.*ULDLoss"),
         ({}, {"loss": losses.SFTLoss()}, "asks nothing of the teacher"),
         ({}, {"loss": losses.DPOLoss()}, "a loss of a teacher"),
         ({}, {"loss": losses.GRPOLoss()}, "on_policy=True"),
@@ -523,7 +526,12 @@ def test_a_teacher_that_is_the_student():
         ),
         (
             {},
-            {"teacher_cache": "x", "top_k": 8, "on_policy": True},
+            {
+                "teacher_cache": "x",
+                "top_k": 8,
+                "on_policy": True,
+                "max_completion_length": 8,
+            },
             "nothing to write down",
         ),
         (
@@ -539,7 +547,11 @@ def test_a_teacher_that_is_the_student():
         ({}, {"on_policy": 2}, "share from 0 to 1"),
         (
             {},
-            {"on_policy": 0.5, "num_generations": 2},
+            {
+                "on_policy": 0.5,
+                "num_generations": 2,
+                "max_completion_length": 8,
+            },
             "`num_generations` must be 1",
         ),
     ],
