@@ -94,6 +94,8 @@ def _divergences(task, loss, rows, hidden, teachers, shares):
         temperature=loss.temperature,
         tail=loss.tail,
         hidden=hidden,
+        # Tokens that no teacher speaks of count in the metrics as well.
+        mask=mask != 0,
         needs=loss.needs,
     )
 
