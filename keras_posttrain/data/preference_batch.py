@@ -21,8 +21,8 @@ MAX_SEQUENCES = 16
 
 
 def buckets(longest):
-    """The lengths that rows may have: multiples of 64, then quarters of the
-    way from one power of two to the next.
+    """The lengths that rows may have: multiples of 64 up to 768, then six to
+    a doubling.
 
     Args:
         longest: int, tokens of the longest row.
@@ -32,7 +32,7 @@ def buckets(longest):
     """
     lengths, step = [64], 64
     while lengths[-1] < longest:
-        if lengths[-1] >= 8 * step:
+        if lengths[-1] >= 12 * step:
             step *= 2
         lengths.append(lengths[-1] + step)
     return lengths

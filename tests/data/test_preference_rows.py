@@ -256,9 +256,10 @@ def test_margins_stand_at_the_chosen():
     assert batch_of(rows)["margins"][:, 0].tolist() == [2, 0, 0, 0]
 
 
-def test_lengths_waste_at_most_a_fifth():
+def test_lengths_waste_at_most_a_seventh():
     lengths = buckets(3000)
-    assert lengths[:9] == [64, 128, 192, 256, 320, 384, 448, 512, 640]
+    assert lengths[:5] == [64, 128, 192, 256, 320]
+    assert lengths[10:14] == [704, 768, 896, 1024]
     assert lengths[-1] >= 3000
     grown = np.diff(lengths) / np.array(lengths[:-1])
-    assert (grown[4:] <= 0.25).all()
+    assert (grown[5:] <= 1 / 6).all()
