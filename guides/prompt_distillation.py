@@ -49,7 +49,7 @@ keras.utils.set_random_seed(0)
 
 The long prompt asks for the city and thanks, the short one for a word.
 Of the questions, asked in four ways, the fourth is held out where it is about
-one of the last five countries.
+one of the last four countries.
 """
 
 long_prompt = (
@@ -60,14 +60,10 @@ long_prompt = (
 short_prompt = "You fill in forms. Give one word."
 capitals = {
     "Austria": "Vienna",
-    "Brazil": "Brasilia",
-    "Chile": "Santiago",
     "Egypt": "Cairo",
     "France": "Paris",
     "Greece": "Athens",
     "Italy": "Rome",
-    "Japan": "Tokyo",
-    "Kenya": "Nairobi",
     "Poland": "Warsaw",
 }
 questions = [
@@ -80,7 +76,7 @@ questions = [
     )
     for country, capital in capitals.items()
 ]
-held_out, questions = questions[-5:], questions[:-5]
+held_out, questions = questions[-4:], questions[:-4]
 print(held_out[0])
 
 """
@@ -147,7 +143,7 @@ backbone = keras_hub.models.Qwen3Backbone(
 causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
 base = kpt.SFTTask(causal_lm, tokenizer, sequence_length=128)
 base.compile(optimizer=keras.optimizers.AdamW(3e-3))
-base.fit(rows, batch_size=15, epochs=80, verbose=0)
+base.fit(rows, batch_size=12, epochs=100, verbose=0)
 preset = folder / "tiny_qwen3"
 base.export(preset)
 
@@ -212,7 +208,7 @@ need no `completion`.
 """
 
 task.compile(optimizer=keras.optimizers.AdamW(1e-2, weight_decay=0.0))
-history = task.fit(rows, batch_size=7, epochs=12, verbose=0)
+history = task.fit(rows, batch_size=5, epochs=12, verbose=0)
 divergence = history.history["divergence"]
 print(f"divergence: {divergence[0]:.3f} -> {divergence[-1]:.4f}")
 

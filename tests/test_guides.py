@@ -390,13 +390,14 @@ def test_distillation(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     alone, given, own = results.values()
     assert given["arrives"] > alone["arrives"] + 0.1
-    assert own["arrives"] > alone["arrives"] + 0.1
+    assert own["arrives"] > given["arrives"]
     assert given["agreement"] > alone["agreement"] + 0.1
-    assert own["agreement"] > alone["agreement"]
+    assert own["agreement"] > alone["agreement"] + 0.1
+    assert own["divergence"] < 0.5 * given["divergence"]
     # The two ways that are tried for a few epochs have begun to learn.
     for name in ("written down", "policy loss"):
         values = json.loads(re.search(rf"{name}: (\[.+\])", text)[1])
-        assert len(values) == 5 and values[-1] < 0.9 * values[0]
+        assert values[-1] < 0.9 * values[0]
     assert any((folder / "teacher_cache").iterdir())
 
 
