@@ -39,6 +39,7 @@ AXES = {
 MODEL_ORDER = (
     "experts", "heads", "width", "vocabulary", "hidden", "head_dim",
 )  # fmt: skip
+ONLY_FOR_MEMORY = {"hidden", "head_dim"}
 # A larger tensor (in bytes) must not lie whole on every device.
 LARGE = 2**20
 

@@ -57,6 +57,25 @@ class ShardedWeights(keras.distribution.ModelParallel):
             [names[a] for a in axes], self.device_mesh
         )
 
+    def gathered_axes(self, variable):
+        """Axes of the mesh over which a weight is whole while it is used.
+
+        Args:
+            variable: `keras.Variable`.
+
+        Returns:
+            A set of names: the data axis; and the model axis where it had to
+            take one that layers do not share out, such as the inputs of a
+            key's kernel with fewer heads than devices.
+        """
+        axes = self.get_variable_layout(variable).axes
+        names = layouts.meanings(variable.path, len(axes))
+        found = {DATA}
+        if names and MODEL in axes:
+            if names[axes.index(MODEL)] in layouts.ONLY_FOR_MEMORY:
+                found.add(MODEL)
+        return found
+
 
 def data_parallel(*, devices=None):
     """The whole model on every device, the rows of a batch spread out.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import keras
 import keras_hub
 
-from keras_posttrain.models import divergence_head
+from keras_posttrain.models import divergence_head, sharding
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import attention_scope, decoding_scope
 from keras_posttrain.models.top_tokens import top_tokens
@@ -27,6 +27,8 @@ SCALED_EMBEDDINGS = (
     keras_hub.models.Gemma3Backbone,
 )
 PLAIN_INPUTS = {"token_ids", "padding_mask", "position_ids"}
+# What `_select` reads of a batch.
+SELECTED_BY = ("token_ids", "segment_ids", "positions", "predicted_by")
 
 
 class Policy:
@@ -181,18 +183,28 @@ class Policy:
         return logits, recent
 
     def _layer(self, layer, x):
-        if self.remat == "none":
-            return layer(x)
+        x = sharding.by_rows(x)
         variables = layer.variables + self._adapter_variables(layer)
+        gathers = sharding.gather(variables, x.dtype)
+        if self.remat == "none" and not any(gathers):
+            return layer(x)
         values = [v.value for v in variables]
 
-        @jax.checkpoint
         def again(values, x):
-            mapping = list(zip(variables, values))
+            mapping = [
+                (variable, value if gather is None else gather(value))
+                for variable, value, gather in zip(variables, values, gathers)
+            ]
             with keras.StatelessScope(state_mapping=mapping):
                 return layer(x)
 
-        return again(values, x)
+        # Weights that were gathered are not kept for the backward pass: all
+        # layers' together would be the whole model on every device.
+        policy = None
+        if self.remat == "none":
+            keep = jax.checkpoint_policies.save_anything_except_these_names
+            policy = keep(sharding.GATHERED)
+        return jax.checkpoint(again, policy=policy)(values, x)
 
     def _adapter_variables(self, layer):
         if self.adapter is None:
@@ -256,21 +268,31 @@ class Policy:
             A dict of float32 arrays of shape `(rows, length)`, 0 outside
             `mask` and at a sequence's first token.
         """
-        hidden, kernel = self._flat(batch, dropout_key, hidden)
-        tokens = _select(batch, mask)
         extras = _extras(needs)
         head = self.head(temperature)
-        if differentiable:
+
+        def sweep(kernel, hidden, batch, mask):
+            tokens = _select(batch, mask)
+            if not differentiable:
+                return (), heads.token_values(
+                    head, hidden, kernel, tokens, extras=extras
+                )
             probe = jnp.zeros(tokens.index.shape, "float32")
-            values = heads.token_logps(
+            return (), heads.token_logps(
                 head, hidden, kernel, tokens, probe, extras
             )
-        else:
-            values = heads.token_values(
-                head, hidden, kernel, tokens, extras=extras
-            )
+
+        hidden, kernel = self._flat(batch, dropout_key, hidden)
+        _, values = self._over_rows(sweep, kernel, hidden, batch, mask)
         values = self._shaped(values, batch)
         return {name: values[name] for name in needs}
+
+    def _over_rows(self, sweep, kernel, hidden, batch, *rows):
+        """`sweep(kernel, hidden, batch, *rows)`, by device."""
+        batch = {name: batch[name] for name in SELECTED_BY if name in batch}
+        return sharding.over_rows(
+            sweep, self.kernel, kernel, hidden, batch, *rows
+        )
 
     def top_tokens(self, batch, mask, k, temperature=1.0):
         """The most probable tokens where those of `mask` stand.
@@ -283,10 +305,14 @@ class Policy:
             Dict of `top_ids` (int32) and `top_logps` (float32) of shape
             `(rows, length, k)`, best first, 0 as in `token_outputs`.
         """
+        head = self.head(temperature)
+
+        def sweep(kernel, hidden, batch, mask):
+            tokens = _select(batch, mask)
+            return (), top_tokens(head, hidden, kernel, tokens, k)
+
         hidden, kernel = self._flat(batch, None)
-        values = top_tokens(
-            self.head(temperature), hidden, kernel, _select(batch, mask), k
-        )
+        _, values = self._over_rows(sweep, kernel, hidden, batch, mask)
         shape = (*batch["token_ids"].shape, k)
         return {name: v.reshape(shape) for name, v in values.items()}
 
@@ -305,18 +331,17 @@ class Policy:
         Returns:
             `(sum, outputs)`, the sum differentiable, the outputs not.
         """
+        head, extras = self.head(), _extras(needs)
+
+        def sweep(kernel, hidden, batch, weights):
+            tokens = _select(batch, weights != 0)
+            by_slot = weights.reshape(-1).astype("float32")[tokens.index]
+            return heads.token_loss_sum(
+                head, hidden, kernel, tokens, by_slot, token_loss, extras
+            )
+
         hidden, kernel = self._flat(batch, dropout_key)
-        tokens = _select(batch, weights != 0)
-        by_slot = weights.reshape(-1).astype("float32")[tokens.index]
-        total, values = heads.token_loss_sum(
-            self.head(),
-            hidden,
-            kernel,
-            tokens,
-            by_slot,
-            token_loss,
-            _extras(needs),
-        )
+        total, values = self._over_rows(sweep, kernel, hidden, batch, weights)
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
 

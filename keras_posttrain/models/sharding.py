@@ -1,6 +1,16 @@
-"""How arrays that belong to a variable lie beside it on a mesh."""
+"""How a model's arrays lie on the mesh of Keras's distribution.
 
+Without a distribution, or where an axis does not divide, all is as it was.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
 import keras
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 def layout_of(variable):
@@ -47,3 +57,150 @@ def factor_layouts(pair):
         keras.distribution.TensorLayout((into, None), mesh),
         keras.distribution.TensorLayout((None, out), mesh),
     )
+
+
+# What a backward pass makes again and does not keep: gathered weights.
+GATHERED = "kpt_gathered"
+
+
+def data_axis():
+    """The mesh and its axis of rows, as `(jax mesh, name, size)`.
+
+    Without a distribution, or over one device, `(None, None, 1)`.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return None, None, 1
+    mesh = distribution.device_mesh.backend_mesh
+    name = distribution.batch_dim_name
+    size = mesh.shape[name]
+    return (mesh, name, size) if size > 1 else (None, None, 1)
+
+
+def by_rows(x):
+    """`x` with its first axis, rows or their tokens, over the data axis.
+
+    Said of what flows from layer to layer, so that weights come to the
+    activations and not the other way round.
+    """
+    mesh, name, size = data_axis()
+    if mesh is None or x.shape[0] % size:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(name)))
+
+
+def gather(variables, dtype):
+    """How to have weights at hand that are split only to save memory.
+
+    Those are the weights split over the data axis, and what else the
+    distribution's `gathered_axes(variable)` names, if it has that method.
+
+    Args:
+        variables: list of `keras.Variable`.
+        dtype: that of the activations; weights kept in more are sent so.
+
+    Returns:
+        A list: for each variable that is split so, a function of its array,
+        `None` for the others.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return [None] * len(variables)
+    mesh = distribution.device_mesh.backend_mesh
+    ask = getattr(distribution, "gathered_axes", None)
+    found = []
+    for variable in variables:
+        axes = layout_of(variable).axes
+        names = ask(variable) if ask else {distribution.batch_dim_name}
+        names = {name for name in names if mesh.shape[name] > 1}
+        if not names & set(axes):
+            found.append(None)
+            continue
+        rows = distribution.batch_dim_name
+        whole = P(*(None if axis in names else axis for axis in axes))
+        summed = P(*(None if a in names and a != rows else a for a in axes))
+        layouts = [NamedSharding(mesh, x) for x in (whole, summed, P(*axes))]
+        found.append(
+            functools.partial(_cast_and_gather, tuple(layouts), dtype)
+        )
+    return found
+
+
+def _cast_and_gather(layouts, dtype, x):
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    if is_float and jnp.dtype(dtype).itemsize < x.dtype.itemsize:
+        x = x.astype(dtype)
+    return _gathered(layouts, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(layouts, x):
+    x = jax.lax.with_sharding_constraint(x, layouts[0])
+    return checkpoint_name(x, GATHERED)
+
+
+def _gathered_forward(layouts, x):
+    return _gathered(layouts, x), None
+
+
+def _gathered_backward(layouts, _, gradient):
+    # Only its own part of the sum over rows comes to each device. Of another
+    # axis the part is cut out afterwards: wanting no more than it, XLA would
+    # split the activations as well.
+    for layout in layouts[1:]:
+        gradient = jax.lax.with_sharding_constraint(gradient, layout)
+    return (gradient,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def over_rows(function, variable, kernel, *rows):
+    """`function(kernel, *rows)`, each device on its own rows.
+
+    What gathers tokens out of a batch would have XLA bring all of them to
+    every device. Here the kernel comes to the rows, once, and its gradients
+    are added up once.
+
+    Args:
+        function: of a kernel and of pytrees of arrays with a leading `rows`
+            axis; gives `(sums, values)`: scalars, of which those of all
+            devices are added up, and arrays with a leading `rows` axis.
+        variable: `keras.Variable`, whose layout the kernel has.
+        kernel: array.
+        *rows: pytrees of arrays.
+
+    Returns:
+        `(sums, values)`.
+    """
+    mesh, name, size = data_axis()
+    leading = {x.shape[0] for x in jax.tree.leaves(rows)}
+    if mesh is None or any(n % size for n in leading):
+        return function(kernel, *rows)
+    axes = [a if a == name else None for a in layout_of(variable).axes]
+    dtype = kernel.dtype
+    if mesh.size > size:
+        # XLA would undo the split over the mesh's other axis to do it inside,
+        # and its CPU backend cannot add up bfloat16 on a part of the axes.
+        (whole,) = gather([variable], dtype)
+        kernel = kernel if whole is None else whole(kernel)
+        kernel, axes = kernel.astype("float32"), [None] * len(axes)
+
+    def local(kernel, *rows):
+        kernel = kernel.astype(dtype)
+        if name in axes:
+            kernel = jax.lax.all_gather(
+                kernel, name, axis=axes.index(name), tiled=True
+            )
+        sums, values = function(kernel, *rows)
+        return jax.tree.map(lambda x: x[None], sums), values
+
+    sums, values = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(*axes), *(P(name) for _ in rows)),
+        out_specs=P(name),
+        axis_names={name},
+        check_vma=False,
+    )(kernel, *rows)
+    return jax.tree.map(lambda x: x.sum(axis=0), sums), values

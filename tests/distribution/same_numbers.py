@@ -1,0 +1,293 @@
+"""A user's script: the same training on one device and on meshes of eight.
+
+`same_numbers.py CASE...`, a case being `task:family:mode:mesh,mesh`: the task
+`sft`, `packed`, `dpo` or `grpo`; the mode `full`, `lora` or `bfloat16`; a mesh
+`8x1` (FSDP), `4x2`, `1x8` and so on, `tp2` (tensor parallelism alone) or `dp`.
+"""
+
+import functools
+import re
+import sys
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+import optax
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, load_json, random_rows, weights
+
+PAIRS = load_json("dpo.json")["datasets"]["llama3"][:8]
+PROMPTS = [{"prompt_ids": row["token_ids"]} for row in random_rows(8, 3, 6)]
+
+
+def mesh(name):
+    if name == "dp":
+        return kpt.distribution.data_parallel()
+    if name.startswith("tp"):
+        return kpt.distribution.tensor_parallel(model=int(name[2:]))
+    data, model = map(int, name.split("x"))
+    if model == 1:
+        return kpt.distribution.fsdp(data)
+    return kpt.distribution.fsdp_tensor_parallel(data, model)
+
+
+def odd(completions):
+    """A reward that differs among random completions."""
+    return [sum(x % 2 for x in ids) / len(ids) for ids in completions]
+
+
+def mixture(family):
+    """A small random mixture of experts, which no directory here holds."""
+    keras.utils.set_random_seed(0)
+    sizes = dict(
+        vocabulary_size=512,
+        num_layers=2,
+        hidden_dim=32,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        intermediate_dim=48,
+        num_experts=4,
+        top_k=2,
+    )
+    models = keras_hub.models
+    if family == "mixtral":
+        backbone = models.MixtralBackbone(**sizes)
+        return models.MixtralCausalLM(backbone, preprocessor=None)
+    backbone = models.Qwen3MoeBackbone(
+        **sizes, head_dim=8, moe_intermediate_dim=16, norm_top_k_prob=True
+    )
+    return models.Qwen3MoeCausalLM(backbone, preprocessor=None)
+
+
+def make(task, family, mode):
+    """A task, compiled, and the arguments of its `fit`."""
+    kwargs = {"sequence_length": 64}
+    if mode == "lora":
+        kwargs["lora"] = kpt.LoRA(rank=4, dropout=0.1)
+    if mode == "bfloat16":
+        kwargs["dtype"] = "bfloat16"
+    compiled = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9)}
+    path = REFERENCE / "models" / family
+    if task == "grpo":
+        made = kpt.GRPOTask.from_preset(path, **kwargs)
+        # Rewards of ids: the rows are tokenised.
+        made.tokenizer = None
+        compiled.update(
+            loss=kpt.losses.GRPOLoss(beta=0.01),
+            rewards=[odd],
+            num_generations=4,
+            max_completion_length=6,
+        )
+        fit = {"dataset": PROMPTS, "batch_size": 4}
+    elif task == "dpo":
+        # A reference of its own: its weights are split too.
+        kwargs["reference"] = REFERENCE / "models" / f"{family}_ref"
+        made = kpt.DPOTask.from_preset(path, **kwargs)
+        fit = {"dataset": PAIRS, "batch_size": 8, "epochs": 2}
+    else:
+        if path.is_dir():
+            made = kpt.SFTTask.from_preset(path, **kwargs)
+        else:
+            made = kpt.SFTTask(mixture(family), **kwargs)
+        compiled["micro_batch_size"] = 8
+        rows = random_rows(40 if task == "packed" else 16, seed=1)
+        packing = task == "packed"
+        fit = {"dataset": rows, "batch_size": 8 if packing else 16}
+        fit.update(epochs=2, packing=packing)
+    if made.adapter is not None:
+        # B is zero at the start, and then half of the gradients are.
+        rng = np.random.default_rng(0)
+        for b in made.adapter.b:
+            b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    made.compile(**compiled)
+    return made, fit
+
+
+def run(distribution, task, family, mode):
+    keras.distribution.set_distribution(distribution)
+    made, fit = make(task, family, mode)
+    out = {"history": made.fit(**fit, verbose=0).history}
+    assert made.compiled_train_step._cache_size() == 1, "compiled again"
+    out["weights"] = weights(made)
+    if task == "grpo":
+        out["tokens"] = made.generate(
+            PROMPTS,
+            max_tokens=8,
+            seed=3,
+            stop_token_ids=None,
+            return_token_ids=True,
+        )
+    if distribution is not None:
+        check_layouts(made, distribution)
+    return out
+
+
+def check_layouts(task, distribution):
+    """Weights, optimizer and copies: every array lies where it should."""
+    if not isinstance(distribution, kpt.distribution.ShardedWeights):
+        return
+    split = {}
+    for v in task.variables + list(task.optimizer.variables):
+        expected = distribution.get_variable_layout(v).backend_layout
+        rank = len(v.shape)
+        assert v.value.sharding.is_equivalent_to(expected, rank), v.path
+        split[v.path] = not v.value.sharding.is_fully_replicated
+        if "norm" in v.path:
+            assert not split[v.path], v.path
+        elif rank > 1 and "lora" not in v.path and "bias" not in v.path:
+            assert split[v.path], f"{v.path} {v.shape} lies whole"
+    for v in task.trainable_variables:
+        name = v.path.replace("/", "_")
+        moments = [
+            m for m in task.optimizer.variables if m.path.endswith(f"{name}_")
+            or f"/{name}_momentum" in m.path
+        ]  # fmt: skip
+        assert moments, v.path
+        for m in moments:
+            same = v.value.sharding.is_equivalent_to(
+                m.value.sharding, len(v.shape)
+            )
+            assert same, m.path
+    if task.adapter is not None:
+        for pair in task.adapter.pairs:
+            kernel = set(filter(None, pair.layer.kernel.value.sharding.spec))
+            factors = [
+                v for v in task.adapter.variables if pair.name in v.path
+            ]
+            found = {a for v in factors for a in v.value.sharding.spec}
+            assert found - {None} == kernel, (pair.name, found, kernel)
+
+
+def check_optimizers():
+    """Float32 masters and Optax's state lie as the weights do."""
+    adam = functools.partial(keras.optimizers.AdamW, 1e-3)
+    adamw = functools.partial(optax.adamw, 1e-3)
+    for name, optimizer in (("4x2", adam), ("8x1", adamw)):
+        # An optimizer has variables: it is made under the distribution.
+        keras.distribution.set_distribution(mesh(name))
+        task = kpt.SFTTask.from_preset(
+            REFERENCE / "models/qwen2", sequence_length=64, dtype="bfloat16"
+        )
+        task.compile(optimizer=optimizer())
+        task.fit(random_rows(8), batch_size=8, verbose=0)
+        by_shape = {}
+        for v in task.trainable_variables:
+            spec = v.value.sharding.spec
+            by_shape.setdefault(tuple(v.shape), set()).add(spec)
+        big = [v for v in task.optimizer.variables if len(v.shape) > 1]
+        # Two moments and a master for each.
+        count = sum(len(v.shape) > 1 for v in task.trainable_variables)
+        assert len(big) == 3 * count, (len(big), count)
+        for v in big:
+            assert v.value.sharding.spec in by_shape[tuple(v.shape)], v.path
+            assert v.dtype == "float32"
+
+
+def collectives(task, rows=16, length=64):
+    """What is sent in a training step: `{(operation, shape)}`."""
+    data = keras.distribution.distribution().get_data_layout((rows, length))
+
+    def put(x):
+        return jax.device_put(np.asarray(x, "int32"), data.backend_layout)
+
+    grid = np.ones((rows, length))
+    batch = {
+        "token_ids": put(grid * 5),
+        "segment_ids": put(grid),
+        "positions": put(np.arange(length) * grid),
+        "completion_mask": put(grid).astype("float32"),
+    }
+    changing = {
+        "trainable": [v.value for v in task.trainable_variables],
+        "optimizer": [v.value for v in task.optimizer.variables],
+        "metrics": [v.value for v in task.metrics_variables],
+        "step": np.int32(0),
+        "seed": np.int32(0),
+    }
+    held = task.held([v.value for v in task.non_trainable_variables])
+    step = task.compiled_train_step
+    text = step.lower(changing, held, batch).compile().as_text()
+    found = set()
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
+    for line in text.splitlines():
+        line = re.sub(r"/\*.*?\*/|\{[^}]*\}", "", line)
+        sent = re.search(rf"= (.*?) ({kinds})(-start)?\(", line)
+        for dims in re.findall(r"\[([\d,]+)\]", sent[1]) if sent else ():
+            found.add((sent[2], tuple(map(int, dims.split(",")))))
+    assert found
+    return found
+
+
+def check_collectives():
+    """Under FSDP weights and their gradients are sent, and no activations.
+
+    With a model axis as well, a layer's outputs are added up, and nothing
+    that a layer reads is gathered.
+    """
+    rows, length, hidden = 16, 64, 64
+    for name in ("8x1", "4x2", "2x4"):
+        keras.distribution.set_distribution(mesh(name))
+        task, _ = make("sft", "llama3", "full")
+        task.compile(optimizer=keras.optimizers.SGD(0.1))
+        task.fit(random_rows(16), batch_size=16, verbose=0)
+        data = int(name.split("x")[0])
+        # Tokens of all devices and of each; 512 is the vocabulary as well.
+        tokens = {rows * length, rows * length // data} - {512}
+        for kind, shape in collectives(task, rows, length):
+            wide = shape[-1] >= hidden // 8 and len(shape) > 1
+            if not wide or shape[0] not in tokens:
+                continue
+            is_sum = kind == "all-reduce" and shape == (
+                rows * length // data,
+                hidden,
+            )
+            # The embedding's rows, looked up where they are.
+            is_lookup = len(shape) > 2 and kind != "all-gather"
+            allowed = data < 8 and (is_sum or is_lookup)
+            assert allowed, (name, kind, shape)
+
+
+def main(cases):
+    assert jax.device_count() == 8
+    alone = {}
+    for case in cases:
+        if case == "optimizers":
+            check_optimizers()
+            continue
+        if case == "collectives":
+            check_collectives()
+            continue
+        *kind, meshes = case.split(":")
+        key = tuple(kind)
+        if key not in alone:
+            alone[key] = run(None, *kind)
+        for name in meshes.split(","):
+            compare(alone[key], run(mesh(name), *kind), f"{kind} {name}")
+            print(case, name, flush=True)
+    print("equal")
+
+
+def compare(one, many, what):
+    for key, values in one["history"].items():
+        if key.startswith("time/"):
+            continue
+        np.testing.assert_allclose(
+            many["history"][key],
+            values,
+            rtol=2e-5,
+            atol=1e-5,
+            err_msg=f"{what} {key}",
+        )
+    # In order: Keras numbers some layers on, from model to model.
+    pairs = zip(one["weights"].items(), many["weights"].values(), strict=True)
+    for (key, value), other in pairs:
+        np.testing.assert_allclose(
+            other, value, atol=2e-6, err_msg=f"{what} {key}"
+        )
+    assert one.get("tokens") == many.get("tokens"), what
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
