@@ -1,8 +1,9 @@
 """A user's script: the same training on one device and on meshes of eight.
 
 `same_numbers.py CASE...`, a case being `task:family:mode:mesh,mesh`: the task
-`sft`, `packed`, `dpo` or `grpo`; the mode `full`, `lora` or `bfloat16`; a mesh
+`sft`, `packed`, `dpo`, `distill` or `grpo`; the mode `full` or `lora`; a mesh
 `8x1` (FSDP), `4x2`, `1x8` and so on, `tp2` (tensor parallelism alone) or `dp`.
+`optimizers` and `collectives` are cases of their own.
 """
 
 import functools
@@ -66,8 +67,6 @@ def make(task, family, mode):
     kwargs = {"sequence_length": 64}
     if mode == "lora":
         kwargs["lora"] = kpt.LoRA(rank=4, dropout=0.1)
-    if mode == "bfloat16":
-        kwargs["dtype"] = "bfloat16"
     compiled = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9)}
     path = REFERENCE / "models" / family
     if task == "grpo":
@@ -86,6 +85,10 @@ def make(task, family, mode):
         kwargs["reference"] = REFERENCE / "models" / f"{family}_ref"
         made = kpt.DPOTask.from_preset(path, **kwargs)
         fit = {"dataset": PAIRS, "batch_size": 8, "epochs": 2}
+    elif task == "distill":
+        kwargs["teacher"] = REFERENCE / "models" / f"{family}_ref"
+        made = kpt.DistillTask.from_preset(path, **kwargs)
+        fit = {"dataset": random_rows(8, seed=1), "batch_size": 8, "epochs": 2}
     else:
         if path.is_dir():
             made = kpt.SFTTask.from_preset(path, **kwargs)

@@ -48,6 +48,11 @@ def test_preferences_and_rollouts():
 
 
 @pytest.mark.slow
+def test_distillation():
+    run("distill:llama3:full:2x4")
+
+
+@pytest.mark.slow
 def test_masters_and_optax_and_mixtures():
     run("optimizers", "sft:mixtral:full:2x4")
 
@@ -71,5 +76,5 @@ def test_mixtures_on_every_mesh(family):
 def test_every_task_on_every_mesh(family, mode):
     tasks = ["sft", "packed", "grpo"]
     if (REFERENCE / "models" / f"{family}_ref").is_dir():
-        tasks.append("dpo")
+        tasks += ["dpo", "distill"]
     run(*(f"{task}:{family}:{mode}:{MESHES}" for task in tasks))
