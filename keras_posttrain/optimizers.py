@@ -195,6 +195,14 @@ def get(optimizer, *, learning_rate):
 
 def check(optimizer):
     """Refuses settings that would make the step another one."""
+    made_before = [v.path for v in optimizer.variables if _layout(v) is None]
+    if made_before and keras.distribution.distribution() is not None:
+        raise ValueError(
+            "The optimizer was made before the distribution was set, and its "
+            "variables lie on one device. Call "
+            "`keras.distribution.set_distribution` first. Received: "
+            f"optimizer={optimizer.name!r} with {made_before}"
+        )
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(
             "The optimizer's `gradient_accumulation_steps` averages means of "

@@ -90,6 +90,8 @@ def make(task, family, mode):
         made = kpt.DistillTask.from_preset(path, **kwargs)
         fit = {"dataset": random_rows(8, seed=1), "batch_size": 8, "epochs": 2}
     else:
+        if task == "packed":
+            kwargs["remat"] = "full"
         if path.is_dir():
             made = kpt.SFTTask.from_preset(path, **kwargs)
         else:

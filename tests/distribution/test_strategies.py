@@ -5,6 +5,7 @@ import keras
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain import optimizers
 from keras_posttrain.distribution import mesh
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
@@ -88,3 +89,12 @@ def test_a_large_weight_that_cannot_be_split(eight):
         value = keras.Variable(jax.numpy.zeros((1021, 1031)), name="kernel")
     with pytest.raises(ValueError, match="(?s)kernel.*1021, 1031.*8 devices"):
         made.get_variable_layout(value)
+
+
+def test_an_optimizer_made_too_early():
+    early = keras.optimizers.SGD(0.1, name="early")
+    with kpt.distribution.fsdp().scope():
+        optimizers.check(keras.optimizers.SGD(0.1))
+        with pytest.raises(ValueError, match="set_distribution.*'early'"):
+            optimizers.check(early)
+    optimizers.check(early)
