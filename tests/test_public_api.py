@@ -42,7 +42,7 @@ def bases(cls):
 def public_classes():
     modules = [keras_posttrain, keras_posttrain.callbacks]
     modules += [keras_posttrain.losses, keras_posttrain.rewards]
-    modules += [keras_posttrain.rollout]
+    modules += [keras_posttrain.rollout, keras_posttrain.distribution]
     values = [getattr(m, name) for m in modules for name in m.__all__]
     return [value for value in values if isinstance(value, type)]
 
