@@ -82,7 +82,7 @@ class DistillTask(DistillData, RolloutTask):
     on_policy = 0.0
     teachers = ()
     feature_maps = ()
-    _packs = False
+    _began = _packs = False
     top_k = teacher_cache = teacher_column = None
     teacher_weights = teacher_tokenizer = None
 
@@ -206,6 +206,7 @@ class DistillTask(DistillData, RolloutTask):
         self.teacher_cache = teacher_cache
         self.teacher_weights = teacher_weights
         self.teachers, self.reference, self._cache = (), None, None
+        self._began = False
 
     def _compile_samples(self, loss, **settings):
         self.rewards, self.reward_names = (), ()
@@ -323,7 +324,7 @@ class DistillTask(DistillData, RolloutTask):
                 "`share_prefix` is for groups of many completions a prompt; "
                 "here use packing=True."
             )
-        self._packs = bool(packing)
+        self._began, self._packs = True, bool(packing)
         self._shows = bool(kwargs.get("verbose", True))
         with self._served():
             return self._kind.fit(
@@ -343,14 +344,14 @@ class DistillTask(DistillData, RolloutTask):
         """
         self._assert_compile_called("evaluate")
         distill_checks.may_evaluate(self)
-        passing = not self.teachers
+        self._shows = bool(kwargs.get("verbose"))
         self._make_teachers_of_the_step()
         try:
             return Task.evaluate(self, dataset, batch_size, **kwargs)
         finally:
-            if passing and not self._running:
-                # What began as the student is made when training begins.
-                self.teachers = ()
+            if not self._began:
+                # The student when training begins may be another yet.
+                self.teachers, self._cache = (), None
                 self.test_function = None
 
     @contextlib.contextmanager

@@ -336,6 +336,21 @@ def test_the_rest_of_a_distribution_is_one_outcome(tmp_path):
             other.fit(ROWS, verbose=0)
 
 
+def test_the_student_when_training_began_is_that_of_fit(tmp_path):
+    task = compiled(make(teacher=None), teacher_cache=tmp_path, top_k=8)
+    assert task.evaluate(CONTEXT, 6)["loss"] > 0
+    first = task.trainable_variables[0]
+    first.assign(first * 2.0)
+    # What was kept is of the student as it was then.
+    with pytest.raises(ValueError, match="another directory"):
+        task.fit(CONTEXT, verbose=0)
+    first.assign(first / 2.0)
+    task.fit(CONTEXT[:4], batch_size=4, verbose=0)
+    assert task._cache.computed == 0
+    with pytest.raises(ValueError, match="no longer there to be asked"):
+        task.evaluate([{**CONTEXT[0], "completion_ids": [9, 8]}], batch_size=1)
+
+
 # --- The student's own samples -----------------------------------------------
 
 SAMPLING = {
