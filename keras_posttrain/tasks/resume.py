@@ -138,9 +138,22 @@ def weights_digest(values):
     def digest(values):
         total = jnp.uint32(0)
         for i, x in enumerate(values):
-            bits = steps.bits(x)
-            place = jnp.arange(bits.size, dtype="uint32") * 2 + i
-            total += jnp.sum(bits.reshape(-1) * (place + 1))
+            bits = steps.bits(x).reshape(-1)
+            place = jnp.arange(bits.size, dtype="uint32")
+            total += jnp.sum(_mixed(bits + _mixed(place + _mixed(i))))
         return total
 
     return int(jax.jit(digest)(values)) if values else 0
+
+
+def _mixed(x):
+    """32 bits, each of which depends on all that were given.
+
+    A weighted sum of bits as they are would miss weights that were all
+    doubled: the change of their exponents adds up to a multiple of 2**32.
+    The mixing is that of MurmurHash3, by Appleby (public domain).
+    """
+    x = jnp.uint32(x)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
