@@ -77,9 +77,8 @@ class Progress(keras.callbacks.Callback):
             many = ", ".join(map(str, self._skipped[:10]))
             more = "" if len(self._skipped) <= 10 else ", …"
             print(
-                f"{len(self._skipped)} steps changed nothing, since their "
-                "gradient was not finite or no token carried loss: steps "
-                f"{many}{more}",
+                f"{len(self._skipped)} steps changed nothing, since "
+                f"{self._model.skipped_because}: steps {many}{more}",
                 flush=True,
             )
 

@@ -43,6 +43,10 @@ class RolloutRun(Task):
         "grad_norm",
         "pass@1",
     )
+    skipped_because = (
+        "their gradient was not finite or the completions of each prompt "
+        "earned the same"
+    )
     # Set by `compile` and `fit`.
     rewards = rollout = reference = order = last_rollout = None
     kl_in_reward = False

@@ -29,6 +29,8 @@ class Trainer(Resumable):
     step = 0
     # Logits are divided by it: that of the samples, in a task that samples.
     temperature = 1.0
+    # Why a step may change nothing, for the progress bar's last line.
+    skipped_because = "their gradient was not finite or no token carried loss"
     # Of `optimizer="auto"`: with an adapter, and without.
     auto_learning_rates = (2e-4, 2e-5)
     _seed = 0
