@@ -34,17 +34,26 @@ def test_full_weights_on_two_axes():
 
 
 @pytest.mark.slow
-def test_sft_on_every_mesh():
+def test_sft_on_two_meshes():
+    run("sft:gemma2:full:2x4", "packed:qwen2:lora:4x2")
+
+
+@pytest.mark.full
+def test_sft_on_the_other_meshes():
     run(
         "sft:llama3:full:8x1,1x8,dp",
-        "sft:gemma2:full:2x4",
-        "packed:qwen2:lora:4x2,tp2",
+        "packed:qwen2:lora:tp2",
     )
 
 
 @pytest.mark.slow
 def test_preferences_and_rollouts():
-    run("dpo:qwen3:lora:4x2", "grpo:llama3:full:2x4", "grpo:qwen2:lora:8x1")
+    run("dpo:qwen3:lora:4x2", "grpo:llama3:full:2x4")
+
+
+@pytest.mark.full
+def test_rollouts_with_an_adapter():
+    run("grpo:qwen2:lora:8x1")
 
 
 @pytest.mark.slow
