@@ -27,8 +27,15 @@ def make_mesh(sizes, devices=None):
         A `keras.distribution.DeviceMesh`.
 
     Raises:
-        ValueError: where the sizes are not those of the devices.
+        ValueError: where the sizes are not those of the devices, or several
+            processes run.
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            "A run is one process: of several each would read all rows. "
+            f"Received: {jax.process_count()} processes. Start one, with "
+            "all devices of its host."
+        )
     known = keras.distribution.list_devices()
     chosen = known if devices is None else _checked(devices, known)
     sizes = _filled(sizes, len(chosen))

@@ -34,7 +34,7 @@ class ShardedWeights(keras.distribution.ModelParallel):
         super().__init__(
             layout_map=keras.distribution.LayoutMap(device_mesh),
             batch_dim_name=DATA,
-            # Our data adapters read each process's share themselves.
+            # Keras can only split a `tf.data.Dataset` over processes.
             auto_shard_dataset=False,
         )
         self.shard_over_data = shard_over_data

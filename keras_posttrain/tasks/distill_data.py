@@ -204,6 +204,15 @@ class DistillData:
             if isinstance(x, Taught):
                 before = None
                 if x.teacher_ids is not None:
+                    if x.teacher_source[start] < 0:
+                        raise ValueError(
+                            "To sample from a row, the teacher's prompt must "
+                            "end where its completion begins. Received: row "
+                            f"{x.row} of `{name}`, whose first token with "
+                            "loss reaches over that place. End both prompts "
+                            "with a space or a new line, or pass tokenised "
+                            "rows."
+                        )
                     before = x.teacher_ids[: x.teacher_source[start] + 1]
                 self.contexts[x.row] = before, x.teacher_index
         return prompts, report

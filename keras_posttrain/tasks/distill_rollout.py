@@ -52,7 +52,7 @@ class DistillCollector(Collector):
             for group in groups
             for completion in group.completions
         ]
-        drawn = [c.per_token_logps for g in groups for c in g.completions]
+        completions = [c for g in groups for c in g.completions]
         taught += [task.stored[prompt.row] for prompt in given]
         metrics = dict(sample.seconds)
         if groups:
@@ -61,7 +61,8 @@ class DistillCollector(Collector):
             self.layout.lookup = self._served(taught)
         batches = self.layout.batches(taught)
         if task.by_policy_loss:
-            metrics |= self._put_advantages(batches, drawn, taught)
+            self._put_logps(batches, completions)
+            metrics |= self._follow(batches, taught)
         arrays = [batch.arrays for batch in batches]
         return Collected(arrays, metrics, self._table(groups))
 
@@ -90,20 +91,14 @@ class DistillCollector(Collector):
 
     # The policy gradient
 
-    def _put_advantages(self, batches, drawn, taught):
-        """Adds what a policy loss reads; returns metrics."""
-        task, gaps, count = self.task, 0.0, 0.0
+    def _follow(self, batches, taught):
+        """Adds advantages, teacher less student; returns metrics."""
+        gaps, count = 0.0, 0.0
         for batch in batches:
-            batch.put_tokens("rollout_per_token_logps", drawn)
-            old = batch.arrays["rollout_per_token_logps"]
-            if task.old_log_probs == "rollout":
-                batch.arrays["old_per_token_logps"] = old
-            elif len(batches) * task.num_iterations > 1:
-                old = self.logps(batch.arrays)
-                batch.arrays["old_per_token_logps"] = old
-            if task.reference is not None:
-                logps = self.logps(batch.arrays, reference=True)
-                batch.arrays["ref_per_token_logps"] = logps
+            known = ("old_per_token_logps", "rollout_per_token_logps")
+            name = next((n for n in known if n in batch.arrays), None)
+            # An engine need not say how probable its samples were.
+            old = batch.arrays[name] if name else self.logps(batch.arrays)
             mask = batch.arrays["completion_mask"] != 0
             theirs = self._teacher_logps(batch, taught)
             gap = np.where(mask, theirs - old, 0.0)

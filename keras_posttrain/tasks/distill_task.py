@@ -150,9 +150,11 @@ class DistillTask(DistillData, RolloutTask):
                 kept, where they are written down or served.
             teacher_cache: path or `None`: a directory in which the teacher's
                 `top_k` log-probabilities of each row are written once, and
-                read back from then on: neither this run nor later ones on
-                the same rows need the teacher in memory or compute it
-                again. Offline only.
+                read back from then on: this run and later ones on the same
+                rows train without the teacher in memory, and do not run it
+                again. It is loaded before the first step, to be recognised,
+                and let go of, but for a `CausalLM` that you hold. Offline
+                only.
             on_policy: bool, whether the student learns on its own samples;
                 or a float, the share of each batch's rows that are sampled,
                 the others being as they are given.

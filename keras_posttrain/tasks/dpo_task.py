@@ -3,7 +3,6 @@ import gc
 
 import jax
 
-from keras_posttrain.data.preference import Preference
 from keras_posttrain.losses import DPOLoss
 from keras_posttrain.tasks import preference_checks as checks
 from keras_posttrain.tasks import step as steps
@@ -130,7 +129,7 @@ class DPOTask(PreferenceTask):
         self.train_function = self.test_function = None
 
     def _batches(self, examples, batch_size, **kwargs):
-        if self.cached is not None and isinstance(examples[0], Preference):
+        if self.cached is not None:
             self._fill_cache(examples, batch_size)
         return super()._batches(examples, batch_size, **kwargs)
 

@@ -1,5 +1,5 @@
 from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.preference import Preference, prepare_preferences
+from keras_posttrain.data.preference import prepare_preferences
 from keras_posttrain.data.preference_batch import PreferenceLayout
 from keras_posttrain.tasks import preference_checks as checks
 from keras_posttrain.tasks.task import Task
@@ -80,10 +80,6 @@ class PreferenceTask(Task):
         )
 
     def _batches(self, examples, batch_size, *, packing=False, **kwargs):
-        if not isinstance(examples[0], Preference):
-            return super()._batches(
-                examples, batch_size, packing=packing, **kwargs
-            )
         checks.strangers(self.objective, batch_size)
         if self.share_prefix:
             checks.prompts(examples)

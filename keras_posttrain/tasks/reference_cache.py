@@ -75,7 +75,7 @@ class ReferenceCache:
         keys = sorted(lacking, key=lambda key: _length(*lacking[key]))
         for first in range(0, len(keys), SHARD):
             shard = [lacking[key] for key in keys[first : first + SHARD]]
-            batches = task._batches(
+            batches = task.plain_batches(
                 [_example(*found) for found in shard],
                 batch_size,
                 shuffle=False,

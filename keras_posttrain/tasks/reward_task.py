@@ -118,7 +118,7 @@ class RewardTask(PreferenceTask):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.divides(self, batch_size)
-        batches = self._batches(examples, batch_size, shuffle=False)
+        batches = self.plain_batches(examples, batch_size, shuffle=False)
         if self._scores is None:
 
             def run(trainable, frozen, batch):
