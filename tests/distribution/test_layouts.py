@@ -171,9 +171,3 @@ def test_families_of_the_table_are_covered():
     """A family that joins the table gets a line in this file's list."""
     names = set(BACKBONES) | {"gemma3_text", "llama"}
     assert set(FAMILIES) <= names
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ValueError, match="one process.*2 processes"):
-        kpt.distribution.fsdp()
