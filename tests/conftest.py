@@ -21,11 +21,15 @@ def pytest_configure(config):
     """Compiled programs are kept in pytest's cache, one folder a worker.
 
     JAX does not lock its cache folder, so parallel workers do not share one.
+    Small programs are kept too: the tests and the processes they start make
+    the same ones again and again.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     folder = str(config.cache.mkdir(f"jax-{worker}"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
