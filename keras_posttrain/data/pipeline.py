@@ -95,9 +95,13 @@ class BatchAdapter(DataAdapter):
         else:
             sequences = 1
             lengths = packing_lib.buckets(sequence_length)
-        build = build or functools.partial(
-            _build_batch, lengths, num_rows, sequences, pad_id
-        )
+        self._own = None
+        if build is None:
+            self._part = functools.partial(
+                _build_batch, lengths, num_rows, sequences, pad_id
+            )
+        else:
+            self._part = functools.partial(_part_of_batch, build)
         settings = {
             "batch_size": self._batch_size,
             "packing": bool(packing),
@@ -111,9 +115,30 @@ class BatchAdapter(DataAdapter):
             else RandomAccess
         )
         self._source = kind(
-            examples, settings, build, max_sequences=sequences, window=WINDOW
+            examples,
+            settings,
+            self._build,
+            max_sequences=sequences,
+            window=WINDOW,
         )
         self._restart(self._source.initial_state(), 0)
+
+    def keep_rows(self, own):
+        """Gives a part of the rows of each batch: those of one process.
+
+        Args:
+            own: function from the number of rows of a batch to the indices
+                of those that are kept, or `None` for all.
+        """
+        self._own = own
+
+    def _build(self, rows):
+        return self._part(rows, self._own)
+
+    @property
+    def fingerprint(self):
+        """Dict that JSON can hold: the data and its order."""
+        return self._source.fingerprint
 
     def _restart(self, position, step):
         # `_base`: where counting began. `_start`: where the epoch that is
@@ -266,10 +291,16 @@ class BatchAdapter(DataAdapter):
         return self.get_jax_iterator()
 
 
-def _build_batch(lengths, num_rows, max_sequences, pad_id, rows):
+def _build_batch(lengths, num_rows, max_sequences, pad_id, rows, own):
+    # That of the whole batch: all parts of it have one shape.
     longest = max(
         sum(len(example.token_ids) for example in row) for row in rows
     )
+    if own is not None:
+        kept = own(num_rows)
+        # Empty rows come last.
+        rows = [rows[i] for i in kept if i < len(rows)]
+        num_rows = len(kept)
     return packing_lib.assemble(
         rows,
         length=lengths[bisect.bisect_left(lengths, longest)],
@@ -277,6 +308,14 @@ def _build_batch(lengths, num_rows, max_sequences, pad_id, rows):
         max_sequences=max_sequences,
         pad_id=pad_id,
     )
+
+
+def _part_of_batch(build, rows, own):
+    batch = build(rows)
+    if own is None:
+        return batch
+    kept = own(len(batch["token_ids"]))
+    return {name: values[kept] for name, values in batch.items()}
 
 
 class RandomAccess:

@@ -98,9 +98,3 @@ def test_an_optimizer_made_too_early():
         with pytest.raises(ValueError, match="set_distribution.*'early'"):
             optimizers.check(early)
     optimizers.check(early)
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ValueError, match="one process.*2 processes"):
-        kpt.distribution.fsdp()
