@@ -18,7 +18,7 @@ from keras_posttrain.data.prompts import PromptOrder, prepare_prompts
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
-from keras_posttrain.tasks import rollout_checks
+from keras_posttrain.tasks import padding, rollout_checks
 from keras_posttrain.tasks.collect import Collector
 from keras_posttrain.tasks.means import Means
 from keras_posttrain.tasks.reference import Reference
@@ -138,6 +138,8 @@ class RolloutRun(Task):
         prompts, self.data_report = self.prepare_prompts(dataset)
         show(self.data_report, verbose)
         layout = self._layout(prompts, batch_size, packing, share)
+        filled = self._sequences(batch_size), packing or share
+        show(self._padding(*filled), verbose)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self.order = self.data = PromptOrder(
             prompts, batch_size=batch_size, **order
@@ -152,10 +154,9 @@ class RolloutRun(Task):
 
     def _layout(self, prompts, batch_size, packing, share):
         longest = max(len(p.token_ids) for p in prompts)
+        sequences = self._sequences(batch_size)
         return Layout(
-            num_sequences=rollout_checks.minibatches(
-                batch_size, self.num_generations, self.num_minibatches
-            ),
+            num_sequences=sequences,
             sequence_length=self.sequence_length,
             token_budget=rollout_checks.token_budget(
                 packing or share,
@@ -164,9 +165,21 @@ class RolloutRun(Task):
             ),
             share_prefix=share,
             num_generations=self.num_generations,
-            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
+            row_multiple=padding.row_multiple(
+                self.micro_batch_size,
+                *self.filled_rows(sequences, packing or share),
+            ),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
         )
+
+    def _sequences(self, batch_size):
+        """Completions of an optimizer step."""
+        return rollout_checks.minibatches(
+            batch_size, self.num_generations, self.num_minibatches
+        )
+
+    def filled_rows(self, batch_size, packing=False):
+        return None if packing else batch_size, 1
 
     def _num_steps(self, num_prompts):
         """Optimizer steps of a rollout of so many prompts."""
@@ -393,5 +406,5 @@ def _settings_of(function):
 
 
 def show(report, verbose):
-    if verbose:
+    if verbose and report is not None:
         print(report, flush=True)

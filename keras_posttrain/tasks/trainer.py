@@ -10,7 +10,7 @@ from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.pipeline import BatchAdapter
 from keras_posttrain.losses import Loss, TokenLoss, reductions
-from keras_posttrain.tasks import checks, coupled
+from keras_posttrain.tasks import checks, coupled, padding
 from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.resume import Resumable
 
@@ -169,6 +169,7 @@ class Trainer(Resumable):
         streamed = self.data_report.rows == 0
         if not streamed:
             _show(report, verbose)
+        _show(self._padding(batch_size, packing), verbose)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self._begin_run(examples, callbacks, verbose)
         if validation_data is not None:
@@ -224,6 +225,9 @@ class Trainer(Resumable):
             **kwargs: see `BatchAdapter`.
         """
         kwargs.setdefault("sequence_length", self.sequence_length)
+        micro = self.micro_batch_size if self.compiled else None
+        multiple = padding.row_multiple(micro, batch_size)
+        kwargs.setdefault("row_multiple", multiple)
         return BatchAdapter(
             examples,
             batch_size=batch_size,
@@ -264,7 +268,8 @@ class Trainer(Resumable):
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
             _show(report, verbose or bool(report.dropped or report.cut))
-            checks.divides(self, batch_size)
+            checks.positive_int("batch_size", batch_size)
+            _show(self._padding(batch_size), verbose)
             dataset = self._batches(examples, batch_size, shuffle=False)
         callbacks = kwargs.pop("callbacks", None)
         kwargs = {
@@ -566,8 +571,31 @@ class Trainer(Resumable):
     def _micro_batches(self, batch):
         if self.micro_batch_size is None:
             return 1
-        rows = batch["token_ids"].shape[0]
-        return max(rows // self.micro_batch_size, 1)
+        size = padding.micro_rows(
+            self.micro_batch_size, self.rows_together(batch)
+        )
+        return max(batch["token_ids"].shape[0] // size, 1)
+
+    def rows_together(self, batch):
+        """Rows of a batch that are one example: neighbours, never split."""
+        return 1
+
+    def filled_rows(self, batch_size, packing=False):
+        """How many rows a whole batch fills, and how many an example has.
+
+        Args:
+            batch_size: int.
+            packing: as in `fit`.
+
+        Returns:
+            `(rows, together)`; rows are `None` where that depends on the
+            lengths of sequences.
+        """
+        return batch_size, 1
+
+    def _padding(self, batch_size, packing=False):
+        filled, together = self.filled_rows(batch_size, packing)
+        return padding.describe(self.micro_batch_size, filled, together)
 
     def _learning_rate(self, state):
         mapping = list(zip(self.optimizer.variables, state["optimizer"]))
@@ -576,5 +604,5 @@ class Trainer(Resumable):
 
 
 def _show(report, verbose):
-    if verbose:
+    if verbose and report is not None:
         print(report, flush=True)
