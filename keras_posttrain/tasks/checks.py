@@ -58,7 +58,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
 
 def fit_arguments(task, batch_size, epochs, packing, callbacks):
     positive_int("epochs", epochs)
-    divides(task, batch_size)
+    positive_int("batch_size", batch_size)
     may_train(task, packing, callbacks)
 
 
@@ -93,30 +93,6 @@ def may_train(task, packing, callbacks):
                 "`callbacks` must be a list of `keras.callbacks.Callback`. "
                 f"Received: {callback!r}"
             )
-
-
-def divides(task, batch_size):
-    """Checks `batch_size` against micro-batches and devices."""
-    positive_int("batch_size", batch_size)
-    micro = task.micro_batch_size if task.compiled else None
-    if micro and batch_size % micro and batch_size > micro:
-        raise ValueError(
-            "`batch_size` must be a multiple of `micro_batch_size`, so that "
-            "every micro-batch has the same shape. Received: "
-            f"batch_size={batch_size}, micro_batch_size={micro}"
-        )
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return
-    mesh = distribution.device_mesh
-    size = mesh.shape[mesh.axis_names.index(distribution.batch_dim_name)]
-    rows = min(micro or batch_size, batch_size)
-    if rows % size:
-        raise ValueError(
-            "The rows of a step must divide over the mesh's data axis. "
-            f"Received: batch_size={batch_size}, micro_batch_size={micro}, "
-            f"data axis of size {size}. Use a multiple of {size}."
-        )
 
 
 def reads_logs(callbacks):

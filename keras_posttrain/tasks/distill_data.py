@@ -11,7 +11,7 @@ from keras_posttrain.data.distillation_columns import teacher_index
 from keras_posttrain.data.prompts import Prompt, prepare_prompts
 from keras_posttrain.data.taught import Taught, behind_prompt
 from keras_posttrain.losses import DistillationLoss
-from keras_posttrain.tasks import distill_step, rollout_checks
+from keras_posttrain.tasks import distill_step, padding, rollout_checks
 from keras_posttrain.tasks.rollout_batch import RolloutBatch
 from keras_posttrain.tasks.teacher_cache import TeacherCache, first_learned
 
@@ -112,7 +112,10 @@ class DistillData:
             token_budget=rollout_checks.token_budget(
                 packing, self.sequence_length, longest
             ),
-            row_multiple=rollout_checks.row_multiple(self.micro_batch_size),
+            row_multiple=padding.row_multiple(
+                self.micro_batch_size,
+                *self.filled_rows(num_sequences, packing),
+            ),
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
             teacher_weights=self.teacher_weights,
             num_teachers=len(self.given) if several else 1,
@@ -269,9 +272,7 @@ class DistillData:
     def _layout(self, prompts, batch_size, packing, share):
         """The layout of a minibatch of samples."""
         longest = max(len(p.token_ids) for p in prompts)
-        sequences = rollout_checks.minibatches(
-            batch_size, self.num_generations, self.num_minibatches
-        )
+        sequences = self._sequences(batch_size)
         layout = self._sized(
             sequences, packing, longest + self.max_completion_length
         )

@@ -11,7 +11,7 @@ from keras_posttrain.losses import (
     PairLoss,
     SumLoss,
 )
-from keras_posttrain.tasks import checks, rollout_checks
+from keras_posttrain.tasks import checks
 
 
 def parts(loss):
@@ -68,7 +68,7 @@ def layout_arguments(task, packing, share_prefix):
         )
 
 
-def packed(layout, packing, examples, micro_batch_size):
+def packed(layout, packing, examples):
     """The layout with the tokens of its rows, and room for every example."""
     needed = layout.row_length(examples)
     if packing is True:
@@ -81,11 +81,7 @@ def packed(layout, packing, examples, micro_batch_size):
         )
     else:
         budget = packing
-    return dataclasses.replace(
-        layout,
-        token_budget=budget,
-        row_multiple=rollout_checks.row_multiple(micro_batch_size),
-    )
+    return dataclasses.replace(layout, token_budget=budget)
 
 
 def both_labels(loss, examples):

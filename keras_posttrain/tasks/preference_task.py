@@ -1,6 +1,9 @@
+import dataclasses
+
 from keras_posttrain.data.formats import prepare_sft
 from keras_posttrain.data.preference import prepare_preferences
 from keras_posttrain.data.preference_batch import PreferenceLayout
+from keras_posttrain.tasks import padding
 from keras_posttrain.tasks import preference_checks as checks
 from keras_posttrain.tasks.task import Task
 
@@ -85,9 +88,11 @@ class PreferenceTask(Task):
             checks.prompts(examples)
         layout = self._layout(batch_size)
         if packing:
-            layout = checks.packed(
-                layout, packing, examples, self.micro_batch_size
-            )
+            layout = checks.packed(layout, packing, examples)
+        multiple = padding.row_multiple(
+            self.micro_batch_size, *self.filled_rows(batch_size, packing)
+        )
+        layout = dataclasses.replace(layout, row_multiple=multiple)
         return super()._batches(examples, batch_size, build=layout, **kwargs)
 
     def _layout(self, batch_size):
@@ -100,11 +105,15 @@ class PreferenceTask(Task):
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
         )
 
-    def _micro_batches(self, batch):
-        if self.micro_batch_size is None:
-            return 1
+    def rows_together(self, batch):
+        # Where a row is a sequence, several make a pair.
         rows, most = batch["sequence_mask"].shape
-        if most == 1:
-            # A row is a sequence: several make a pair, which is not split.
-            rows //= self._layout(rows).completions_per_example
-        return max(rows // self.micro_batch_size, 1)
+        return self._layout(rows).completions_per_example if most == 1 else 1
+
+    def filled_rows(self, batch_size, packing=False):
+        if packing:
+            return None, 1
+        if self.share_prefix:
+            return batch_size, 1
+        together = self._layout(batch_size).completions_per_example
+        return batch_size * together, together

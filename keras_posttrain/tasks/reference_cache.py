@@ -82,7 +82,9 @@ class ReferenceCache:
             )
             logps = []
             for batch in batches.get_jax_iterator():
-                logps += list(np.asarray(program(state, batch)))
+                found = np.asarray(program(state, batch))
+                # Without the rows of padding.
+                logps += list(found[batch["sequence_mask"][:, 0] > 0])
                 bar.update(min(first + len(logps), len(keys)))
             rows = {}
             for (example, i), row in zip(shard, logps):

@@ -117,7 +117,7 @@ class RewardTask(PreferenceTask):
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
         )
-        checks.divides(self, batch_size)
+        checks.positive_int("batch_size", batch_size)
         batches = self.plain_batches(examples, batch_size, shuffle=False)
         if self._scores is None:
 

@@ -3,7 +3,6 @@
 import inspect
 import numbers
 
-import keras
 import numpy as np
 
 from keras_posttrain.losses import (
@@ -232,22 +231,3 @@ def room(task, max_completion_length):
     return left, (
         f"{name} of {limit} less max_completion_length={max_completion_length}"
     )
-
-
-def row_multiple(micro_batch_size):
-    """What the number of rows of a batch must be a multiple of."""
-    shards = 1
-    distribution = keras.distribution.distribution()
-    if distribution is not None:
-        mesh = distribution.device_mesh
-        at = mesh.axis_names.index(distribution.batch_dim_name)
-        shards = mesh.shape[at]
-    if micro_batch_size is None:
-        return shards
-    if micro_batch_size % shards:
-        raise ValueError(
-            "`micro_batch_size` must be a multiple of the size of the mesh's "
-            "data axis, so that each device gets whole sequences. Received: "
-            f"micro_batch_size={micro_batch_size}, data axis of size {shards}"
-        )
-    return micro_batch_size

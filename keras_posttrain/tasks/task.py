@@ -165,7 +165,7 @@ class Task(Trainer):
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
         )
-        checks.divides(self, batch_size)
+        checks.positive_int("batch_size", batch_size)
         batches = self.plain_batches(examples, batch_size, shuffle=False)
         if self._log_probs is None:
 

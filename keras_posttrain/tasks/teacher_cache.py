@@ -186,7 +186,9 @@ class TeacherCache:
             out = []
             for batch in batches.get_jax_iterator():
                 found = jax.device_get(program(*state, batch))
-                out += zip(found["top_ids"], found["top_logps"])
+                # Without the rows of padding.
+                rows = np.flatnonzero(batch["sequence_mask"][:, 0])
+                out += zip(found["top_ids"][rows], found["top_logps"][rows])
             return [
                 {
                     "ids": top[start : len(ids)],

@@ -276,20 +276,6 @@ def test_counts_may_be_numpys():
     assert task.step == 1
 
 
-def test_micro_batches_divide_the_batch():
-    task = make(lora=kpt.LoRA(rank=2))
-    task.compile(micro_batch_size=3)
-    for method in ("fit", "evaluate"):
-        refused(
-            lambda method=method: getattr(task, method)(ROWS, batch_size=4),
-            "`batch_size` must be a multiple of `micro_batch_size`",
-            "batch_size=4, micro_batch_size=3",
-        )
-    assert not_compiled(task)
-    task.fit(ROWS, batch_size=6, verbose=0)
-    assert task.step == 1
-
-
 @pytest.mark.parametrize(
     "callback",
     [
