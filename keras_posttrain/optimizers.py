@@ -1,4 +1,5 @@
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,14 +51,21 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        params = self._by_path(variables, [v.value for v in variables])
+        if holds_shapes(variables):
+            values = [
+                jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables
+            ]
+            init = functools.partial(jax.eval_shape, self.transform.init)
+        else:
+            values, init = [v.value for v in variables], self.transform.init
+        params = self._by_path(variables, values)
         if len(params) < len(variables):
             raise ValueError(
                 "Optax sees parameters by path, and two variables share one: "
                 f"{sorted(v.path for v in variables)}"
             )
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(
-            self.transform.init(params)
+            init(params)
         )
         self._state_variables = []
         layouts = self._by_path(variables, map(_layout, variables))
@@ -66,7 +74,8 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             owner = getattr(path[-1], "key", None) if path else None
             same = owner in params and leaf.shape == params[owner].shape
             variable = keras.Variable(
-                leaf,
+                leaf if isinstance(leaf, jax.Array) else "zeros",
+                shape=leaf.shape,
                 dtype=leaf.dtype,
                 trainable=False,
                 name=f"state_{i}",
@@ -132,6 +141,11 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
             variable.assign(leaf)
 
 
+def holds_shapes(variables):
+    """Whether variables have no values, as `shapes_only` makes them."""
+    return not all(isinstance(v._value, jax.Array) for v in variables)
+
+
 def _layout(variable):
     """Where a variable lies on a mesh; Keras copies it to moments so."""
     return getattr(variable, "_layout", None)
@@ -191,6 +205,13 @@ def get(optimizer, *, learning_rate):
             f"Received: optimizer={optimizer!r}"
         )
     return found
+
+
+def renewed(optimizer):
+    """An optimizer of the same settings that was built for nothing yet."""
+    if isinstance(optimizer, OptaxOptimizer):
+        return OptaxOptimizer(optimizer.transform, name=optimizer.name)
+    return type(optimizer).from_config(optimizer.get_config())
 
 
 def check(optimizer):
@@ -259,8 +280,10 @@ def _master(variable):
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
+        without = holds_shapes([variable])
         return keras.Variable(
-            variable.value.astype("float32"),
+            "zeros" if without else variable.value.astype("float32"),
+            shape=variable.shape,
             dtype="float32",
             name=name,
             layout=_layout(variable),

@@ -1,5 +1,6 @@
 """Meshes of devices, and how a model lies on them."""
 
+from keras_posttrain.distribution.abstract import shapes_only
 from keras_posttrain.distribution.strategies import (
     ShardedWeights,
     data_parallel,
@@ -13,5 +14,6 @@ __all__ = [
     "data_parallel",
     "fsdp",
     "fsdp_tensor_parallel",
+    "shapes_only",
     "tensor_parallel",
 ]

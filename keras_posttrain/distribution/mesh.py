@@ -20,8 +20,10 @@ def make_mesh(sizes, devices=None):
         sizes: dict from the name of an axis to the number of devices along
             it; one of them may be `None`, for what the others leave.
         devices: list of names as of `keras.distribution.list_devices()`, or
-            `None` for all. All are laid out so that neighbours along the last
-            axis are neighbours in the network, where the hardware tells.
+            of `jax.Device`s, which need not be of this machine, or `None` for
+            all. All, and `jax.Device`s, are laid out so that neighbours along
+            the last axis are neighbours in the network, where the hardware
+            tells.
 
     Returns:
         A `keras.distribution.DeviceMesh`.
@@ -36,8 +38,9 @@ def make_mesh(sizes, devices=None):
             f"Received: {jax.process_count()} processes. Start one, with "
             "all devices of its host."
         )
-    known = keras.distribution.list_devices()
-    chosen = known if devices is None else _checked(devices, known)
+    chosen = jax.devices() if devices is None else list(devices)
+    if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
+        chosen = _checked(chosen, keras.distribution.list_devices())
     sizes = _filled(sizes, len(chosen))
     shape = tuple(sizes.values())
     if math.prod(shape) != len(chosen):
@@ -54,10 +57,11 @@ def make_mesh(sizes, devices=None):
             f"{len(chosen)} devices.{hint}"
         )
     grid = np.array(chosen)
-    if devices is None:
+    if isinstance(chosen[0], jax.Device):
         grid = mesh_utils.create_device_mesh(
-            shape, jax.devices(), allow_split_physical_axes=True
+            shape, chosen, allow_split_physical_axes=True
         )
+    if devices is None:
         grid = np.array([f"{d.platform}:{d.id}" for d in grid.flatten()])
     return keras.distribution.DeviceMesh(
         shape, list(sizes), grid.reshape(shape)
@@ -65,7 +69,6 @@ def make_mesh(sizes, devices=None):
 
 
 def _checked(devices, known):
-    devices = list(devices)
     unknown = [d for d in devices if d not in known]
     if not devices or unknown or len(set(devices)) < len(devices):
         raise ValueError(

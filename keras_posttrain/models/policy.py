@@ -184,7 +184,7 @@ class Policy:
 
     def _layer(self, layer, x):
         x = sharding.by_rows(x)
-        variables = layer.variables + self._adapter_variables(layer)
+        variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if self.remat == "none" and not any(gathers):
             return layer(x)
@@ -206,7 +206,7 @@ class Policy:
             policy = keep(sharding.GATHERED)
         return jax.checkpoint(again, policy=policy)(values, x)
 
-    def _adapter_variables(self, layer):
+    def adapter_variables(self, layer):
         if self.adapter is None:
             return []
         inside = {id(sub) for sub in layer._flatten_layers()}

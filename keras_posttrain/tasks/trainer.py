@@ -1,5 +1,7 @@
 """The training step, and Keras's loop around it."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -9,6 +11,7 @@ from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.pipeline import BatchAdapter
+from keras_posttrain.distribution import shapes_only
 from keras_posttrain.losses import Loss, TokenLoss, reductions
 from keras_posttrain.tasks import checks, coupled, padding
 from keras_posttrain.tasks import step as steps
@@ -37,6 +40,8 @@ class Trainer(Resumable):
     _digest = None
     _keep_metrics = False
     _evaluating = False
+    # Ids of variables that a plan of fewer layers leaves out.
+    left_out = frozenset()
 
     def default_loss(self):
         """The loss that `compile(loss="auto")` stands for."""
@@ -96,11 +101,29 @@ class Trainer(Resumable):
         self.objective = loss
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
-        self._masters = optimizers.build(optimizer, self.trainable_variables)
+        with contextlib.ExitStack() as stack:
+            if optimizers.holds_shapes(self.trainable_variables):
+                stack.enter_context(shapes_only())
+            self._masters = optimizers.build(
+                optimizer, self.trainable_variables
+            )
         names = list(steps.STEP_METRICS) + list(loss.metric_names)
         self._train_trackers = [keras.metrics.Mean(name=n) for n in names]
         names = ["loss"] + list(loss.metric_names)
         self._test_trackers = [keras.metrics.Mean(name=n) for n in names]
+
+    @property
+    def trainable_variables(self):
+        return self._without(super().trainable_variables)
+
+    @property
+    def non_trainable_variables(self):
+        return self._without(super().non_trainable_variables)
+
+    def _without(self, variables):
+        if not self.left_out:
+            return variables
+        return [v for v in variables if id(v) not in self.left_out]
 
     @property
     def metrics(self):
@@ -305,23 +328,13 @@ class Trainer(Resumable):
         if self.train_function is not None and not force:
             return
 
-        def run(changing, held, batch):
-            logs, state = self.train_step({**changing, **held}, batch)
-            names = ("trainable", "optimizer", "metrics")
-            return logs, {k: state[k] for k in names}
-
         shardings = None
         if keras.distribution.distribution() is not None:
             trainable, _, optimizer, metrics = self._get_state_sharding_spec()
-            new = dict(
+            shardings = dict(
                 trainable=trainable, optimizer=optimizer, metrics=metrics
             )
-            shardings = (None, new)
-        # What is held is an argument that is not donated: it is neither
-        # copied nor a constant of the program.
-        if not self.run_eagerly:
-            run = jax.jit(run, donate_argnums=0, out_shardings=shardings)
-        self.compiled_train_step = run
+        self.compiled_train_step = run = self.step_program(shardings)
 
         def train_function(state, iterator):
             trainable, frozen, optimizer, metrics = state
@@ -358,6 +371,32 @@ class Trainer(Resumable):
             return (logs if self._logs_are_read else {}), state
 
         self.train_function = train_function
+
+    def step_program(self, shardings=None):
+        """`train_step` as `fit` runs it.
+
+        Args:
+            shardings: dict of lists of `jax.sharding.Sharding` by the names
+                of what a step changes, or `None` without a distribution.
+
+        Returns:
+            A function of `(changing, held, batch)`, jitted unless
+            `run_eagerly`: the parts of the `state` of `train_step` that a
+            step changes, with `step` and `seed`, and those that it reads.
+            It gives `(logs, changed)`.
+        """
+
+        def run(changing, held, batch):
+            logs, state = self.train_step({**changing, **held}, batch)
+            names = ("trainable", "optimizer", "metrics")
+            return logs, {k: state[k] for k in names}
+
+        if self.run_eagerly:
+            return run
+        out = None if shardings is None else (None, shardings)
+        # What is held is an argument that is not donated: it is neither
+        # copied nor a constant of the program.
+        return jax.jit(run, donate_argnums=0, out_shardings=out)
 
     def make_test_function(self, force=False):
         if self.test_function is not None and not force:

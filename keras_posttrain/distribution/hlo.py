@@ -1,0 +1,471 @@
+"""What a compiled program does, counted from XLA's text of it.
+
+XLA's own cost analysis looks at the body of a loop once. Here every
+instruction counts as often as it runs, and what goes over the network is told
+apart by kind.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+BYTES = {
+    "pred": 1, "token": 0, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8,
+    "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25,
+}  # fmt: skip
+KINDS = (
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
+    "collective-permute", "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+# More rounds than any loop of a step is followed for.
+MAX_TRIPS = 2**17
+
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|true_computation|false_computation)="
+    r"%?([\w.\-]+)|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A kind of exchange among devices, over a whole program.
+
+    Attributes:
+        kind: str, such as `"all-gather"`.
+        count: int, how often one is run.
+        num_bytes: float, the bytes that a device receives in all of them, at
+            the least: `(n - 1) / n` of the whole array for each of the `n`
+            devices that gather or scatter it, twice that for an all-reduce.
+    """
+
+    kind: str
+    count: int
+    num_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What one device does in a program.
+
+    Attributes:
+        flops: float, operations of all products of matrices; a product and a
+            sum are two.
+        flops_once: float, the same with the body of each loop counted once,
+            as XLA's cost analysis does.
+        collectives: tuple of `Collective`, most bytes first.
+        unknown_loops: int, loops whose rounds depend on data.
+    """
+
+    flops: float
+    flops_once: float
+    collectives: tuple
+    unknown_loops: int
+
+
+@dataclasses.dataclass
+class _Instruction:
+    name: str
+    opcode: str
+    shapes: list
+    operands: list
+    rest: str
+    is_root: bool
+
+
+def count(text, num_devices, data_dependent_trips=1):
+    """Counts what a program does.
+
+    Args:
+        text: str, `jax.stages.Compiled.as_text()`.
+        num_devices: int, that it was compiled for.
+        data_dependent_trips: int, rounds of a loop whose number the program
+            alone does not tell.
+
+    Returns:
+        `Counts`.
+    """
+    module = _Module(text)
+    walk = _Walk(module, num_devices, data_dependent_trips)
+    walk.computation(module.entry, 1, 1)
+    by_kind = [
+        Collective(kind, round(times), num_bytes)
+        for kind, (times, num_bytes) in walk.collectives.items()
+    ]
+    by_kind.sort(key=lambda c: -c.num_bytes)
+    return Counts(walk.flops, walk.flops_once, tuple(by_kind), walk.unknown)
+
+
+class _Module:
+    """The computations of a program, each a dict of instructions by name."""
+
+    def __init__(self, text):
+        self.computations, self.roots, self.entry = {}, {}, None
+        current = None
+        for line in text.splitlines():
+            if current is None:
+                head = _HEAD.match(line)
+                if head:
+                    current = self.computations[head[2]] = {}
+                    name = head[2]
+                    if head[1]:
+                        self.entry = name
+            elif line.startswith("}"):
+                current = None
+            else:
+                found = _instruction(line)
+                if found is not None:
+                    current[found.name] = found
+                    if found.is_root:
+                        self.roots[name] = found
+
+
+def _instruction(line):
+    named = _NAME.match(line)
+    if named is None:
+        return None
+    rest = line[named.end() :]
+    stop = _end_of_type(rest)
+    shapes = [
+        (dtype, tuple(int(n) for n in dims.split(",") if n))
+        for dtype, dims in _ARRAY.findall(rest[:stop])
+    ]
+    opcode, _, rest = rest[stop:].strip().partition("(")
+    inside = rest[: _end_of_operands(rest)]
+    return _Instruction(
+        named[2],
+        opcode,
+        shapes,
+        re.findall(r"%([\w.\-]+)", inside) or [inside],
+        rest[len(inside) + 1 :],
+        bool(named[1]),
+    )
+
+
+def _end_of_type(text):
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c in "({[") - (c in ")}]")
+        if c == " " and depth == 0:
+            return i
+    return len(text)
+
+
+def _end_of_operands(text):
+    depth = 1
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def _size(shapes):
+    return sum(_itemsize(d) * math.prod(dims) for d, dims in shapes)
+
+
+def _itemsize(dtype):
+    if dtype in BYTES:
+        return BYTES[dtype]
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(bits[1]) / 8 if bits else 0
+
+
+class _Walk:
+    """Goes through a program as it runs."""
+
+    def __init__(self, module, num_devices, trips):
+        self.module, self.num_devices, self.trips = module, num_devices, trips
+        self.flops = self.flops_once = 0.0
+        self.unknown = 0
+        self.collectives = collections.defaultdict(lambda: [0, 0.0])
+
+    def computation(self, name, times, once):
+        inside = self.module.computations[name]
+        for instruction in inside.values():
+            opcode = instruction.opcode
+            if opcode == "while":
+                self._loop(inside, instruction, times, once)
+                continue
+            if opcode in ("dot", "convolution"):
+                flops = _product(inside, instruction)
+                self.flops += times * flops
+                self.flops_once += once * flops
+            kind = opcode.removesuffix("-start")
+            if kind in KINDS and _begins(inside, instruction):
+                self._collective(inside, instruction, kind, times)
+                continue
+            if opcode in ("reduce", "reduce-window", "scatter", "sort"):
+                continue  # what these apply is elementwise
+            for called in _called(instruction):
+                self.computation(called, times, once)
+
+    def _loop(self, inside, instruction, times, once):
+        trips = _trips(self.module, inside, instruction)
+        if trips is None:
+            self.unknown += 1
+            trips = self.trips
+        body = re.search(r"\bbody=%?([\w.\-]+)", instruction.rest)[1]
+        self.computation(body, times * trips, once)
+
+    def _collective(self, inside, instruction, kind, times):
+        group = _group(instruction.rest, self.num_devices)
+        size = sum(_size(inside[name].shapes) for name in instruction.operands)
+        moved = {
+            "all-gather": size * (group - 1),
+            "all-reduce": 2 * size * (group - 1) / group,
+            "collective-permute": size,
+            "collective-broadcast": size,
+        }.get(kind, size * (group - 1) / group)
+        if moved:
+            self.collectives[kind][0] += times
+            self.collectives[kind][1] += times * moved
+
+
+def _called(instruction):
+    for one, several in _CALLED.findall(instruction.rest):
+        yield from [one] if one else re.findall(r"[\w.\-]+", several)
+
+
+def _begins(inside, instruction):
+    """Whether a collective begins here.
+
+    On a TPU one that runs beside others is written into each of them, as a
+    chain; it begins where `AsyncCollectiveStart` takes it.
+    """
+    if "chain_id=" not in instruction.rest:
+        return True
+    return any(
+        'custom_call_target="AsyncCollectiveStart"' in other.rest
+        and instruction.name in other.operands
+        for other in inside.values()
+    )
+
+
+def _group(rest, num_devices):
+    """How many devices take part together."""
+    found = re.search(r"replica_groups=(.*)", rest)
+    text = found[1] if found else ""
+    if text.startswith("mesh["):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text.split("]")[0]))
+        names = re.findall(r"'(\w+)'", text.split("]")[1].split("}")[0])
+        return math.prod(int(sizes[n]) for n in names)
+    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
+    if iota:
+        return int(iota[2])
+    listed = re.match(r"\{\{([\d,]+)\}", text)
+    if listed:
+        return listed[1].count(",") + 1
+    return num_devices
+
+
+def _product(inside, instruction):
+    """Operations of a `dot` or a `convolution`."""
+    (_, out), *_ = instruction.shapes
+    rest = instruction.rest
+    left, right = (inside[x].shapes[0][1] for x in instruction.operands)
+    if instruction.opcode == "dot":
+        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
+        summed = [left[int(i)] for i in axes[1].split(",") if i]
+        return 2.0 * math.prod(out) * math.prod(summed)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    lhs, rhs, result = labels.groups()
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", _window(rest)))
+    pairs = 1
+    for i, axis in enumerate(sorted(c for c in lhs if c.isdigit())):
+        pairs *= _pairs(
+            left[lhs.index(axis)],
+            right[rhs.index(axis)],
+            out[result.index(axis)],
+            {name: value.split("x")[i] for name, value in window.items()},
+        )
+    batches = _number(rest, "batch_group_count")
+    features = right[rhs.index("i")] * right[rhs.index("o")]
+    return 2.0 * features * left[lhs.index("b")] / batches * pairs
+
+
+def _window(rest):
+    found = re.search(r"window=\{([^}]*)\}", rest)
+    return found[1] if found else ""
+
+
+def _number(rest, name):
+    found = re.search(rf"{name}=(\d+)", rest)
+    return int(found[1]) if found else 1
+
+
+def _pairs(size, kernel, out, window):
+    """Places of a kernel and of its output that meet an input, one axis.
+
+    XLA writes products of matrices in batches as convolutions, most of whose
+    places meet padding and cost nothing.
+    """
+    stride = int(window.get("stride", 1))
+    low = int(window.get("pad", "0_0").split("_")[0])
+    into = int(window.get("lhs_dilate", 1))
+    apart = int(window.get("rhs_dilate", 1))
+    if kernel == 1 and into == stride == 1 and low == 0:
+        return min(out, size)
+    found = 0
+    end = (size - 1) * into
+    for k in range(kernel):
+        # Outputs o with 0 <= o * stride - low + k * apart <= end, on a place
+        # that dilation left an input at.
+        for o in range(out):
+            at = o * stride - low + k * apart
+            found += 0 <= at <= end and at % into == 0
+    return found
+
+
+# --- Loops -------------------------------------------------------------------
+
+
+def _trips(module, inside, loop):
+    """How often a loop runs, or `None` where data decide."""
+    known = re.search(r'known_trip_count[^}]*"n":"(\d+)"', loop.rest)
+    if known:
+        return int(known[1])
+    condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.rest)[1]
+    body = re.search(r"\bbody=%?([\w.\-]+)", loop.rest)[1]
+    evaluate = _Evaluation(module)
+    state = evaluate.tuple_of(inside, loop.operands[0], {})
+    needed = None
+    for trips in range(MAX_TRIPS):
+        goes_on = evaluate.root(condition, [state])
+        if goes_on is None:
+            return None
+        if not goes_on:
+            return trips
+        root = module.roots[body]
+        arguments = {0: state}
+        if needed is None:
+            needed = [i for i, x in enumerate(state) if x is not None]
+        after = [None] * len(state)
+        cache = {}
+        for i in needed:
+            after[i] = evaluate.scalar(
+                module.computations[body], root.operands[i], arguments, cache
+            )
+        state = after
+        needed = [i for i in needed if state[i] is not None]
+    return None
+
+
+class _Evaluation:
+    """Follows integers through a program."""
+
+    BINARY = {
+        "add": lambda a, b: a + b,
+        "subtract": lambda a, b: a - b,
+        "multiply": lambda a, b: a * b,
+        "maximum": max,
+        "minimum": min,
+        "and": lambda a, b: a & b,
+        "or": lambda a, b: a | b,
+        "divide": lambda a, b: None if b == 0 else int(a / b),
+    }
+    COMPARE = {
+        "LT": lambda a, b: a < b,
+        "LE": lambda a, b: a <= b,
+        "GT": lambda a, b: a > b,
+        "GE": lambda a, b: a >= b,
+        "EQ": lambda a, b: a == b,
+        "NE": lambda a, b: a != b,
+    }
+    SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
+
+    def __init__(self, module):
+        self.module = module
+
+    def root(self, computation, arguments):
+        inside = self.module.computations[computation]
+        root = self.module.roots[computation]
+        given = dict(enumerate(arguments))
+        return self.scalar(inside, root.name, given, {})
+
+    def tuple_of(self, inside, name, arguments):
+        """The integers of a tuple, `None` for what else is in it."""
+        instruction = inside[name]
+        if instruction.opcode == "tuple":
+            cache = {}
+            return [
+                self.scalar(inside, x, arguments, cache)
+                for x in instruction.operands
+            ]
+        if instruction.opcode == "parameter":
+            found = arguments.get(int(instruction.operands[0]))
+            if isinstance(found, list):
+                return found
+        return [None] * len(instruction.shapes)
+
+    def scalar(self, inside, name, arguments, cache):
+        """An integer scalar's value, or `None`."""
+        if name not in cache:
+            cache[name] = None
+            cache[name] = self._scalar(inside, inside[name], arguments, cache)
+        return cache[name]
+
+    def _scalar(self, inside, instruction, arguments, cache):
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "get-tuple-element":
+            return self._element(inside, instruction, arguments)
+        if not instruction.shapes or math.prod(instruction.shapes[0][1]) != 1:
+            return None
+        if opcode == "constant":
+            return _literal(operands[0])
+        if opcode == "parameter":
+            found = arguments.get(int(operands[0]))
+            return None if isinstance(found, list) else found
+
+        def value(i):
+            return self.scalar(inside, operands[i], arguments, cache)
+
+        if opcode in self.SAME:
+            return value(0)
+        if opcode == "fusion" or opcode == "call":
+            called = next(_called(instruction))
+            given = [value(i) for i in range(len(operands))]
+            return self.root(called, given)
+        if opcode in self.BINARY or opcode == "compare":
+            a, b = value(0), value(1)
+            if a is None or b is None:
+                return None
+            if opcode == "compare":
+                how = re.search(r"direction=(\w+)", instruction.rest)[1]
+                return self.COMPARE[how](a, b)
+            return self.BINARY[opcode](a, b)
+        if opcode == "select":
+            which = value(0)
+            return None if which is None else value(1 if which else 2)
+        if opcode == "not":
+            found = value(0)
+            return None if found is None else not found
+        return None
+
+    def _element(self, inside, instruction, arguments):
+        index = int(re.search(r"index=(\d+)", instruction.rest)[1])
+        source = inside[instruction.operands[0]]
+        if source.opcode == "while":
+            # What a loop hands on unchanged is what went in.
+            body = re.search(r"\bbody=%?([\w.\-]+)", source.rest)[1]
+            root = self.module.roots[body]
+            if root.opcode != "tuple":
+                return None
+            kept = self.module.computations[body][root.operands[index]]
+            same = f"index={index}"
+            if kept.opcode != "get-tuple-element" or same not in kept.rest:
+                return None
+            if f"{same}," not in f"{kept.rest},":
+                return None
+            source = inside[source.operands[0]]
+        found = self.tuple_of(inside, source.name, arguments)
+        return found[index] if index < len(found) else None
+
+
+def _literal(text):
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d+", text) else None

@@ -1,0 +1,148 @@
+"""Hardware by name: devices to compile for, and what a chip can do."""
+
+import dataclasses
+import math
+import os
+import re
+
+import jax
+
+# What the wheel logs about a machine without a TPU is no news here.
+LIBTPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The published figures of a chip.
+
+    Attributes:
+        name: str.
+        memory: int, bytes of HBM.
+        flops: float, bfloat16 operations a second at the peak.
+        bandwidth: float, bytes a second from HBM.
+        interconnect: float, bytes a second that the chip's links send, all
+            together and in one direction.
+        dims: int, the axes of its network.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    interconnect: float
+    dims: int
+
+
+# https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e: "Peak compute per chip
+# (bf16)", "HBM capacity and bandwidth", and "Inter-chip interconnect
+# bandwidth", which counts both directions. (A v4 chip is two devices to the
+# compiler alone and one in a run: it has no entry.)
+GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
+CHIPS = {
+    "v5e": Chip("v5e", 16 * GIB, 197e12, 819 * GB, 1600 * GBIT / 2, 2),
+    "v5p": Chip("v5p", 95 * GIB, 459e12, 2765 * GB, 4800 * GBIT / 2, 3),
+    "v6e": Chip("v6e", 32 * GIB, 918e12, 1640 * GB, 3584 * GBIT / 2, 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that programs can be compiled for, without having them.
+
+    Attributes:
+        name: str, such as `"v5e:4x4"`.
+        devices: tuple of `jax.Device`.
+        chip: `Chip`, or `None` for host devices, of which nothing is
+            published.
+    """
+
+    name: str
+    devices: tuple
+    chip: Chip | None
+
+
+def get(name):
+    """The topology of a name.
+
+    Args:
+        name: str, `"<chip>:<grid>"`, such as `"v5e:4x4"` or `"v5p:2x2x4"`,
+            the chips along each axis of the network; `"cpu:8"` for devices
+            of this host; or a `Topology`.
+
+    Returns:
+        A `Topology`.
+
+    Raises:
+        ValueError: where the name is not known, or is of a TPU and `libtpu`
+            is not installed.
+    """
+    if isinstance(name, Topology):
+        return name
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", str(name))
+    kind, grid = match.groups() if match else (None, "")
+    sizes = [int(n) for n in grid.split("x")] if grid else []
+    if kind == "cpu" and len(sizes) == 1:
+        return Topology(str(name), _host_devices(sizes[0]), None)
+    chip = CHIPS.get(kind)
+    if chip is None or len(sizes) != chip.dims or 0 in sizes:
+        raise ValueError(_unknown(name))
+    devices = _tpu_devices(kind, sizes, name)
+    return Topology(str(name), tuple(devices), chip)
+
+
+def _unknown(name, why=""):
+    return (
+        "`topology` must be '<chip>:<grid>', the grid being the chips along "
+        "each axis of the network: 'v5e:4x4' or 'v6e:2x4' (two axes, up to "
+        "16x16), 'v5p:2x2x4' (three), or 'cpu:8' for devices "
+        f"of this host. Known chips: {sorted(CHIPS)}. "
+        f"Received: topology={name!r}{why}"
+    )
+
+
+def _host_devices(count):
+    known = jax.devices("cpu")
+    if not 0 < count <= len(known):
+        raise ValueError(
+            f"This process has {len(known)} CPU devices. For more, set the "
+            "environment variable XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={count} before JAX is "
+            f"imported. Received: topology='cpu:{count}'"
+        )
+    return tuple(known[:count])
+
+
+def _tpu_devices(kind, sizes, name):
+    from jax.experimental import topologies
+
+    # They are read where libtpu is loaded.
+    for variable, value in LIBTPU_SETTINGS.items():
+        os.environ.setdefault(variable, value)
+    try:
+        import libtpu  # noqa: F401
+    except ImportError as e:
+        raise ValueError(
+            "Compiling for a TPU takes its compiler, the package `libtpu`, "
+            "and no TPU: `pip install 'keras_posttrain[plan]'`. "
+            f"Received: topology={name!r}"
+        ) from e
+    # A host of these has four chips, or one, where there are fewer.
+    settings = {}
+    if math.prod(sizes) < 4:
+        bounds = sizes + [1] * (3 - len(sizes))
+        settings["chips_per_host_bounds"] = bounds
+    try:
+        grid = "x".join(map(str, sizes))
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{kind}:{grid}", **settings
+        ).devices
+    except jax.errors.JaxRuntimeError as e:
+        why = str(e).split("\n")[0]
+        raise ValueError(_unknown(name, f" ({why})")) from e
