@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.models import comparison
 from keras_posttrain.models.head import Head
+from keras_posttrain.models.sharding import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,14 @@ class FullTeacher:
         source: int32 array of shape `(rows * length,)`: for each of the
             student's tokens, the flat index of the teacher's hidden state
             that predicts it.
+        split: the kernel's `models/sharding.py:Split`, or `None`.
     """
 
     head: Head
     hidden: jax.Array
     kernel: jax.Array
     source: jax.Array
+    split: Split | None = None
 
     def rows(self, index, used):
         """The logits in the places of `index`."""
@@ -62,9 +65,52 @@ class TopTeacher:
 
 
 jax.tree_util.register_dataclass(
-    FullTeacher, ["hidden", "kernel", "source"], ["head"]
+    FullTeacher, ["hidden", "kernel", "source"], ["head", "split"]
 )
 jax.tree_util.register_dataclass(TopTeacher, ["ids", "logps"], [])
+
+
+def without_kernels(teachers):
+    """Teachers as trees of rows alone, to be cut by rows.
+
+    Args:
+        teachers: sequence of `FullTeacher` and `TopTeacher`.
+
+    Returns:
+        `(teachers, kernels, splits)`: a tuple, and the kernels of the
+        `FullTeacher`s and how each is split, lists.
+    """
+    full = [t for t in teachers if isinstance(t, FullTeacher)]
+    rest = tuple(
+        dataclasses.replace(t, kernel=None)
+        if isinstance(t, FullTeacher)
+        else t
+        for t in teachers
+    )
+    return rest, [t.kernel for t in full], [t.split for t in full]
+
+
+def with_kernels(teachers, kernels):
+    """The teachers of some rows, complete again.
+
+    Args:
+        teachers: what `without_kernels` gave, or some rows of it.
+        kernels: list of arrays.
+
+    Returns:
+        A tuple.
+    """
+    kernels, found = iter(kernels), []
+    for teacher in teachers:
+        if isinstance(teacher, FullTeacher):
+            # Indices are those of all rows; in these, counted from the first.
+            teacher = dataclasses.replace(
+                teacher,
+                kernel=next(kernels),
+                source=teacher.source % teacher.hidden.shape[0],
+            )
+        found.append(teacher)
+    return tuple(found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 7, 8, 9, 10))

@@ -289,9 +289,13 @@ class Policy:
 
     def _over_rows(self, sweep, kernel, hidden, batch, *rows):
         """`sweep(kernel, hidden, batch, *rows)`, by device."""
-        batch = {name: batch[name] for name in SELECTED_BY if name in batch}
         return sharding.over_rows(
-            sweep, self.kernel, kernel, hidden, batch, *rows
+            lambda kernels, *rows: sweep(*kernels, *rows),
+            [kernel],
+            [sharding.split_of(self.kernel)],
+            hidden,
+            _selected_by(batch),
+            *rows,
         )
 
     def top_tokens(self, batch, mask, k, temperature=1.0):
@@ -371,7 +375,11 @@ class Policy:
         # The first token of a row has none, and is never compared.
         source = row_start + jnp.clip(source, 0, length - 1)
         return divergence_head.FullTeacher(
-            self.head(), hidden, kernel, source.reshape(-1)
+            self.head(),
+            hidden,
+            kernel,
+            source.reshape(-1),
+            sharding.split_of(self.kernel),
         )
 
     def divergence_sum(
@@ -420,26 +428,42 @@ class Policy:
             if mask is None
             else mask,
         )
-        tokens = _select(batch, used)
-
-        def by_slot(x):
-            return jnp.asarray(x, "float32").reshape(-1)[tokens.index]
-
         if teacher_weights is None:
             shape = (len(teachers), *batch["token_ids"].shape)
             teacher_weights = jnp.ones(shape, "float32")
-        total, values = divergence_head.divergence_sum(
-            self.head(),
+
+        def sweep(kernels, hidden, batch, used, weights, teachers, shares):
+            tokens = _select(batch, used)
+
+            def by_slot(x):
+                return jnp.asarray(x, "float32").reshape(-1)[tokens.index]
+
+            ours, *theirs = kernels
+            return divergence_head.divergence_sum(
+                self.head(),
+                hidden,
+                ours,
+                tokens,
+                jax.tree.map(by_slot, weights),
+                divergence_head.with_kernels(teachers, theirs),
+                jax.tree.map(by_slot, shares),
+                divergence,
+                temperature,
+                tail,
+                tuple(needs),
+            )
+
+        teachers, theirs, splits = divergence_head.without_kernels(teachers)
+        total, values = sharding.over_rows(
+            sweep,
+            [kernel, *theirs],
+            [sharding.split_of(self.kernel), *splits],
             hidden,
-            kernel,
-            tokens,
-            jax.tree.map(by_slot, tuple(weights)),
-            tuple(teachers),
-            tuple(by_slot(share) for share in teacher_weights),
-            divergence,
-            temperature,
-            tail,
-            tuple(needs),
+            _selected_by(batch),
+            used,
+            tuple(weights),
+            teachers,
+            tuple(teacher_weights),
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
@@ -457,6 +481,10 @@ def _prefix_ids(batch):
     slot = jnp.maximum(batch["segment_ids"] - 1, 0)
     of_token = jnp.take_along_axis(prefixes, slot, axis=1)
     return jnp.where(of_token > 0, of_token, -1)
+
+
+def _selected_by(batch):
+    return {name: batch[name] for name in SELECTED_BY if name in batch}
 
 
 def _select(batch, mask):

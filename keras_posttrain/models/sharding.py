@@ -3,6 +3,7 @@
 Without a distribution, or where an axis does not divide, all is as it was.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -89,11 +90,44 @@ def by_rows(x):
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(name)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a weight is split over the mesh.
+
+    Args:
+        axes: tuple of names of axes of the mesh, or `None`, one for each
+            axis of the weight.
+        to_save_memory: frozenset of those over which it is split only to
+            save memory: it is whole along them while it is used.
+    """
+
+    axes: tuple
+    to_save_memory: frozenset
+
+
+def split_of(variable):
+    """The `Split` of a variable; `None` without a distribution.
+
+    To save memory are the weights split over the data axis, and over what
+    else the distribution's `gathered_axes(variable)` names, if it has that
+    method.
+
+    Args:
+        variable: `keras.Variable`.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return None
+    mesh = distribution.device_mesh.backend_mesh
+    axes = tuple(layout_of(variable).axes)
+    ask = getattr(distribution, "gathered_axes", None)
+    names = ask(variable) if ask else {distribution.batch_dim_name}
+    names = {name for name in names if mesh.shape[name] > 1}
+    return Split(axes, frozenset(names & set(axes)))
+
+
 def gather(variables, dtype):
     """How to have weights at hand that are split only to save memory.
-
-    Those are the weights split over the data axis, and what else the
-    distribution's `gathered_axes(variable)` names, if it has that method.
 
     Args:
         variables: list of `keras.Variable`.
@@ -103,27 +137,20 @@ def gather(variables, dtype):
         A list: for each variable that is split so, a function of its array,
         `None` for the others.
     """
+    return [_gather(split_of(variable), dtype) for variable in variables]
+
+
+def _gather(split, dtype):
+    if split is None or not split.to_save_memory:
+        return None
     distribution = keras.distribution.distribution()
-    if distribution is None:
-        return [None] * len(variables)
     mesh = distribution.device_mesh.backend_mesh
-    ask = getattr(distribution, "gathered_axes", None)
-    found = []
-    for variable in variables:
-        axes = layout_of(variable).axes
-        names = ask(variable) if ask else {distribution.batch_dim_name}
-        names = {name for name in names if mesh.shape[name] > 1}
-        if not names & set(axes):
-            found.append(None)
-            continue
-        rows = distribution.batch_dim_name
-        whole = P(*(None if axis in names else axis for axis in axes))
-        summed = P(*(None if a in names and a != rows else a for a in axes))
-        layouts = [NamedSharding(mesh, x) for x in (whole, summed, P(*axes))]
-        found.append(
-            functools.partial(_cast_and_gather, tuple(layouts), dtype)
-        )
-    return found
+    rows = distribution.batch_dim_name
+    names, axes = split.to_save_memory, split.axes
+    whole = P(*(None if axis in names else axis for axis in axes))
+    summed = P(*(None if a in names and a != rows else a for a in axes))
+    layouts = [NamedSharding(mesh, x) for x in (whole, summed, P(*axes))]
+    return functools.partial(_cast_and_gather, tuple(layouts), dtype)
 
 
 def _cast_and_gather(layouts, dtype, x):
@@ -155,19 +182,19 @@ def _gathered_backward(layouts, _, gradient):
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def over_rows(function, variable, kernel, *rows):
-    """`function(kernel, *rows)`, each device on its own rows.
+def over_rows(function, kernels, splits, *rows):
+    """`function(kernels, *rows)`, each device on its own rows.
 
     What gathers tokens out of a batch would have XLA bring all of them to
-    every device. Here the kernel comes to the rows, once, and its gradients
+    every device. Here the kernels come to the rows, once, and their gradients
     are added up once.
 
     Args:
-        function: of a kernel and of pytrees of arrays with a leading `rows`
-            axis; gives `(sums, values)`: scalars, of which those of all
-            devices are added up, and arrays with a leading `rows` axis.
-        variable: `keras.Variable`, whose layout the kernel has.
-        kernel: array.
+        function: of a list of kernels and of pytrees of arrays with a leading
+            `rows` axis; gives `(sums, values)`: scalars, of which those of
+            all devices are added up, and arrays with a leading `rows` axis.
+        kernels: list of arrays.
+        splits: list, the `Split` of each, or `None` where it is whole.
         *rows: pytrees of arrays.
 
     Returns:
@@ -176,31 +203,42 @@ def over_rows(function, variable, kernel, *rows):
     mesh, name, size = data_axis()
     leading = {x.shape[0] for x in jax.tree.leaves(rows)}
     if mesh is None or any(n % size for n in leading):
-        return function(kernel, *rows)
-    axes = [a if a == name else None for a in layout_of(variable).axes]
-    dtype = kernel.dtype
+        return function(kernels, *rows)
+    dtypes = [kernel.dtype for kernel in kernels]
+    axes = [_along(name, split) for split in splits]
     if mesh.size > size:
         # XLA would undo the split over the mesh's other axis to do it inside,
         # and its CPU backend cannot add up bfloat16 on a part of the axes.
-        (whole,) = gather([variable], dtype)
-        kernel = kernel if whole is None else whole(kernel)
-        kernel, axes = kernel.astype("float32"), [None] * len(axes)
+        whole = [_gather(*pair) for pair in zip(splits, dtypes)]
+        kernels = [k if f is None else f(k) for f, k in zip(whole, kernels)]
+        kernels = [kernel.astype("float32") for kernel in kernels]
+        axes = [()] * len(kernels)
 
-    def local(kernel, *rows):
+    def at_hand(kernel, dtype, axes):
         kernel = kernel.astype(dtype)
-        if name in axes:
-            kernel = jax.lax.all_gather(
-                kernel, name, axis=axes.index(name), tiled=True
-            )
-        sums, values = function(kernel, *rows)
+        if name not in axes:
+            return kernel
+        return jax.lax.all_gather(
+            kernel, name, axis=axes.index(name), tiled=True
+        )
+
+    def local(kernels, *rows):
+        kernels = [at_hand(*parts) for parts in zip(kernels, dtypes, axes)]
+        sums, values = function(kernels, *rows)
         return jax.tree.map(lambda x: x[None], sums), values
 
     sums, values = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(P(*axes), *(P(name) for _ in rows)),
+        in_specs=([P(*a) for a in axes], *(P(name) for _ in rows)),
         out_specs=P(name),
         axis_names={name},
         check_vma=False,
-    )(kernel, *rows)
+    )(kernels, *rows)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
+
+
+def _along(name, split):
+    """How a kernel lies along one axis of the mesh."""
+    axes = () if split is None else split.axes
+    return tuple(axis if axis == name else None for axis in axes)
