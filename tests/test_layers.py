@@ -10,6 +10,7 @@ PACKAGE = "keras_posttrain"
 LEVELS = {
     "losses": 0,
     "_compilation_cache": 0,
+    "_variables": 0,
     "data": 0,
     "models": 1,
     "distribution": 1,

@@ -5,16 +5,19 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 
 import jax.numpy as jnp
-import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("float64", "float32", "float16", "bfloat16")
+# The dtypes of weights, and what safetensors calls them; a file has its
+# tensors in this order of dtypes.
+FLOATS = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
+}  # fmt: skip
 
 
 def read_json(path):
@@ -66,12 +69,19 @@ def replaced_directory(directory):
     shutil.rmtree(old, ignore_errors=True)
 
 
-class Reader(contextlib.ExitStack):
-    """Reads the tensors of a checkpoint one at a time.
+class Reader:
+    """Reads the tensors of a checkpoint, whole or in part.
+
+    The headers alone are read at first. A file is open while a tensor of it
+    is read and no longer: what of it lies in memory goes with it.
 
     Args:
         directory: path of a folder with `model.safetensors`, or shards and
             their index.
+        single: str, the name of the file that is not in shards.
+
+    Attributes:
+        shapes: dict from the names of the tensors to their shapes.
 
     Raises:
         ValueError: if there is neither, or a shard is missing.
@@ -79,73 +89,94 @@ class Reader(contextlib.ExitStack):
     Example:
 
     ```python
-    with Reader("model/") as tensors:
-        array = tensors.get("model.norm.weight")
+    tensors = Reader("model/")
+    array = tensors.get("model.norm.weight")
+    with tensors.open("model.embed_tokens.weight") as stored:
+        rows = stored[0:100, :]
     ```
     """
 
-    def __init__(self, directory):
-        super().__init__()
+    def __init__(self, directory, single=SINGLE):
         directory = pathlib.Path(directory)
         self.directory = directory
         if (directory / INDEX).is_file():
             index = read_json(directory / INDEX)
             files = sorted(set(index["weight_map"].values()))
-        elif (directory / SINGLE).is_file():
-            files = [SINGLE]
+        elif (directory / single).is_file():
+            files = [single]
         else:
             raise ValueError(
-                f"A Hugging Face checkpoint must hold `{SINGLE}`, or "
+                f"A Hugging Face checkpoint must hold `{single}`, or "
                 f"`{INDEX}` and the shards it lists. Received: "
                 f"directory={str(directory)!r}, with "
                 f"{sorted(p.name for p in directory.iterdir())}"
             )
-        self.files = {}
+        self.shapes, self._files, self._dtypes = {}, {}, {}
         for file in files:
             if not (directory / file).is_file():
                 raise ValueError(
                     f"`{INDEX}` lists a shard that is not there. Received: "
                     f"directory={str(directory)!r}, missing {file!r}"
                 )
-            opened = self.enter_context(
-                safe_open(directory / file, framework="np")
-            )
-            self.files.update(dict.fromkeys(opened.keys(), opened))
+            with safe_open(directory / file, framework="np") as opened:
+                for name in opened.keys():
+                    stored = opened.get_slice(name)
+                    self.shapes[name] = tuple(stored.get_shape())
+                    self._dtypes[name] = stored.get_dtype()
+                    self._files[name] = directory / file
 
     @property
     def names(self):
-        return set(self.files)
+        return set(self.shapes)
+
+    def check_dtype(self, name):
+        """Raises where a tensor is not of floats."""
+        code = self._dtypes[name]
+        if code not in FLOATS.values():
+            dtype = re.sub("^I", "int", re.sub("^U", "uint", code))
+            raise ValueError(
+                f"The weights of a checkpoint must be of {list(FLOATS)}. "
+                f"Received: {name!r} of dtype {dtype} in "
+                f"{str(self.directory)!r}"
+            )
+
+    @contextlib.contextmanager
+    def open(self, name):
+        """What gives parts of a tensor as numpy arrays, by its slices."""
+        self.check_dtype(name)
+        with safe_open(self._files[name], framework="np") as opened:
+            yield opened.get_slice(name)
 
     def get(self, name):
         """The tensor `name` as a numpy array, in the dtype of the file."""
-        array = self.files[name].get_tensor(name)
-        if array.dtype.name not in FLOATS:
-            raise ValueError(
-                f"The weights of a checkpoint must be of {list(FLOATS)}. "
-                f"Received: {name!r} of dtype {array.dtype.name} in "
-                f"{str(self.directory)!r}"
-            )
-        return array
+        self.check_dtype(name)
+        with safe_open(self._files[name], framework="np") as opened:
+            return opened.get_tensor(name)
 
 
-def plan_shards(sizes, max_shard_bytes):
+def plan_shards(shapes, dtypes, max_shard_bytes):
     """Groups tensors, in order, into files of limited size.
 
     Args:
-        sizes: dict from tensor names to bytes.
+        shapes: dict from tensor names to shapes.
+        dtypes: dict from tensor names to names of dtypes.
         max_shard_bytes: int; a larger tensor gets a file of its own.
 
     Returns:
-        A dict from file names to lists of tensor names.
+        A dict from file names to lists of tensor names, each in the order in
+        which safetensors keeps them in a file: by dtype, then by name.
     """
     groups = [[]]
     room = max_shard_bytes
-    for name, size in sizes.items():
+    for name, size in _sizes(shapes, dtypes).items():
         if size > room and groups[-1]:
             groups.append([])
             room = max_shard_bytes
         groups[-1].append(name)
         room -= size
+    order = list(FLOATS)
+    for group in groups:
+        group.sort(key=lambda name: (order.index(dtypes[name]), name))
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     count = len(groups)
@@ -155,33 +186,55 @@ def plan_shards(sizes, max_shard_bytes):
     }
 
 
-def write_tensors(directory, shapes, dtypes, get, max_shard_bytes):
-    """Writes a checkpoint, no more than a shard of it in memory at once.
-
-    Args:
-        directory: path of an existing folder.
-        shapes: dict from tensor names to shapes.
-        dtypes: dict from tensor names to names of dtypes.
-        get: function from a tensor's name to its array.
-        max_shard_bytes: int.
-    """
-    directory = pathlib.Path(directory)
-    sizes = {
+def _sizes(shapes, dtypes):
+    return {
         name: math.prod(shape) * jnp.dtype(dtypes[name]).itemsize
         for name, shape in shapes.items()
     }
-    shards = plan_shards(sizes, max_shard_bytes)
+
+
+def write_tensors(directory, shards, shapes, dtypes, arrays):
+    """Writes a checkpoint, one tensor in memory at a time.
+
+    Args:
+        directory: path of an existing folder.
+        shards: dict, as `plan_shards` gives it.
+        shapes, dtypes: dicts from tensor names, as there.
+        arrays: iterator of numpy arrays, in the order of `shards`.
+    """
+    directory, arrays = pathlib.Path(directory), iter(arrays)
+    sizes = _sizes(shapes, dtypes)
     for file, names in shards.items():
-        arrays = {
-            name: np.ascontiguousarray(
-                np.asarray(get(name)).astype(jnp.dtype(dtypes[name]))
-            )
-            for name in names
-        }
-        save_file(arrays, directory / file, metadata={"format": "pt"})
+        with open(directory / file, "wb") as opened:
+            opened.write(_header(names, shapes, dtypes, sizes))
+            for name in names:
+                array = next(arrays).reshape(-1)
+                array = array.astype(jnp.dtype(dtypes[name]), copy=False)
+                opened.write(array.view("uint8").data)
     if list(shards) != [SINGLE]:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
             "weight_map": {n: f for f, names in shards.items() for n in names},
         }
         write_json(directory / INDEX, index)
+
+
+def _header(names, shapes, dtypes, sizes):
+    """What a file of safetensors begins with.
+
+    The library writes a file from all of its tensors at once; the format is
+    a length, a JSON object and the tensors' bytes.
+    """
+    content, start = {"__metadata__": {"format": "pt"}}, 0
+    for name in names:
+        content[name] = {
+            "dtype": FLOATS[dtypes[name]],
+            "shape": list(shapes[name]),
+            "data_offsets": [start, start + sizes[name]],
+        }
+        start += sizes[name]
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    text = text.encode()
+    # Spaces, so that the tensors begin at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -6,13 +6,17 @@ import difflib
 import math
 import os
 import pathlib
-from collections.abc import Callable
 
 import keras
 import keras_hub
 import numpy as np
 
-from keras_posttrain.models import checkpoint_files, repairs, settings
+from keras_posttrain.models import (
+    checkpoint_files,
+    placing,
+    repairs,
+    settings,
+)
 from keras_posttrain.models.checkpoint_files import (
     read_json,
     replaced_directory,
@@ -41,17 +45,63 @@ class Tensor:
     Args:
         name: str, the tensor's name in a Hugging Face checkpoint.
         variable: `keras.Variable`, where KerasHub keeps it.
-        shape: tuple of ints, Hugging Face's.
-        to_hf: function from an array of KerasHub's shape to one of Hugging
-            Face's.
-        from_hf: the way back.
+        axes: tuple of tuples of ints: for each axis in Hugging Face's order,
+            the axes of the variable that it is made of, the slowest first.
     """
 
     name: str
     variable: keras.Variable
-    shape: tuple
-    to_hf: Callable
-    from_hf: Callable
+    axes: tuple
+
+    @property
+    def shape(self):
+        """Tuple of ints, Hugging Face's."""
+        sizes = self.variable.shape
+        return tuple(math.prod(sizes[a] for a in axes) for axes in self.axes)
+
+    @property
+    def _order(self):
+        return [axis for axes in self.axes for axis in axes]
+
+    def to_hf(self, array):
+        """An array of KerasHub's shape in that of Hugging Face."""
+        return array.transpose(self._order).reshape(self.shape)
+
+    def from_hf(self, array):
+        """The way back."""
+        return self._unfolded(array, self.variable.shape)
+
+    def _unfolded(self, array, shape):
+        order = self._order
+        array = array.reshape([shape[axis] for axis in order])
+        return array.transpose(np.argsort(order))
+
+    def read(self, stored, index):
+        """A part of the variable's value, and not much more, from a file.
+
+        Args:
+            stored: what gives parts of the file's tensor by tuples of slices.
+            index: tuple of slices without steps, one for each axis of the
+                variable.
+
+        Returns:
+            A numpy array.
+        """
+        shape = self.variable.shape
+        index = [slice(*x.indices(n)[:2]) for x, n in zip(index, shape)]
+        ranges, places = [], []
+        for axes in self.axes:
+            sizes = [shape[axis] for axis in axes]
+            flat = np.arange(math.prod(sizes)).reshape(sizes)
+            flat = flat[tuple(index[axis] for axis in axes)].reshape(-1)
+            # Where an inner axis is split, what is wanted has gaps.
+            ranges.append(slice(int(flat[0]), int(flat[-1]) + 1))
+            places.append(flat - flat[0])
+        array = stored[tuple(ranges)]
+        for axis, wanted in enumerate(places):
+            if len(wanted) < array.shape[axis]:
+                array = array.take(wanted, axis)
+        return self._unfolded(array, [x.stop - x.start for x in index])
 
 
 def resolve(preset):
@@ -147,7 +197,7 @@ def tensors(causal_lm):
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
         head = embedding.reverse_embeddings
-        found.append(_matrix("lm_head.weight", head, (0, 1), 1))
+        found.append(Tensor("lm_head.weight", head, ((1,), (0,))))
     return found
 
 
@@ -197,48 +247,23 @@ def _refuse_quantized(causal_lm):
 
 
 def _same(name, variable):
-    return Tensor(name, variable, tuple(variable.shape), _keep, _keep)
-
-
-def _keep(array):
-    return array
+    return Tensor(name, variable, tuple((i,) for i in range(variable.ndim)))
 
 
 def _bias(name, variable):
-    shape = tuple(variable.shape)
-    return Tensor(
-        name,
-        variable,
-        (math.prod(shape),),
-        lambda array: array.reshape(-1),
-        lambda array: array.reshape(shape),
-    )
+    return Tensor(name, variable, (tuple(range(variable.ndim)),))
 
 
 def _kernel(name, variable, family):
     """The matrix of a projection: Hugging Face's is `(out, in)`."""
-    order = tuple(range(len(variable.shape)))
+    order = tuple(range(variable.ndim))
     num_inputs = 1
     if name.endswith("o_proj"):
         num_inputs = 2
     elif family.heads_first and ".self_attn." in name:
         order = (1, 0, 2)
-    return _matrix(f"{name}.weight", variable, order, num_inputs)
-
-
-def _matrix(name, variable, order, num_inputs):
-    """`order` puts the input axes, `num_inputs` of them, first."""
-    ordered = tuple(variable.shape[axis] for axis in order)
-    inputs = math.prod(ordered[:num_inputs])
-    outputs = math.prod(ordered[num_inputs:])
-    back = tuple(order.index(axis) for axis in range(len(order)))
-    return Tensor(
-        name,
-        variable,
-        (outputs, inputs),
-        lambda array: array.transpose(order).reshape(inputs, outputs).T,
-        lambda array: array.T.reshape(ordered).transpose(back),
-    )
+    axes = (order[num_inputs:], order[:num_inputs])
+    return Tensor(f"{name}.weight", variable, axes)
 
 
 def hf_config(causal_lm, *, dtype=None, tokenizer=None):
@@ -334,6 +359,8 @@ def export(
 
     transformers, vLLM and `from_preset` read it. It is written beside its
     place and moved there when complete, so a crash leaves nothing half done.
+    Tensors come from the devices one at a time. Of several processes all must
+    call it, and the first one writes.
 
     Args:
         causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
@@ -361,34 +388,38 @@ def export(
     ```
     """
     directory = pathlib.Path(directory)
-    _check_replaceable(directory)
     if dtype not in (None, *checkpoint_files.FLOATS):
         raise ValueError(
             f"`dtype` must be one of {list(checkpoint_files.FLOATS)} or "
             f"`None`. Received: dtype={dtype!r}"
         )
+    placing.on_first(lambda: _check_replaceable(directory))
     table = {tensor.name: tensor for tensor in tensors(causal_lm)}
     config = hf_config(causal_lm, dtype=dtype, tokenizer=tokenizer)
     config[MARK] = "keras_posttrain"
+    shapes = {name: tensor.shape for name, tensor in table.items()}
+    dtypes = {n: dtype or t.variable.dtype for n, t in table.items()}
+    shards = checkpoint_files.plan_shards(shapes, dtypes, max_shard_bytes)
 
     def value(name):
         tensor = table[name]
         array = values(tensor.variable) if values else tensor.variable.value
-        return tensor.to_hf(np.asarray(array))
+        return placing.contiguous(tensor.to_hf(placing.to_host(array)))
 
-    with replaced_directory(directory) as temporary:
-        checkpoint_files.write_tensors(
-            temporary,
-            {name: tensor.shape for name, tensor in table.items()},
-            {n: dtype or t.variable.dtype for n, t in table.items()},
-            value,
-            max_shard_bytes,
-        )
-        if tokenizer is not None:
-            tokenizer.save(temporary)
-        write_json(temporary / CONFIG, config)
-        generation = _generation_config(causal_lm, config)
-        write_json(temporary / GENERATION_CONFIG, generation)
+    arrays = (value(name) for names in shards.values() for name in names)
+
+    def write():
+        with replaced_directory(directory) as temporary:
+            checkpoint_files.write_tensors(
+                temporary, shards, shapes, dtypes, arrays
+            )
+            if tokenizer is not None:
+                tokenizer.save(temporary)
+            write_json(temporary / CONFIG, config)
+            generation = _generation_config(causal_lm, config)
+            write_json(temporary / GENERATION_CONFIG, generation)
+
+    placing.on_first(write, arrays)
 
 
 def _check_replaceable(directory):

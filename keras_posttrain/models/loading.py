@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import keras_hub
 
-from keras_posttrain.models import huggingface, repairs
+from keras_posttrain._variables import without_values
+from keras_posttrain.models import huggingface, placing, repairs
 from keras_posttrain.models.checkpoint_files import Reader, read_json
 from keras_posttrain.models.families import FAMILIES, family_of
 from keras_posttrain.models.settings import from_config
@@ -50,37 +52,48 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         config = read_json(path / huggingface.CONFIG)
         config, notes = _text_config(config)
     if config is None or config["model_type"] not in FAMILIES:
-        causal_lm = keras_hub.models.CausalLM.from_preset(
-            str(preset if path is None else path),
-            dtype=dtype,
-            load_weights=load_weights,
-            preprocessor=None,
-        )
+        with placing.whole_on_host():
+            causal_lm = keras_hub.models.CausalLM.from_preset(
+                str(preset if path is None else path),
+                dtype=dtype,
+                load_weights=load_weights,
+                preprocessor=None,
+            )
         repair(causal_lm)
         return causal_lm
-    causal_lm, settings, more = _build(config, dtype)
-    notes += more
     family = FAMILIES[config["model_type"]]
-    reading = Reader(path) if load_weights else contextlib.nullcontext()
-    with reading as checkpoint:
-        if checkpoint is not None:
-            settings, more = _tied_as_stored(settings, config, checkpoint)
-            notes += more
-        notes += repairs.apply_settings(causal_lm, family, settings)
-        if checkpoint is not None:
-            notes += _load_weights(causal_lm, checkpoint)
+    settings, more = from_config(config, family)
+    notes += more
+    checkpoint = None
+    if load_weights:
+        checkpoint = Reader(path)
+        settings, more = _tied_as_stored(settings, config, checkpoint)
+        notes += more
+    causal_lm, more = _build(family, settings, dtype, load_weights)
+    notes += more
+    if load_weights:
+        notes += _load_weights(causal_lm, checkpoint)
+        causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
     return causal_lm
 
 
-def _build(config, dtype):
-    family = FAMILIES[config["model_type"]]
-    settings, notes = from_config(config, family)
-    backbone = family.backbone_class(
-        **_arguments(settings, family), dtype=dtype
-    )
-    causal_lm = family.causal_lm_class(backbone=backbone, preprocessor=None)
-    return causal_lm, settings, notes
+def _build(family, settings, dtype, load_weights):
+    """The model, and a list of what was to be set on its layers.
+
+    Where weights are to be loaded, none are drawn before: that takes longer
+    than to read them, and several times their memory. What KerasHub compiles,
+    which has variables of its own, is left for then.
+    """
+    with without_values() if load_weights else contextlib.nullcontext():
+        backbone = family.backbone_class(
+            **_arguments(settings, family), dtype=dtype
+        )
+        causal_lm = family.causal_lm_class(
+            backbone=backbone, preprocessor=None, compile=not load_weights
+        )
+        notes = repairs.apply_settings(causal_lm, family, settings)
+    return causal_lm, notes
 
 
 def load_saved(path, config, *, dtype=None, load_weights=True):
@@ -94,14 +107,17 @@ def load_saved(path, config, *, dtype=None, load_weights=True):
     Returns:
         A `keras_hub.models.CausalLM`.
     """
-    causal_lm, settings, notes = _build(config, dtype)
     family = FAMILIES[config["model_type"]]
-    notes += repairs.apply_settings(causal_lm, family, settings)
+    settings, notes = from_config(config, family)
+    causal_lm, more = _build(family, settings, dtype, load_weights)
+    notes += more
     if load_weights:
         files = sorted(path.glob("model.weights*"))
         # A large model's weights are in several files, with a JSON index.
         index = [f for f in files if f.name == "model.weights.json"]
-        causal_lm.backbone.load_weights(str((index or files)[0]))
+        with placing.whole_on_host():
+            causal_lm.backbone.load_weights(str((index or files)[0]))
+        causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
     return causal_lm
 
@@ -206,7 +222,7 @@ def _tied_as_stored(settings, config, checkpoint):
     head = _head(checkpoint)
     embedding = _prefix(checkpoint) + EMBEDDING
     if settings.tied and head and embedding in checkpoint.names:
-        if (checkpoint.get(head) == checkpoint.get(embedding)).all():
+        if _equal(checkpoint, head, embedding):
             return settings, []
         # transformers does the same.
         note = "head not tied: the checkpoint has another one"
@@ -220,14 +236,42 @@ def _tied_as_stored(settings, config, checkpoint):
     return settings, []
 
 
+def _equal(checkpoint, one, other, rows=4096):
+    """Whether two tensors are equal, read some rows at a time."""
+    if checkpoint.shapes[one] != checkpoint.shapes[other]:
+        return False
+    with checkpoint.open(one) as first, checkpoint.open(other) as second:
+        count = checkpoint.shapes[one][0]
+        starts = range(0, count, rows)
+        parts = (slice(i, min(i + rows, count)) for i in starts)
+        return all((first[part] == second[part]).all() for part in parts)
+
+
 def _load_weights(causal_lm, checkpoint):
-    """Assigns every weight, a tensor at a time.
+    """Gives every weight its value, each device's slice read for itself.
+
+    All names, shapes and dtypes are checked before: nothing is half loaded.
 
     Returns:
         A list of str: a line if the checkpoint holds more than was used.
     """
+    found = _named(causal_lm, checkpoint)
+    for name, tensor in found.items():
+        with checkpoint.open(name) as stored:
+            read = functools.partial(tensor.read, stored)
+            placing.fill(tensor.variable, read)
+    rest = checkpoint.names - set(found) - {_head(checkpoint)}
+    rest = sorted(x for x in rest if not x.endswith("rotary_emb.inv_freq"))
+    if not rest:
+        return []
+    shown = ", ".join(rest[:4]) + (" ..." if len(rest) > 4 else "")
+    return [f"{len(rest)} tensors of the checkpoint not used: {shown}"]
+
+
+def _named(causal_lm, checkpoint):
+    """Every weight by its name in the checkpoint, which is what it needs."""
     prefix = _prefix(checkpoint)
-    rest = set(checkpoint.names)
+    found = {}
     for tensor in huggingface.tensors(causal_lm):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name == HEAD:
@@ -240,22 +284,16 @@ def _load_weights(causal_lm, checkpoint):
                 f"The checkpoint lacks a tensor that its config calls for. "
                 f"Received: {str(checkpoint.directory)!r} without {name!r}"
             )
-        array = checkpoint.get(name)
-        if array.shape != tensor.shape:
+        if checkpoint.shapes[name] != tensor.shape:
             raise ValueError(
                 "The checkpoint has a tensor of another shape than its "
                 f"config calls for. Expected {name!r} of shape "
-                f"{tensor.shape}. Received: shape {array.shape} in "
-                f"{str(checkpoint.directory)!r}"
+                f"{tensor.shape}. Received: shape {checkpoint.shapes[name]} "
+                f"in {str(checkpoint.directory)!r}"
             )
-        tensor.variable.assign(tensor.from_hf(array))
-        rest.discard(name)
-    rest.discard(_head(checkpoint))
-    rest = sorted(x for x in rest if not x.endswith("rotary_emb.inv_freq"))
-    if not rest:
-        return []
-    shown = ", ".join(rest[:4]) + (" ..." if len(rest) > 4 else "")
-    return [f"{len(rest)} tensors of the checkpoint not used: {shown}"]
+        checkpoint.check_dtype(name)
+        found[name] = tensor
+    return found
 
 
 def repair(causal_lm):

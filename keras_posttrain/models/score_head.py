@@ -68,8 +68,8 @@ class ScoreHead(keras.layers.Layer):
 
 def read_score(directory):
     """`score.weight` of a checkpoint, or `None` where it has none."""
-    with checkpoint_files.Reader(directory) as tensors:
-        return tensors.get(TENSOR) if TENSOR in tensors.names else None
+    tensors = checkpoint_files.Reader(directory)
+    return tensors.get(TENSOR) if TENSOR in tensors.names else None
 
 
 def add_to_adapter(directory, tensor):
