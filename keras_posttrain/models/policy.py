@@ -22,6 +22,12 @@ PACKABLE = (
     keras_hub.models.QwenBackbone,
     keras_hub.models.Qwen3Backbone,
 )
+# Mixtures of experts, whose layers run one by one with a mask of padding.
+MIXTURES = (
+    keras_hub.models.MixtralBackbone,
+    keras_hub.models.QwenMoeBackbone,
+    keras_hub.models.Qwen3MoeBackbone,
+)
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
@@ -57,7 +63,8 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE and not getattr(
             self.backbone, "vision_encoder", None
         )
-        if remat != "none" and not self.packable:
+        self.is_mixture = type(self.backbone) in MIXTURES
+        if remat != "none" and not (self.packable or self.is_mixture):
             raise ValueError(
                 f"{type(self.backbone).__name__} runs by KerasHub's own call, "
                 "whose layers cannot be rematerialised one by one. Use "
@@ -115,6 +122,8 @@ class Policy:
                 stack.enter_context(self.adapter.dropping(keys))
             if self.packable:
                 return self._packed_forward(batch, taps)
+            if self.is_mixture:
+                return self._mixture_forward(batch)
             return self._plain_forward(batch)
 
     def _packed_forward(self, batch, taps=None):
@@ -182,12 +191,12 @@ class Policy:
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
 
-    def _layer(self, layer, x):
+    def _layer(self, layer, x, **inputs):
         x = sharding.by_rows(x)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if self.remat == "none" and not any(gathers):
-            return layer(x)
+            return layer(x, **inputs)
         values = [v.value for v in variables]
 
         def again(values, x):
@@ -196,7 +205,7 @@ class Policy:
                 for variable, value, gather in zip(variables, values, gathers)
             ]
             with keras.StatelessScope(state_mapping=mapping):
-                return layer(x)
+                return layer(x, **inputs)
 
         # Weights that were gathered are not kept for the backward pass: all
         # layers' together would be the whole model on every device.
@@ -217,6 +226,15 @@ class Policy:
             if id(pair.layer) in inside:
                 found += [a, b]
         return found
+
+    def _mixture_forward(self, batch):
+        padding_mask = (batch["segment_ids"] > 0).astype("int32")
+        x = self.backbone.token_embedding(batch["token_ids"])
+        for layer in self.backbone.transformer_layers:
+            x = self._layer(
+                layer, x, decoder_padding_mask=padding_mask, training=False
+            )
+        return self.backbone.layer_norm(x)
 
     def _plain_forward(self, batch):
         inputs = {

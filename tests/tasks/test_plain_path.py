@@ -1,4 +1,4 @@
-"""Families without the attention seam train on KerasHub's own call."""
+"""Families without the attention seam: one sequence a row."""
 
 import keras
 import keras_hub
@@ -77,8 +77,23 @@ def test_log_probs_and_a_step(make):
 
 
 def test_remat_is_refused_where_it_would_do_nothing():
-    with pytest.raises(ValueError, match="MixtralBackbone .* remat='full'"):
-        kpt.SFTTask(mixtral(), sequence_length=16, remat="full")
+    with pytest.raises(ValueError, match="GPT2Backbone .* remat='full'"):
+        kpt.SFTTask(gpt2(), sequence_length=16, remat="full")
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_a_mixture_is_rematerialised_layer_by_layer(make):
+    causal_lm, found = make(), []
+    start = [np.array(v) for v in causal_lm.variables]
+    for remat in ("none", "full"):
+        for v, value in zip(causal_lm.variables, start):
+            v.assign(value)
+        task = kpt.SFTTask(causal_lm, sequence_length=16, remat=remat)
+        task.compile(optimizer="sgd")
+        task.fit(ROWS, batch_size=4, verbose=0)
+        found.append(weights(task))
+    for key, value in found[0].items():
+        np.testing.assert_allclose(found[1][key], value, atol=1e-6)
 
 
 def test_lora_names_are_unknown_outside_the_table():
