@@ -4,6 +4,8 @@ import json
 import pathlib
 import re
 
+from keras_posttrain.models.checkpoint_files import Reader
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,10 +42,8 @@ def module_names(tensors):
     return sorted({module_name(n).rsplit(".", 1)[-1] for n in tensors})
 
 
-def read_peft(directory):
-    """The config and the tensors of a PEFT adapter directory."""
-    from safetensors.numpy import load_file
-
+def read_config(directory):
+    """The config of a PEFT adapter directory, which has its weights too."""
     directory = pathlib.Path(directory)
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / file).exists():
@@ -52,8 +52,18 @@ def read_peft(directory):
                 f"{WEIGHTS_FILE}; {file} is missing. "
                 f"Received: {str(directory)!r}"
             )
-    config = json.loads((directory / CONFIG_FILE).read_text())
-    return config, load_file(str(directory / WEIGHTS_FILE))
+    return json.loads((directory / CONFIG_FILE).read_text())
+
+
+def open_weights(directory):
+    """A `Reader` of a PEFT adapter directory's tensors."""
+    return Reader(directory, single=WEIGHTS_FILE)
+
+
+def read_peft(directory):
+    """The config and the tensors of a PEFT adapter directory."""
+    config, tensors = read_config(directory), open_weights(directory)
+    return config, {name: tensors.get(name) for name in tensors.shapes}
 
 
 def lora_settings(config, directory):
@@ -96,7 +106,7 @@ def lora_settings(config, directory):
     targets = config.get("target_modules") or "all-linear"
     if any(config.get(key) for key in NARROWED):
         # The names of the tensors say what these settings left over.
-        names = {module_name(n) for n in read_peft(directory)[1]}
+        names = {module_name(n) for n in open_weights(directory).names}
         targets = [name.removeprefix(PREFIX) for name in names]
     if not isinstance(targets, str):
         targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))

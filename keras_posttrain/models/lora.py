@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -11,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from safetensors.numpy import save_file
 
-from keras_posttrain.models import huggingface, sharding
+from keras_posttrain.models import huggingface, placing, sharding
 from keras_posttrain.models.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -20,7 +22,8 @@ from keras_posttrain.models.adapter_files import (
     lora_settings,
     module_name,
     module_names,
-    read_peft,
+    open_weights,
+    read_config,
 )
 
 
@@ -178,11 +181,6 @@ class Pair:
     def out_size(self):
         return int(np.prod(self.out_shape))
 
-    def delta(self, a, b):
-        """`A @ B` in the layout of the kernel."""
-        full = (a @ b).reshape(*self.in_shape, *self.out_shape)
-        return full.transpose(self.to_kernel)
-
 
 class Adapter(keras.layers.Layer):
     """The LoRA weights of a causal language model.
@@ -305,12 +303,17 @@ class Adapter(keras.layers.Layer):
     def merged_kernel(self, i):
         """The kernel of layer `i` with the adapter added, in its dtype."""
         pair = self.pairs[i]
-        a = self.a[i].value.astype("float32")
-        b = self.b[i].value.astype("float32")
-        with jax.default_matmul_precision("highest"):
-            delta = pair.delta(a, b) * self.lora.scale
         kernel = pair.layer.kernel.value
-        return (kernel.astype("float32") + delta).astype(kernel.dtype)
+        is_split = isinstance(kernel.sharding, jax.sharding.NamedSharding)
+        return _merged(
+            kernel,
+            self.a[i].value,
+            self.b[i].value,
+            shape=(*pair.in_shape, *pair.out_shape),
+            order=tuple(pair.to_kernel),
+            scale=self.lora.scale,
+            target=kernel.sharding if is_split else None,
+        )
 
     @property
     def is_merged(self):
@@ -367,15 +370,11 @@ class Adapter(keras.layers.Layer):
             directory: str or path. Loads in PEFT and vLLM.
             base_name: str or `None`, recorded as the base model.
         """
-        from safetensors.numpy import save_file
-
         directory = pathlib.Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
         tensors = {}
-        for pair, a, b in zip(self.pairs, self.a, self.b):
-            name = PREFIX + pair.name
-            tensors[f"{name}.lora_A.weight"] = _row_major(a)
-            tensors[f"{name}.lora_B.weight"] = _row_major(b)
+        for tensor in self._tensors():
+            array = placing.to_host(tensor.variable.value)
+            tensors[tensor.name] = placing.contiguous(tensor.to_hf(array))
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -390,11 +389,23 @@ class Adapter(keras.layers.Layer):
             "init_lora_weights": True,
             "inference_mode": True,
         }
-        save_file(
-            tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"}
-        )
-        text = json.dumps(config, indent=2, sort_keys=True)
-        (directory / CONFIG_FILE).write_text(text + "\n")
+
+        def write():
+            directory.mkdir(parents=True, exist_ok=True)
+            path = str(directory / WEIGHTS_FILE)
+            save_file(tensors, path, metadata={"format": "pt"})
+            text = json.dumps(config, indent=2, sort_keys=True)
+            (directory / CONFIG_FILE).write_text(text + "\n")
+
+        placing.on_first(write)
+
+    def _tensors(self):
+        """The factors under PEFT's names, which has them transposed."""
+        transposed = ((1,), (0,))
+        for pair, *factors in zip(self.pairs, self.a, self.b):
+            for part, variable in zip("AB", factors):
+                name = f"{PREFIX}{pair.name}.lora_{part}.weight"
+                yield huggingface.Tensor(name, variable, transposed)
 
     def _target_modules(self):
         """Last parts of the names where these alone say which, else names."""
@@ -413,8 +424,7 @@ class Adapter(keras.layers.Layer):
             ValueError: where the adapter is of another method, shape or
                 set of layers. Nothing is changed then.
         """
-        config, tensors = read_peft(directory)
-        given = lora_from_config(config, directory)
+        given = lora_from_config(read_config(directory), directory)
         if given.shape() != self.lora.shape():
             raise ValueError(
                 f"The adapter in {str(directory)!r} was made with "
@@ -423,29 +433,39 @@ class Adapter(keras.layers.Layer):
                 f"lora=kpt.LoRA(rank={given.rank}, alpha={given.alpha}, "
                 f"rslora={given.rslora})."
             )
-        new = {}
-        for pair, a, b in zip(self.pairs, self.a, self.b):
-            for part, variable in (("A", a), ("B", b)):
-                name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                if name not in tensors:
-                    raise ValueError(
-                        f"The adapter in {str(directory)!r} has no weights "
-                        f"for {pair.name!r}, which `targets` names; it has "
-                        f"{module_names(tensors)}. Pass these as "
-                        "`kpt.LoRA(targets=...)`."
-                    )
-                value = np.asarray(tensors.pop(name), "float32").T
-                if value.shape != tuple(variable.shape):
-                    raise ValueError(
-                        f"{name} in {str(directory)!r} has shape "
-                        f"{value.shape[::-1]}, this model wants "
-                        f"{tuple(variable.shape)[::-1]}: the adapter belongs "
-                        "to another model."
-                    )
-                new[id(variable)] = (variable, value)
-        if tensors:
+        stored = open_weights(directory)
+        self._check_names(stored)
+        for tensor in self._tensors():
+            shape = stored.shapes[tensor.name]
+            if shape != tensor.shape:
+                raise ValueError(
+                    f"{tensor.name} in {str(directory)!r} has shape "
+                    f"{shape}, this model wants {tensor.shape}: the adapter "
+                    "belongs to another model."
+                )
+            stored.check_dtype(tensor.name)
+        for tensor in self._tensors():
+            with stored.open(tensor.name) as opened:
+                read = functools.partial(tensor.read, opened)
+                placing.fill(tensor.variable, read)
+
+    def _check_names(self, stored):
+        """Refuses an adapter of other layers than the task's."""
+        directory, wanted = stored.directory, set()
+        for tensor in self._tensors():
+            wanted.add(tensor.name)
+            if tensor.name not in stored.names:
+                name = module_name(tensor.name).removeprefix(PREFIX)
+                raise ValueError(
+                    f"The adapter in {str(directory)!r} has no weights "
+                    f"for {name!r}, which `targets` names; it has "
+                    f"{module_names(stored.names)}. Pass these as "
+                    "`kpt.LoRA(targets=...)`."
+                )
+        more = stored.names - wanted
+        if more:
             known = {f"{PREFIX}{name}" for name in self.names}
-            if all(module_name(name) in known for name in tensors):
+            if all(module_name(name) in known for name in more):
                 why = "the task's `targets` leaves out"
             else:
                 why = (
@@ -454,15 +474,23 @@ class Adapter(keras.layers.Layer):
                 )
             raise ValueError(
                 f"The adapter in {str(directory)!r} also adapts "
-                f"{module_names(tensors)}, which {why}. "
+                f"{module_names(more)}, which {why}. "
                 f"Received: targets={self.lora.targets!r}"
             )
-        for variable, value in new.values():
-            variable.assign(value)
 
 
-def _row_major(variable):
-    return np.ascontiguousarray(np.asarray(variable.value, "float32").T)
+@functools.partial(
+    jax.jit, static_argnames=("shape", "order", "scale", "target")
+)
+def _merged(kernel, a, b, *, shape, order, scale, target):
+    """A kernel with its adapter added; `A @ B` is nowhere whole on a mesh."""
+    with jax.default_matmul_precision("highest"):
+        delta = a.astype("float32") @ b.astype("float32")
+    delta = delta.reshape(shape).transpose(order) * scale
+    merged = (kernel.astype("float32") + delta).astype(kernel.dtype)
+    if target is None:
+        return merged
+    return jax.lax.with_sharding_constraint(merged, target)
 
 
 def lora_from_config(config, directory):

@@ -2,8 +2,9 @@ import jax
 import numpy as np
 
 from keras_posttrain.models import guards, huggingface, loading, presets
+from keras_posttrain.models.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
-from keras_posttrain.models.lora import Adapter, lora_from_config, read_peft
+from keras_posttrain.models.lora import Adapter, lora_from_config
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.tasks import checks
 from keras_posttrain.tasks.generation import Generator
@@ -294,8 +295,8 @@ class Task(Trainer):
                     "adapter before `compile`, or make the task with "
                     "`lora=kpt.LoRA(...)`."
                 )
-            config, _ = read_peft(path)
-            adapter = Adapter(self.causal_lm, lora_from_config(config, path))
+            lora = lora_from_config(read_config(path), path)
+            adapter = Adapter(self.causal_lm, lora)
             try:
                 adapter.load(path)
             except ValueError:
