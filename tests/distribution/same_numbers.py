@@ -7,6 +7,7 @@
 """
 
 import functools
+import math
 import re
 import sys
 
@@ -191,7 +192,7 @@ def check_optimizers():
 
 
 def collectives(task, rows=16, length=64):
-    """What is sent in a training step: `{(operation, shape)}`."""
+    """What is sent in a training step: `{(operation, shape, for what)}`."""
     data = keras.distribution.distribution().get_data_layout((rows, length))
 
     def put(x):
@@ -217,10 +218,12 @@ def collectives(task, rows=16, length=64):
     found = set()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all"
     for line in text.splitlines():
+        source = re.search(r'op_name="([^"]*)"', line)
         line = re.sub(r"/\*.*?\*/|\{[^}]*\}", "", line)
         sent = re.search(rf"= (.*?) ({kinds})(-start)?\(", line)
         for dims in re.findall(r"\[([\d,]+)\]", sent[1]) if sent else ():
-            found.add((sent[2], tuple(map(int, dims.split(",")))))
+            shape = tuple(map(int, dims.split(",")))
+            found.add((sent[2], shape, source[1] if source else ""))
     assert found
     return found
 
@@ -231,27 +234,37 @@ def check_collectives():
     With a model axis as well, a layer's outputs are added up, and nothing
     that a layer reads is gathered.
     """
-    rows, length, hidden = 16, 64, 64
-    for name in ("8x1", "4x2", "2x4"):
-        keras.distribution.set_distribution(mesh(name))
-        task, _ = make("sft", "llama3", "full")
-        task.compile(optimizer=keras.optimizers.SGD(0.1))
-        task.fit(random_rows(16), batch_size=16, verbose=0)
-        data = int(name.split("x")[0])
-        # Tokens of all devices and of each; 512 is the vocabulary as well.
-        tokens = {rows * length, rows * length // data} - {512}
-        for kind, shape in collectives(task, rows, length):
-            wide = shape[-1] >= hidden // 8 and len(shape) > 1
-            if not wide or shape[0] not in tokens:
-                continue
-            is_sum = kind == "all-reduce" and shape == (
-                rows * length // data,
-                hidden,
-            )
-            # The embedding's rows, looked up where they are.
-            is_lookup = len(shape) > 2 and kind != "all-gather"
-            allowed = data < 8 and (is_sum or is_lookup)
-            assert allowed, (name, kind, shape)
+    for case in (
+        "sft:llama3:8x1", "sft:llama3:4x2", "sft:llama3:2x4",
+        "distill:llama3:8x1", "distill:llama3:2x4",
+        "sft:mixtral:8x1", "sft:mixtral:4x2", "sft:qwen3_moe:2x4",
+    ):  # fmt: skip
+        check_what_is_sent(*case.split(":"))
+
+
+def check_what_is_sent(task, family, name, rows=16, length=72):
+    keras.distribution.set_distribution(mesh(name))
+    made, _ = make(task, family, "full")
+    made.compile(optimizer=keras.optimizers.SGD(0.1))
+    made.fit(random_rows(16), batch_size=16, verbose=0)
+    backbone = made.causal_lm.backbone
+    hidden, data = backbone.hidden_dim, int(name.split("x")[0])
+    # Tokens of all devices and of each: no weight has such an axis.
+    tokens = {rows * length, rows * length // data}
+    for kind, shape, source in collectives(made, rows, length):
+        leading = {math.prod(shape[:n]) for n in range(1, len(shape))}
+        if not leading & tokens or shape[-1] < hidden // 8:
+            continue
+        # XLA cannot choose the best experts where the tokens are.
+        if shape[-1] == getattr(backbone, "num_experts", None):
+            continue
+        # Shares of what the tokens of one device have, added up.
+        most = rows * length // data * hidden
+        is_sum = kind == "all-reduce" and math.prod(shape) <= most
+        # The embedding's rows, looked up where they are.
+        is_lookup = "token_embedding" in source
+        allowed = data < 8 and (is_sum or is_lookup)
+        assert allowed, (task, family, name, kind, shape, source)
 
 
 def main(cases):
