@@ -4,11 +4,13 @@ import signal
 import threading
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from keras_posttrain.callbacks import others
 from keras_posttrain.callbacks.metrics_log import make_directory
+from keras_posttrain.distribution import processes
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -24,6 +26,10 @@ class Checkpoint(keras.callbacks.Callback):
     Saving is asynchronous and atomic; a checkpoint that a crash left damaged
     is passed over for the one before. SIGTERM saves, then ends the process
     as it would have ended.
+
+    Several processes save together, each what its devices hold: they need
+    one directory that all of them reach. SIGTERM to one of them saves and
+    ends all.
 
     Args:
         directory: str or path, made where missing.
@@ -71,11 +77,14 @@ class Checkpoint(keras.callbacks.Callback):
         self._manager = _manager(self.directory, self.keep)
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
+        self._calls = 0
         self._epoch = 0
         self._scalars = []
         self._restore()
         self._last = self.model.step
-        if threading.current_thread() is threading.main_thread():
+        in_main = threading.current_thread() is threading.main_thread()
+        # Where several processes run, JAX handles the signal.
+        if in_main and processes.count() == 1:
             self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -88,6 +97,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._stopped_in_epoch = self._model.stop_training
+        self._calls += 1
+        if processes.is_preempted(self._calls):
+            self._terminated = True
         # What follows an epoch's last step (validation, other callbacks)
         # belongs to that epoch: such a step is saved after them.
         if not self._model.at_rest:
@@ -139,6 +151,12 @@ class Checkpoint(keras.callbacks.Callback):
         if self._terminated:
             self.close()
             self._terminated = False
+            if processes.count() > 1:
+                # That the others end is no loss.
+                for callback in self.model.fit_callbacks:
+                    if hasattr(callback, "close"):
+                        callback.close()
+                processes.leave()
             signal.raise_signal(signal.SIGTERM)
 
     def _on_sigterm(self, number, frame):
@@ -195,31 +213,26 @@ class Checkpoint(keras.callbacks.Callback):
         task = self.model
         expected, _ = task.training_state()
         failures, left_behind = [], []
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            try:
-                meta = self._manager.restore(
-                    step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-                )["meta"]
-            except Exception as e:  # noqa: BLE001 - whatever a damage raises
-                failures.append((step, e))
+        steps = processes.from_first(sorted(self._manager.all_steps()))
+        for step in reversed(steps):
+            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            meta, error = self._try(self._manager.restore, step, args=args)
+            if error is not None:
+                failures.append((step, error))
                 continue
+            meta = meta["meta"]
             if self._is_before_branch(step, meta):
                 left_behind.append(step)
                 continue
             task.check_training_state(meta, self.directory)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(_abstract, {**expected, "best": best})
-            try:
-                arrays = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardRestore(wanted)
-                    ),
-                )["state"]
-            except Exception as e:  # noqa: BLE001
-                failures.append((step, e))
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+            arrays, error = self._try(self._manager.restore, step, args=args)
+            if error is not None:
+                failures.append((step, error))
                 continue
+            arrays = arrays["state"]
             task.restore_training_state(arrays, meta)
             others.set_counters(task.fit_callbacks, meta["callbacks"])
             others.set_best_weights(task.fit_callbacks, task, arrays["best"])
@@ -234,6 +247,16 @@ class Checkpoint(keras.callbacks.Callback):
             break
         self._leave(left_behind, steps)
         self._report(failures)
+
+    def _try(self, function, *args, **kwargs):
+        """`(result, None)`, or `(None, error)` where one process fails."""
+        found = error = None
+        try:
+            found = function(*args, **kwargs)
+        except Exception as e:  # noqa: BLE001 - whatever a damage raises
+            error = f"{type(e).__name__}: {str(e)[:300]}"
+        errors = [e for e in processes.exchange(error) if e is not None]
+        return (None, errors[0]) if errors else (found, None)
 
     def _is_before_branch(self, step, meta):
         """Whether a checkpoint lies after `from_step`, but not on its run."""
@@ -250,7 +273,7 @@ class Checkpoint(keras.callbacks.Callback):
             )
         for step in left_behind:
             self._manager.delete(step)
-        if left_behind:
+        if left_behind and processes.is_first():
             print(
                 f"Going on from step {self._saved}; removed the checkpoints "
                 f"of steps {sorted(left_behind)}.",
@@ -264,22 +287,29 @@ class Checkpoint(keras.callbacks.Callback):
             step, error = failures[0]
             raise ValueError(
                 f"No checkpoint in {str(self.directory)!r} can be read "
-                f"(step {step}: {type(error).__name__}: {str(error)[:300]}). "
-                "Remove the directory to start anew."
+                f"(step {step}: {error}). Remove the directory to start anew."
             )
         for step, error in failures:
-            print(
-                f"Checkpoint of step {step} is damaged "
-                f"({type(error).__name__}); going on from step {self._saved}.",
-                flush=True,
-            )
+            if processes.is_first():
+                print(
+                    f"Checkpoint of step {step} is damaged "
+                    f"({error.split(':')[0]}); going on from step "
+                    f"{self._saved}.",
+                    flush=True,
+                )
             self._manager.delete(step)
 
 
 def _manager(directory, keep):
     import orbax.checkpoint as ocp
 
-    return ocp.CheckpointManager(
+    class Manager(ocp.CheckpointManager):
+        def reached_preemption(self, step):
+            # Asked for an earlier step as well, JAX would agree on a step
+            # that the run has passed.
+            return False
+
+    return Manager(
         directory,
         options=ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -296,7 +326,7 @@ def _complete_steps(directory):
 
 def _own(array):
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return array
+        return jnp.array(array, copy=True)
     return np.array(array)
 
 

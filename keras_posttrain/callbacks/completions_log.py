@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks.metrics_log import make_directory
+from keras_posttrain.distribution import processes
 
 FORMATS = ("jsonl", "parquet")
 
@@ -28,7 +29,8 @@ class CompletionsLog(keras.callbacks.Callback):
     completions that are messages are JSON. Numbers that are not finite are
     `null`. A resumed run drops the rollouts of the steps that it does again;
     one that starts anew moves those of an earlier run to
-    `completions.jsonl.old` or `completions.old`.
+    `completions.jsonl.old` or `completions.old`. Of several processes the
+    first writes.
 
     Args:
         directory: str or path, made where missing.
@@ -86,7 +88,7 @@ class CompletionsLog(keras.callbacks.Callback):
         self._record()
 
     def on_epoch_begin(self, epoch, logs=None):
-        if self._steps is None:
+        if self._steps is None and processes.is_first():
             # Where a resumed run goes on is known by now.
             self._open()
 
@@ -95,7 +97,7 @@ class CompletionsLog(keras.callbacks.Callback):
 
     def _record(self):
         table = getattr(self._model, "last_rollout", None)
-        if table is None or table is self._seen:
+        if table is None or table is self._seen or not processes.is_first():
             return
         if self._steps is None:
             self._open()

@@ -3,9 +3,12 @@ import json
 import math
 import os
 import pathlib
+import tempfile
 import time
 
 import keras
+
+from keras_posttrain.distribution import processes
 
 
 class MetricsLog(keras.callbacks.Callback):
@@ -19,7 +22,7 @@ class MetricsLog(keras.callbacks.Callback):
 
     A run that starts anew moves the lines of an earlier one to
     `metrics.jsonl.old`; a resumed run drops those of the steps that it does
-    again.
+    again. Of several processes the first writes.
 
     Args:
         directory: str or path, made where missing.
@@ -49,6 +52,8 @@ class MetricsLog(keras.callbacks.Callback):
         self._start = None
 
     def on_train_batch_end(self, batch, logs=None):
+        if not processes.is_first():
+            return
         task = self._model
         # Where a stream ends, Keras calls without a step.
         if task.step == self._last_step or not task.step_logs:
@@ -146,11 +151,10 @@ def in_order(names):
 def make_directory(directory):
     """Makes a directory, or says why it cannot be written to."""
     directory = pathlib.Path(directory)
-    probe = directory / ".write_test"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as e:
         raise ValueError(
             "The directory must be writable; nothing was trained. "

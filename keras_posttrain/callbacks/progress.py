@@ -5,6 +5,7 @@ import time
 import keras
 
 from keras_posttrain.callbacks.metrics_log import in_order
+from keras_posttrain.distribution import processes
 
 # Reading the logs waits for the device: at most this often, in seconds.
 INTERVAL = 0.5
@@ -14,6 +15,8 @@ LINE_INTERVAL = 60.0
 
 class Progress(keras.callbacks.Callback):
     """The progress bar: metrics, tokens per second and the time left.
+
+    Of several processes the first shows it.
 
     Args:
         verbose: 1 or `"auto"` for a bar, 2 for a line an epoch.
@@ -52,9 +55,9 @@ class Progress(keras.callbacks.Callback):
             if self.verbose == 2:
                 return
             if sys.stdout.isatty():
-                print("\r" + self._line() + "\033[K", end="", flush=True)
+                _say("\r" + self._line() + "\033[K", end="")
             elif now - self._printed > LINE_INTERVAL:
-                print(self._line(), flush=True)
+                _say(self._line())
                 self._printed = now
 
     def on_test_begin(self, logs=None):
@@ -70,16 +73,15 @@ class Progress(keras.callbacks.Callback):
         line = self._line(shown)
         if self.verbose != 2 and sys.stdout.isatty():
             line = "\r" + line + "\033[K"
-        print(line, flush=True)
+        _say(line)
 
     def on_train_end(self, logs=None):
         if self._skipped:
             many = ", ".join(map(str, self._skipped[:10]))
             more = "" if len(self._skipped) <= 10 else ", …"
-            print(
+            _say(
                 f"{len(self._skipped)} steps changed nothing, since "
-                f"{self._model.skipped_because}: steps {many}{more}",
-                flush=True,
+                f"{self._model.skipped_because}: steps {many}{more}"
             )
 
     def _read(self):
@@ -121,6 +123,11 @@ class Progress(keras.callbacks.Callback):
         if left:
             parts.append(f"{_duration(left)} left")
         return " - ".join(parts)
+
+
+def _say(line, end="\n"):
+    if processes.is_first():
+        print(line, end=end, flush=True)
 
 
 def _duration(seconds):

@@ -29,15 +29,8 @@ def make_mesh(sizes, devices=None):
         A `keras.distribution.DeviceMesh`.
 
     Raises:
-        ValueError: where the sizes are not those of the devices, or several
-            processes run.
+        ValueError: where the sizes are not those of the devices.
     """
-    if jax.process_count() > 1:
-        raise ValueError(
-            "A run is one process: of several each would read all rows. "
-            f"Received: {jax.process_count()} processes. Start one, with "
-            "all devices of its host."
-        )
     chosen = jax.devices() if devices is None else list(devices)
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
         chosen = _checked(chosen, keras.distribution.list_devices())

@@ -7,6 +7,7 @@ to such an array all must do, in the same order.
 """
 
 import json
+import signal
 
 import jax
 import keras
@@ -173,3 +174,19 @@ def share(number):
     """The part of so many things that falls to this process: a slice."""
     first = -(-number * index() // count())
     return slice(first, -(-number * (index() + 1) // count()))
+
+
+def is_preempted(call):
+    """Whether one of several processes got SIGTERM, all told at one call.
+
+    Args:
+        call: int, how often this was asked: 1, 2, and so on.
+    """
+    return count() > 1 and multihost_utils.reached_preemption_sync_point(call)
+
+
+def leave():
+    """Ends being one of several processes, when all are about to end."""
+    jax.distributed.shutdown()
+    # JAX's own handler would go on listening.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.models import guards
 from keras_posttrain.tasks import step as steps
 
@@ -79,6 +80,24 @@ class Resumable(keras.Model):
             )
         )
 
+    def agreement(self):
+        """What must be the same in all processes of a run, fit for JSON."""
+        return {
+            **self.fingerprint(),
+            **{f"data {k}": v for k, v in self.data.fingerprint.items()},
+            "seed": self._seed,
+            "epochs": self._epochs,
+            "skip_steps": sorted(self._skip_steps),
+            "micro_batch_size": self.micro_batch_size,
+            "step": self.step,
+            "callbacks": [
+                type(c).__name__
+                for c in self.fit_callbacks
+                # The first process alone may show one.
+                if not isinstance(c, Progress)
+            ],
+        }
+
     def _frozen_digest(self):
         """A checksum of the frozen weights, which no checkpoint holds."""
         if self._digest is None:
@@ -138,12 +157,25 @@ def weights_digest(values):
     def digest(values):
         total = jnp.uint32(0)
         for i, x in enumerate(values):
-            bits = steps.bits(x).reshape(-1)
-            place = jnp.arange(bits.size, dtype="uint32")
-            total += jnp.sum(_mixed(bits + _mixed(place + _mixed(i))))
+            bits = steps.bits(x)
+            mixed = _mixed(bits + _mixed(_places(bits.shape) + _mixed(i)))
+            total += jnp.sum(mixed)
         return total
 
     return int(jax.jit(digest)(values)) if values else 0
+
+
+def _places(shape):
+    """The place of each number in the flat array.
+
+    Not by flattening: an array over a mesh would come whole to each device.
+    """
+    places, stride = jnp.zeros(shape, "uint32"), 1
+    for axis in reversed(range(len(shape))):
+        along = jax.lax.broadcasted_iota("uint32", shape, axis)
+        places += along * jnp.uint32(stride)
+        stride = stride * shape[axis] % 2**32
+    return places
 
 
 def _mixed(x):

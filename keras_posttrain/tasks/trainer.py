@@ -10,8 +10,9 @@ import numpy as np
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.callbacks.together import Together
 from keras_posttrain.data.pipeline import BatchAdapter
-from keras_posttrain.distribution import shapes_only
+from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss, reductions
 from keras_posttrain.tasks import checks, coupled, padding
 from keras_posttrain.tasks import step as steps
@@ -182,6 +183,8 @@ class Trainer(Resumable):
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
         callbacks = list(callbacks or [])
+        processes.need_distribution()
+        verbose = verbose if processes.is_first() else 0
         checks.fit_arguments(self, batch_size, epochs, packing, callbacks)
         examples, report = self.prepare(dataset)
         validation = None
@@ -205,6 +208,7 @@ class Trainer(Resumable):
             packing=packing,
             skip_steps=skip_steps,
         )
+        self.data.keep_rows(processes.own_rows())
         self._seed = seed
         self._consumed, self._step_base = 0, self.step
         self._skip_steps = frozenset(skip_steps)
@@ -213,6 +217,8 @@ class Trainer(Resumable):
         self._logs_are_read = checks.reads_logs(callbacks)
         if verbose:
             callbacks.insert(0, Progress(verbose))
+        if processes.count() > 1:
+            callbacks.insert(0, Together())
         # What others count at the end of an epoch is in the checkpoint.
         callbacks.sort(key=lambda c: isinstance(c, Checkpoint))
         self.fit_callbacks = callbacks
@@ -294,6 +300,7 @@ class Trainer(Resumable):
             checks.positive_int("batch_size", batch_size)
             _show(self._padding(batch_size), verbose)
             dataset = self._batches(examples, batch_size, shuffle=False)
+        dataset.keep_rows(processes.own_rows())
         callbacks = kwargs.pop("callbacks", None)
         kwargs = {
             k: v
@@ -305,7 +312,7 @@ class Trainer(Resumable):
             with checks.epochs_may_end():
                 logs = super().evaluate(
                     x=dataset,
-                    verbose=verbose,
+                    verbose=verbose if processes.is_first() else 0,
                     callbacks=callbacks,
                     return_dict=True,
                     **kwargs,
@@ -643,5 +650,5 @@ class Trainer(Resumable):
 
 
 def _show(report, verbose):
-    if verbose and report is not None:
+    if verbose and report is not None and processes.is_first():
         print(report, flush=True)

@@ -5,8 +5,9 @@ process writes what came of it to `DIRECTORY/CASE.npz`. Without a port it is
 one process, with all devices.
 """
 
-import json
+import os
 import pathlib
+import signal
 import sys
 
 import keras
@@ -16,7 +17,6 @@ if len(sys.argv) > 3 and __name__ == "__main__":
         f"127.0.0.1:{sys.argv[3]}", int(sys.argv[4]), int(sys.argv[5])
     )
 
-import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
@@ -36,9 +36,52 @@ def train(task, family, mode, layout):
     return out | {f"weight {i}": x for i, x in enumerate(weights)}
 
 
+class Dies(keras.callbacks.Callback):
+    """Ends one process as something else may end it."""
+
+    reads_step_logs = True
+
+    def __init__(self, step, process, how):
+        super().__init__()
+        self.step, self.process, self.how = step, process, how
+
+    def on_train_batch_begin(self, batch, logs=None):
+        step = self._model.step
+        if step == self.step and processes.index() == self.process:
+            if self.how == "raise":
+                raise OSError("No space left on device")
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def resume(directory, mode, layout, *death):
+    """A run with checkpoints; `death` is the step, the process and how."""
+    keras.distribution.set_distribution(mesh(layout))
+    made, _ = make("sft", "llama3", mode)
+    callbacks = [
+        kpt.callbacks.Checkpoint(directory, every=2),
+        kpt.callbacks.MetricsLog(directory),
+    ]
+    if death:
+        step, process, how = death
+        callbacks.append(Dies(int(step), int(process), how))
+    made.fit(
+        random_rows(48, seed=1),
+        batch_size=8,
+        epochs=2,
+        callbacks=callbacks,
+        verbose=0,
+    )
+    assert made.step == 12
+    weights = processes.fetch([v.value for v in made.trainable_variables])
+    return {f"weight {i}": x for i, x in enumerate(weights)}
+
+
 def main(case, directory):
     kind, *arguments = case.split(":")
-    found = {"train": train}[kind](*arguments)
+    if kind == "train":
+        found = train(*arguments)
+    else:
+        found = resume(directory, *arguments)
     if processes.is_first():
         np.savez(pathlib.Path(directory) / "out.npz", **found)
     print("done", flush=True)
