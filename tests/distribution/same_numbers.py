@@ -1,15 +1,16 @@
 """A user's script: the same training on one device and on meshes of eight.
 
 `same_numbers.py CASE...`, a case being `task:family:mode:mesh,mesh`: the task
-`sft`, `packed`, `dpo`, `distill` or `grpo`; the mode `full` or `lora`; a mesh
-`8x1` (FSDP), `4x2`, `1x8` and so on, `tp2` (tensor parallelism alone) or `dp`.
-`optimizers` and `collectives` are cases of their own.
+one of `TASKS`; the mode `full` or `lora`; a mesh `8x1` (FSDP), `4x2`, `1x8`
+and so on, `tp2` (tensor parallelism alone) or `dp`. `optimizers` is a case of
+its own, and so is `sent:task:family:mesh`.
 """
 
 import functools
 import math
 import re
 import sys
+import time
 
 import jax
 import keras
@@ -63,51 +64,115 @@ def mixture(family):
     return models.Qwen3MoeCausalLM(backbone, preprocessor=None)
 
 
+def sft(path, kwargs):
+    if path.is_dir():
+        made = kpt.SFTTask.from_preset(path, **kwargs)
+    else:
+        made = kpt.SFTTask(mixture(path.name), **kwargs)
+    fit = {"dataset": random_rows(16, seed=1), "batch_size": 16, "epochs": 2}
+    return made, {"micro_batch_size": 8}, fit
+
+
+def packed(path, kwargs):
+    made = kpt.SFTTask.from_preset(path, remat="full", **kwargs)
+    rows = random_rows(40, seed=1)
+    fit = {"dataset": rows, "batch_size": 8, "packing": True, "epochs": 2}
+    return made, {"micro_batch_size": 8}, fit
+
+
+def uneven(path, kwargs):
+    """Rows that neither devices nor micro-batches share evenly."""
+    made = kpt.SFTTask.from_preset(path, **kwargs)
+    fit = {"dataset": random_rows(13, seed=1), "batch_size": 10}
+    return made, {"micro_batch_size": 3}, fit
+
+
+def dpo(path, kwargs, loss="auto", batch_size=8, micro_batch_size=None):
+    # A reference of its own: its weights are split too.
+    made = kpt.DPOTask.from_preset(path, reference=f"{path}_ref", **kwargs)
+    fit = {"dataset": PAIRS, "batch_size": batch_size, "epochs": 2}
+    return made, {"loss": loss, "micro_batch_size": micro_batch_size}, fit
+
+
+def coupled(path, kwargs):
+    """A loss that sorts the batch, of pairs that nothing shares evenly."""
+    loss = kpt.losses.AOTLoss(paired=False)
+    return dpo(path, kwargs, loss, batch_size=5, micro_batch_size=2)
+
+
+def kto(path, kwargs):
+    made, compiled, fit = dpo(path, kwargs, kpt.losses.KTOLoss(), batch_size=6)
+    rows = [
+        {
+            "prompt_ids": pair["prompt_ids"],
+            "completion_ids": pair[f"{side}_ids"],
+            "label": side == "chosen",
+        }
+        for pair, side in zip(PAIRS, ["chosen", "rejected"] * 4)
+    ]
+    return made, compiled, {**fit, "dataset": rows}
+
+
+def reward(path, kwargs):
+    made = kpt.RewardTask.from_preset(path, **kwargs)
+    return made, {}, {"dataset": PAIRS, "batch_size": 8, "epochs": 2}
+
+
+def distill(path, kwargs):
+    made = kpt.DistillTask.from_preset(path, teacher=f"{path}_ref", **kwargs)
+    fit = {"dataset": random_rows(8, seed=1), "batch_size": 8, "epochs": 2}
+    return made, {}, fit
+
+
+def grpo(path, kwargs, **fit):
+    made = kpt.GRPOTask.from_preset(path, **kwargs)
+    compiled = {
+        **sampled(made),
+        "loss": kpt.losses.GRPOLoss(beta=0.01),
+        "num_generations": 4,
+    }
+    return made, compiled, {"dataset": PROMPTS, "batch_size": 4, **fit}
+
+
+def shared(path, kwargs):
+    """Groups in rows that hold their prompt once."""
+    return grpo(path, kwargs, packing=32, share_prefix=True)
+
+
+def ppo(path, kwargs):
+    made = kpt.PPOTask.from_preset(path, **kwargs)
+    compiled = {**sampled(made), "num_iterations": 1}
+    return made, compiled, {"dataset": PROMPTS, "batch_size": 8}
+
+
+def sampled(task):
+    """Settings of a task that samples."""
+    # Rewards of ids: the rows are tokenised.
+    task.tokenizer = None
+    return {"rewards": [odd], "max_completion_length": 6}
+
+
+TASKS = {
+    f.__name__: f
+    for f in (
+        sft, packed, uneven, dpo, coupled, kto, reward, distill, grpo, shared,
+        ppo,
+    )
+}  # fmt: skip
+
+
 def make(task, family, mode):
     """A task, compiled, and the arguments of its `fit`."""
     kwargs = {"sequence_length": 64}
     if mode == "lora":
         kwargs["lora"] = kpt.LoRA(rank=4, dropout=0.1)
-    compiled = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9)}
-    path = REFERENCE / "models" / family
-    if task == "grpo":
-        made = kpt.GRPOTask.from_preset(path, **kwargs)
-        # Rewards of ids: the rows are tokenised.
-        made.tokenizer = None
-        compiled.update(
-            loss=kpt.losses.GRPOLoss(beta=0.01),
-            rewards=[odd],
-            num_generations=4,
-            max_completion_length=6,
-        )
-        fit = {"dataset": PROMPTS, "batch_size": 4}
-    elif task == "dpo":
-        # A reference of its own: its weights are split too.
-        kwargs["reference"] = REFERENCE / "models" / f"{family}_ref"
-        made = kpt.DPOTask.from_preset(path, **kwargs)
-        fit = {"dataset": PAIRS, "batch_size": 8, "epochs": 2}
-    elif task == "distill":
-        kwargs["teacher"] = REFERENCE / "models" / f"{family}_ref"
-        made = kpt.DistillTask.from_preset(path, **kwargs)
-        fit = {"dataset": random_rows(8, seed=1), "batch_size": 8, "epochs": 2}
-    else:
-        if task == "packed":
-            kwargs["remat"] = "full"
-        if path.is_dir():
-            made = kpt.SFTTask.from_preset(path, **kwargs)
-        else:
-            made = kpt.SFTTask(mixture(family), **kwargs)
-        compiled["micro_batch_size"] = 8
-        rows = random_rows(40 if task == "packed" else 16, seed=1)
-        packing = task == "packed"
-        fit = {"dataset": rows, "batch_size": 8 if packing else 16}
-        fit.update(epochs=2, packing=packing)
+    made, compiled, fit = TASKS[task](REFERENCE / "models" / family, kwargs)
     if made.adapter is not None:
         # B is zero at the start, and then half of the gradients are.
         rng = np.random.default_rng(0)
         for b in made.adapter.b:
             b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
-    made.compile(**compiled)
+    made.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), **compiled)
     return made, fit
 
 
@@ -117,7 +182,7 @@ def run(distribution, task, family, mode):
     out = {"history": made.fit(**fit, verbose=0).history}
     assert made.compiled_train_step._cache_size() == 1, "compiled again"
     out["weights"] = weights(made)
-    if task == "grpo":
+    if task in ("grpo", "shared", "ppo"):
         out["tokens"] = made.generate(
             PROMPTS,
             max_tokens=8,
@@ -228,25 +293,18 @@ def collectives(task, rows=16, length=64):
     return found
 
 
-def check_collectives():
+def check_what_is_sent(task, family, name, rows=16, length=72):
     """Under FSDP weights and their gradients are sent, and no activations.
 
     With a model axis as well, a layer's outputs are added up, and nothing
     that a layer reads is gathered.
     """
-    for case in (
-        "sft:llama3:8x1", "sft:llama3:4x2", "sft:llama3:2x4",
-        "distill:llama3:8x1", "distill:llama3:2x4",
-        "sft:mixtral:8x1", "sft:mixtral:4x2", "sft:qwen3_moe:2x4",
-    ):  # fmt: skip
-        check_what_is_sent(*case.split(":"))
-
-
-def check_what_is_sent(task, family, name, rows=16, length=72):
     keras.distribution.set_distribution(mesh(name))
     made, _ = make(task, family, "full")
     made.compile(optimizer=keras.optimizers.SGD(0.1))
-    made.fit(random_rows(16), batch_size=16, verbose=0)
+    if task == "distill":
+        made.make_teachers()
+    made.make_train_function()
     backbone = made.causal_lm.backbone
     hidden, data = backbone.hidden_dim, int(name.split("x")[0])
     # Tokens of all devices and of each: no weight has such an axis.
@@ -274,8 +332,8 @@ def main(cases):
         if case == "optimizers":
             check_optimizers()
             continue
-        if case == "collectives":
-            check_collectives()
+        if case.startswith("sent:"):
+            check_what_is_sent(*case.split(":")[1:])
             continue
         *kind, meshes = case.split(":")
         key = tuple(kind)
@@ -283,7 +341,7 @@ def main(cases):
             alone[key] = run(None, *kind)
         for name in meshes.split(","):
             compare(alone[key], run(mesh(name), *kind), f"{kind} {name}")
-            print(case, name, flush=True)
+            print(case, name, f"{time.process_time():.0f} s", flush=True)
     print("equal")
 
 

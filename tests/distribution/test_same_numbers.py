@@ -29,36 +29,21 @@ def run(*cases):
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
 
 
-def test_full_weights_on_two_axes():
-    run("sft:llama3:full:4x2")
+def test_rows_that_do_not_divide_on_two_axes():
+    run("uneven:llama3:full:4x2")
+
+
+# Together with the test above, every mesh, family, mode and task once.
 
 
 @pytest.mark.slow
-def test_sft_on_two_meshes():
-    run("sft:gemma2:full:2x4", "packed:qwen2:lora:4x2")
-
-
-@pytest.mark.full
-def test_sft_on_the_other_meshes():
-    run(
-        "sft:llama3:full:8x1,1x8,dp",
-        "packed:qwen2:lora:tp2",
-    )
+def test_rows_that_are_given():
+    run("sft:gemma2:lora:1x8", "dpo:qwen3:lora:4x2", "distill:llama3:full:8x1")
 
 
 @pytest.mark.slow
-def test_preferences_and_rollouts():
-    run("dpo:qwen3:lora:4x2", "grpo:llama3:full:2x4")
-
-
-@pytest.mark.full
-def test_rollouts_with_an_adapter():
-    run("grpo:qwen2:lora:8x1")
-
-
-@pytest.mark.slow
-def test_distillation():
-    run("distill:llama3:full:2x4")
+def test_rollouts():
+    run("grpo:llama3:full:2x4")
 
 
 @pytest.mark.slow
@@ -68,7 +53,21 @@ def test_masters_and_optax_and_mixtures():
 
 @pytest.mark.slow
 def test_what_is_sent():
-    run("collectives")
+    run(
+        "sent:sft:llama3:4x2",
+        "sent:distill:llama3:8x1",
+        "sent:sft:mixtral:4x2",
+    )
+
+
+@pytest.mark.full
+def test_what_is_sent_on_other_meshes():
+    run(
+        *(f"sent:sft:llama3:{mesh}" for mesh in ("8x1", "2x4")),
+        *(f"sent:distill:llama3:{mesh}" for mesh in ("4x2", "2x4")),
+        *(f"sent:sft:mixtral:{mesh}" for mesh in ("8x1", "2x4")),
+        *(f"sent:sft:qwen3_moe:{mesh}" for mesh in ("8x1", "2x4")),
+    )
 
 
 @pytest.mark.full
@@ -78,12 +77,30 @@ def test_mixtures_on_every_mesh(family):
 
 
 @pytest.mark.full
+def test_replicas():
+    run("sft:llama3:full:dp", "packed:qwen2:lora:tp2")
+
+
+FAMILIES = ["llama3", "gemma2", "gemma3_text", "qwen2", "qwen3"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize(
-    "family", ["llama3", "gemma2", "gemma3_text", "qwen2", "qwen3"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_task_on_every_mesh(family, mode):
     tasks = ["sft", "packed", "grpo"]
-    if (REFERENCE / "models" / f"{family}_ref").is_dir():
+    if has_reference(family):
         tasks += ["dpo", "distill"]
     run(*(f"{task}:{family}:{mode}:{MESHES}" for task in tasks))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "qwen3"])
+def test_the_other_tasks_on_two_axes(family, mode):
+    tasks = ["uneven", "coupled", "kto", "reward", "shared", "ppo"]
+    run(*(f"{task}:{family}:{mode}:4x2,2x4" for task in tasks))
+
+
+def has_reference(family):
+    return (REFERENCE / "models" / f"{family}_ref").is_dir()
