@@ -1,7 +1,10 @@
 """What several test files share: the reference folder and small rows."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 
@@ -46,3 +49,23 @@ def weights(task):
 def read_log(directory):
     lines = (pathlib.Path(directory) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in lines.splitlines()]
+
+
+def run_on_eight_devices(module, *arguments):
+    """Runs a script of `tests` in a process with eight CPU devices.
+
+    It must print "equal" at its end.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REFERENCE.parent.parent,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+    )
+    assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
+    return done.stdout

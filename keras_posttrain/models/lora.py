@@ -341,17 +341,6 @@ class Adapter(keras.layers.Layer):
             pair.base = None
         self._active = True
 
-    @contextlib.contextmanager
-    def merged(self):
-        if self.is_merged:
-            yield
-            return
-        self.merge()
-        try:
-            yield
-        finally:
-            self.unmerge()
-
     def merged_values(self):
         """`values(variable)` for an export: kernels with the adapter added."""
         index = {id(p.layer.kernel): i for i, p in enumerate(self.pairs)}

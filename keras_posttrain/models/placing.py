@@ -71,7 +71,7 @@ def to_host(array):
     found = np.empty(shape, dtype)
     for index, devices in _by_index(array.sharding, shape).items():
         here = [device for device in devices if device in local]
-        part = found[tuple(slice(*bounds) for bounds in index)]
+        part = found[*(slice(*bounds) for bounds in index), ...]
         if here:
             _fetch(local[here[0]], part)
         if not everywhere:
@@ -94,7 +94,7 @@ def _by_index(target, shape):
 def _fetch(data, out):
     """Copies an array of one device to `out`, some rows at a time."""
     if not data.shape:
-        out[...] = np.asarray(jnp.copy(data))
+        out[...] = jnp.copy(data)
         return
     rows = max(1, CHUNK * len(data) // max(1, data.nbytes))
     for start in range(0, len(data), rows):
@@ -176,15 +176,22 @@ class Values(keras.StatelessScope):
     """A scope in which a variable's value is made when it is asked for.
 
     Args:
-        values: function from a `keras.Variable` to an array.
+        make: function from a `keras.Variable` to an array; what it asks for
+            in turn are the values that variables have.
     """
 
-    def __init__(self, values):
+    def __init__(self, make):
         super().__init__(initialize_variables=False)
-        self.values = values
+        self._make, self._making = make, False
 
     def get_current_value(self, variable):
-        return self.values(variable)
+        if self._making:
+            return None
+        self._making = True
+        try:
+            return self._make(variable)
+        finally:
+            self._making = False
 
 
 @contextlib.contextmanager

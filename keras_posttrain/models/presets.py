@@ -1,12 +1,13 @@
 """Presets: a model and its tokenizer, in and out."""
 
-import contextlib
 import pathlib
+import tempfile
 
 import keras_hub
+import numpy as np
 
 from keras_posttrain.data.tokenizer import Tokenizer
-from keras_posttrain.models import huggingface, loading
+from keras_posttrain.models import huggingface, loading, placing
 from keras_posttrain.models.checkpoint_files import read_json, write_json
 from keras_posttrain.models.families import family_of
 
@@ -56,6 +57,9 @@ def load_tokenizer(preset):
 def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
     """Writes a KerasHub preset that loads here with equal numbers.
 
+    Tensors come from the devices, and kernels are merged, one at a time. Of
+    several processes all must call it, and the first one writes.
+
     KerasHub loads the preset too; settings that its config has no field for
     (`causal_lm.kpt_repairs` lists them) are lost on it there, and kept here
     by a folder of our own.
@@ -67,22 +71,47 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
         tokenizer: `Tokenizer` or `None`.
     """
     directory = pathlib.Path(directory)
+    placing.on_first(lambda: _check_new(directory))
+    values = adapter.merged_values() if adapter else lambda v: v.value
+    order = _order_of_saving(causal_lm)
+    arrays = (placing.to_host(values(variable)) for variable in order)
+
+    def write():
+        with placing.Values(lambda variable: next(arrays)):
+            causal_lm.save_to_preset(str(directory))
+        _keep_tied(causal_lm.backbone, directory)
+        own = directory / OWN_FOLDER
+        own.mkdir(exist_ok=True)
+        if tokenizer is not None:
+            tokenizer.save(own)
+            stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
+            write_json(own / "generation_config.json", stop)
+        if family_of(causal_lm) is not None:
+            config = huggingface.hf_config(causal_lm)
+            write_json(own / huggingface.CONFIG, config)
+
+    placing.on_first(write, arrays)
+
+
+def _check_new(directory):
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(
             "A preset is written to a new or empty directory. "
             f"Received: {str(directory)!r}, which has files"
         )
-    with adapter.merged() if adapter else contextlib.nullcontext():
-        causal_lm.save_to_preset(str(directory))
-    _keep_tied(causal_lm.backbone, directory)
-    own = directory / OWN_FOLDER
-    own.mkdir(exist_ok=True)
-    if tokenizer is not None:
-        tokenizer.save(own)
-        stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
-        write_json(own / "generation_config.json", stop)
-    if family_of(causal_lm) is not None:
-        write_json(own / huggingface.CONFIG, huggingface.hf_config(causal_lm))
+
+
+def _order_of_saving(causal_lm):
+    """The variables in the order in which KerasHub asks for their values."""
+    order = []
+
+    def value(variable):
+        order.append(variable)
+        return np.zeros((), variable.dtype)
+
+    with tempfile.TemporaryDirectory() as unused, placing.Values(value):
+        causal_lm.save_to_preset(unused)
+    return order
 
 
 def _keep_tied(backbone, directory):
