@@ -20,7 +20,8 @@ class Loss:
 
     Call arguments:
         batch: dict of arrays with a leading `rows` axis. `completion_mask`
-            of shape `(rows, length)` is always there.
+            of shape `(rows, length)` is always there. Rows of padding, in
+            which it and `sequence_mask` are 0, must not count.
         outputs: dict of arrays by the names in `needs`, such as
             `per_token_logps` of shape `(rows, length)`.
 

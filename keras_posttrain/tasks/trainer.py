@@ -82,7 +82,8 @@ class Trainer(Resumable):
                 transformation is taken as it is (see `kpt.decay_mask`).
             loss: `"auto"` or a `kpt.losses.Loss`.
             micro_batch_size: int or `None`: rows that pass through the model
-                at once. Gradients are added up over a batch's micro-batches;
+                at once, over several devices the next multiple of their
+                number. Gradients are added up over a batch's micro-batches;
                 the result is that of the whole batch.
             max_grad_norm: float or `None`: gradients whose global norm is
                 larger are scaled down to it.

@@ -29,11 +29,16 @@ def run(*cases):
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
 
 
-def test_rows_that_do_not_divide_on_two_axes():
-    run("uneven:llama3:full:4x2")
+def test_full_weights_on_two_axes():
+    run("sft:llama3:full:4x2")
 
 
-# Together with the test above, every mesh, family, mode and task once.
+@pytest.mark.slow
+def test_rows_that_nothing_shares_evenly():
+    run("uneven:llama3:full:8x1")
+
+
+# With the tests above, every mesh, family, mode and task at least once.
 
 
 @pytest.mark.slow
