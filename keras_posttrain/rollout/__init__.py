@@ -5,5 +5,13 @@ from keras_posttrain.rollout.rollout import (
     Rollout,
     Scores,
 )
+from keras_posttrain.rollout.vllm import VLLMRollout
 
-__all__ = ["Completion", "NativeRollout", "Request", "Rollout", "Scores"]
+__all__ = [
+    "Completion",
+    "NativeRollout",
+    "Request",
+    "Rollout",
+    "Scores",
+    "VLLMRollout",
+]

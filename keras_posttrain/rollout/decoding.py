@@ -112,6 +112,10 @@ class Placement:
             return tree
         return self._constrain(tree, self.data)
 
+    def whole(self, tree):
+        """Arrays that every process reads, inside a program."""
+        return tree if self.mesh is None else self._constrain(tree)
+
     def _constrain(self, tree, *axes):
         spec = jax.sharding.PartitionSpec(*axes)
         sharding = jax.sharding.NamedSharding(self.mesh, spec)
@@ -353,4 +357,4 @@ class SlotDecoder:
             for old, new in zip(cache, carry["recent"])
         ]
         names = ("tokens", "logps", "taken", "active", "stopped")
-        return cache, {name: carry[name] for name in names}
+        return cache, self.placement.whole({n: carry[n] for n in names})

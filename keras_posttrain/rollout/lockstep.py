@@ -322,7 +322,8 @@ class LockstepDecoder:
             }
 
         with self.task.using_weights(*weights):
-            return jax.lax.while_loop(go_on, body, (cache, state))
+            cache, state = jax.lax.while_loop(go_on, body, (cache, state))
+        return cache, self.placement.whole(state)
 
 
 def _check_family(causal_lm):

