@@ -132,6 +132,31 @@ def exchange(value):
     return [value for _, value in sorted(said, key=lambda x: x[0])]
 
 
+def exchange_results(function):
+    """What a function gives in each process; it may raise in some.
+
+    Args:
+        function: of nothing, gives what JSON can hold.
+
+    Returns:
+        List of the results of all processes, in their order.
+
+    Raises:
+        ValueError: in all processes, names the one in which the function
+            raised, and what.
+    """
+    value = error = text = None
+    try:
+        value = function()
+    except Exception as e:  # whatever it is, the others wait for it
+        error, text = e, f"{type(e).__name__}: {e}"
+    said = exchange([value, text])
+    for k, (_, text) in enumerate(said):
+        if text is not None:
+            raise ValueError(f"In process {k} of {count()}: {text}") from error
+    return [value for value, _ in said]
+
+
 def from_first(value):
     """What the first process has, in all of them."""
     return exchange(value if is_first() else None)[0]

@@ -1,7 +1,6 @@
 """Log-probabilities of given tokens, by the policy's own forward pass."""
 
 import jax
-import numpy as np
 
 from keras_posttrain.data.packing import pack
 from keras_posttrain.distribution import processes

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.rollout_batch import Sampled
@@ -170,7 +171,7 @@ class Collector:
             [v.value for v in task.non_trainable_variables],
             task.to_device({name: batch[name] for name in names}),
         )
-        return np.asarray(self._programs[reference](*values))
+        return processes.fetch(self._programs[reference](*values))
 
     def _policy_logps(self, values, trainable, frozen, batch):
         with self.task.using_weights(trainable, frozen):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.tasks import distill_step
 from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.collect import (
@@ -121,7 +122,7 @@ class DistillCollector(Collector):
             "teachers": [teacher.values for teacher in task.teachers],
         }
         given = task.to_device({name: batch.arrays[name] for name in names})
-        return np.asarray(self._programs["teachers"](state, given))
+        return processes.fetch(self._programs["teachers"](state, given))
 
     def _served_logps(self, batch, taught):
         """Those of a served teacher, at the samples' temperature."""

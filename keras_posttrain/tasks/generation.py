@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 
 from keras_posttrain.data import chat
+from keras_posttrain.distribution import processes
 from keras_posttrain.rollout import NativeRollout, Request
 
 
@@ -29,7 +30,8 @@ class Generator:
         if not return_token_ids or on_text is not None:
             self.task._need_tokenizer("generate")
         # One seed for all: equal prompts still differ in their samples.
-        seed = np.random.randint(2**31) if seed is None else seed
+        if seed is None:
+            seed = processes.from_first(np.random.randint(2**31))
         requests = [
             Request(
                 x,
@@ -43,9 +45,8 @@ class Generator:
         stream = None
         if on_text is not None:
             stream = _TextStream(self.task.tokenizer, num_generations, on_text)
-        out = self.engine.generate(
-            requests, on_tokens=stream, progress=bool(verbose)
-        )
+        shown = bool(verbose) and processes.is_first()
+        out = self.engine.generate(requests, on_tokens=stream, progress=shown)
         if stream is not None:
             stream.end()
         answers = [[self._answer(c, return_token_ids) for c in x] for x in out]

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.losses import (
     generalized_advantages,
@@ -107,9 +108,10 @@ class PPOCollector(Collector):
             [v.value for v in task.non_trainable_variables],
             task.to_device({name: batch[name] for name in names}),
         )
+        found = processes.fetch(found)
         return {
-            "old_per_token_logps": np.asarray(found["per_token_logps"]),
-            "old_values": np.asarray(found["values"]),
+            "old_per_token_logps": found["per_token_logps"],
+            "old_values": found["values"],
         }
 
     def _old_outputs(self, trainable, frozen, batch):

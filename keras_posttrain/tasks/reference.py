@@ -5,7 +5,6 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from keras_posttrain.models import presets
 from keras_posttrain.models.loading import repair
@@ -130,4 +129,4 @@ class Reference:
 def _is_zero(adapter):
     if adapter is None:
         return False
-    return not any(np.any(np.asarray(b.value)) for b in adapter.b)
+    return not any(bool(jnp.any(b.value != 0)) for b in adapter.b)

@@ -9,6 +9,7 @@ import numpy as np
 from keras_posttrain.data.formats import Example
 from keras_posttrain.data.preference_batch import completion_key
 from keras_posttrain.data.row_cache import RowCache
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards
 from keras_posttrain.tasks.resume import weights_digest
 
@@ -58,6 +59,7 @@ class ReferenceCache:
             batch_size: int, completions at once.
             verbose: bool, whether to show a progress bar.
         """
+        processes.check_equal({"rows that the cache lacks": sorted(lacking)})
         if verbose:
             print(
                 f"reference: computes {len(lacking):,} completions, which "
@@ -82,7 +84,7 @@ class ReferenceCache:
             )
             logps = []
             for batch in batches.get_jax_iterator():
-                found = np.asarray(program(state, batch))
+                found = processes.fetch(program(state, batch))
                 # Without the rows of padding.
                 logps += list(found[batch["sequence_mask"][:, 0] > 0])
                 bar.update(min(first + len(logps), len(keys)))

@@ -1,8 +1,8 @@
 import tempfile
 
 import jax
-import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import huggingface, score_head
 from keras_posttrain.tasks import checks
@@ -133,7 +133,7 @@ class RewardTask(PreferenceTask):
         )
         out = []
         for batch in batches.get_jax_iterator():
-            found = np.asarray(self._scores(*weights, batch))
+            found = processes.fetch(self._scores(*weights, batch))
             out += found[batch["sequence_mask"][:, 0] > 0].tolist()
         return out
 

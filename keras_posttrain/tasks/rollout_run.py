@@ -13,8 +13,10 @@ import numpy as np
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.callbacks.together import Together
 from keras_posttrain.data.formats import prepare_sft
 from keras_posttrain.data.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
@@ -197,6 +199,8 @@ class RolloutRun(Task):
     def _callback_list(self, callbacks, epochs, verbose):
         if verbose:
             callbacks = [Progress(verbose), *callbacks]
+        if processes.count() > 1:
+            callbacks = [Together(), *callbacks]
         # What others count at the end of an epoch is in the checkpoint.
         callbacks = sorted(callbacks, key=lambda c: isinstance(c, Checkpoint))
         self.fit_callbacks = callbacks
@@ -281,22 +285,15 @@ class RolloutRun(Task):
 
     def to_device(self, batch):
         """A batch with its rows spread over the mesh, where there is one."""
-        distribution = keras.distribution.distribution()
-        if distribution is None:
-            return batch
-        return {
-            name: keras.distribution.distribute_tensor(
-                x, distribution.get_data_layout(x.shape)
-            )
-            for name, x in batch.items()
-        }
+        return processes.put_rows(batch)
 
     def sync(self):
         """Gives the engine the new weights: the rollout is done with."""
         start = time.perf_counter()
         self.rollout.sync_weights()
         self.at_rest = True
-        return {"time/sync": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        return {"time/sync": seconds, **self.rollout.metrics()}
 
     def _record(self, logs):
         self.step_logs = logs
@@ -406,5 +403,5 @@ def _settings_of(function):
 
 
 def show(report, verbose):
-    if verbose and report is not None:
+    if verbose and report is not None and processes.is_first():
         print(report, flush=True)

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 
 from keras_posttrain.data.prompts import Prompt
+from keras_posttrain.distribution import processes
 from keras_posttrain.tasks import checks, rollout_checks
 from keras_posttrain.tasks.evaluation import evaluate_prompts
 from keras_posttrain.tasks.rollout_run import RolloutRun, show
@@ -199,6 +200,8 @@ class RolloutTask(RolloutRun):
         if isinstance(callbacks, keras.callbacks.Callback):
             callbacks = [callbacks]
         callbacks = list(callbacks or [])
+        processes.need_distribution()
+        verbose = verbose if processes.is_first() else 0
         checks.positive_int("epochs", epochs)
         checks.may_train(self, packing or share_prefix, callbacks)
         order = {"shuffle": shuffle, "seed": seed}

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.run import run_rewards
 from keras_posttrain.rollout.rollout import Request
@@ -80,9 +81,25 @@ class Sampler:
         return [{"role": "assistant", "content": text}]
 
     def _rewards(self, prompts, completions, texts):
+        """Rewards of all groups, of which each process judges its share."""
+        if not self.task.rewards:
+            shape = len(prompts), self.num_generations, 0
+            return np.zeros(shape, np.float32)
+        if processes.count() == 1:
+            return self._judge(prompts, completions, texts)
+        own = processes.share(len(prompts))
+
+        def judge():
+            if not prompts[own]:
+                return []
+            args = prompts[own], completions[own], texts[own]
+            return self._judge(*args).tolist()
+
+        parts = processes.exchange_results(judge)
+        return np.array([group for part in parts for group in part], "float32")
+
+    def _judge(self, prompts, completions, texts):
         task, many = self.task, self.num_generations
-        if not task.rewards:
-            return np.zeros((len(prompts), many, 0), np.float32)
         each = [p for p in prompts for _ in range(many)]
         columns = {
             name: [p.columns[name] for p in each]

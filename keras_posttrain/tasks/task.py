@@ -1,6 +1,6 @@
 import jax
-import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards, huggingface, loading, presets
 from keras_posttrain.models.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
@@ -185,7 +185,7 @@ class Task(Trainer):
         )
         out = []
         for batch in batches.get_jax_iterator():
-            values = np.asarray(self._log_probs(*state, batch))
+            values = processes.fetch(self._log_probs(*state, batch))
             lengths = (batch["segment_ids"] > 0).sum(axis=1)
             out += [v[:n] for v, n in zip(values, lengths) if n]
         return out

@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_posttrain.data.formats import Example
 from keras_posttrain.data.row_cache import RowCache, row_key
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards
 from keras_posttrain.tasks.resume import weights_digest
 
@@ -132,6 +133,7 @@ class TeacherCache:
             batch_size: int, rows at once.
             verbose: bool, whether to show a progress bar.
         """
+        processes.check_equal({"rows that the cache lacks": sorted(lacking)})
         if verbose:
             print(
                 f"teacher: reads {len(lacking):,} rows, which are kept in "
@@ -185,7 +187,7 @@ class TeacherCache:
             )
             out = []
             for batch in batches.get_jax_iterator():
-                found = jax.device_get(program(*state, batch))
+                found = processes.fetch(program(*state, batch))
                 # Without the rows of padding.
                 rows = np.flatnonzero(batch["sequence_mask"][:, 0])
                 out += zip(found["top_ids"][rows], found["top_logps"][rows])

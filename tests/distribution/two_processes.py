@@ -5,6 +5,7 @@ process writes what came of it to `DIRECTORY/CASE.npz`. Without a port it is
 one process, with all devices.
 """
 
+import json
 import os
 import pathlib
 import signal
@@ -25,15 +26,46 @@ from tests.distribution.same_numbers import make, mesh  # noqa: E402
 from tests.support import random_rows  # noqa: E402
 
 
-def train(task, family, mode, layout):
-    """Trains, and uses the model; a dict of what came of it."""
+def train(directory, task, family, mode, layout):
+    """Trains; a dict of what came of it."""
     keras.distribution.set_distribution(mesh(layout))
     made, fit = make(task, family, mode)
     history = made.fit(**fit, verbose=0).history
     assert made.compiled_train_step._cache_size() == 1, "compiled again"
     out = {k: v for k, v in history.items() if not k.startswith("time/")}
-    weights = processes.fetch([v.value for v in made.trainable_variables])
-    return out | {f"weight {i}": x for i, x in enumerate(weights)}
+    if task == "grpo":
+        rows = made.last_rollout
+        out |= {k: rows[k] for k in ("odd", "advantage")}
+        out["tokens"] = json.dumps(rows["completion"])
+    return out | trained(made)
+
+
+def use(directory, family, mode, layout):
+    """What a model is used for; a dict of what came of it."""
+    keras.distribution.set_distribution(mesh(layout))
+    made, _ = make("sft", family, mode)
+    rows = random_rows(5, seed=2)
+    out = made.evaluate(rows, batch_size=4)
+    out["log_probs"] = np.concatenate(made.log_probs(rows, batch_size=4))
+    prompts = [{"prompt_ids": row["token_ids"]} for row in rows]
+    kwargs = dict(max_tokens=6, stop_token_ids=None, return_token_ids=True)
+    out["tokens"] = made.generate(prompts, seed=3, **kwargs)
+    # A seed that all agree on.
+    out["drawn"] = made.generate(prompts[0], **kwargs)
+    assert processes.exchange(out["drawn"]) == (
+        [out["drawn"]] * processes.count()
+    )
+    del out["drawn"]
+    if mode == "lora":
+        made.save_adapter(pathlib.Path(directory) / "adapter")
+    made.export(pathlib.Path(directory) / "export")
+    made.save_to_preset(pathlib.Path(directory) / "preset")
+    return out
+
+
+def trained(task):
+    weights = processes.fetch([v.value for v in task.trainable_variables])
+    return {f"weight {i}": x for i, x in enumerate(weights)}
 
 
 class Dies(keras.callbacks.Callback):
@@ -72,16 +104,13 @@ def resume(directory, mode, layout, *death):
         verbose=0,
     )
     assert made.step == 12
-    weights = processes.fetch([v.value for v in made.trainable_variables])
-    return {f"weight {i}": x for i, x in enumerate(weights)}
+    return trained(made)
 
 
 def main(case, directory):
     kind, *arguments = case.split(":")
-    if kind == "train":
-        found = train(*arguments)
-    else:
-        found = resume(directory, *arguments)
+    kinds = {"train": train, "use": use, "resume": resume}
+    found = kinds[kind](directory, *arguments)
     if processes.is_first():
         np.savez(pathlib.Path(directory) / "out.npz", **found)
     print("done", flush=True)
