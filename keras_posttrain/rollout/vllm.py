@@ -16,6 +16,7 @@ from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
 from keras_posttrain.rollout.schedule import check_finite
 from keras_posttrain.rollout.vllm_jobs import EngineFailure
 from keras_posttrain.rollout.vllm_local import LocalEngine, is_installed
+from keras_posttrain.rollout.vllm_server import ServerEngine
 
 # Failures in a row, with nothing done between them, that end a run.
 MAX_FAILURES = 3
@@ -26,8 +27,10 @@ CACHED_SEQUENCES = 256
 class VLLMRollout(Rollout):
     """Samples from the policy in training, by [vLLM](https://docs.vllm.ai).
 
-    vLLM runs in the trainer's process. It is built from a config that is
-    written from the task's model, whatever that was loaded from, and is given
+    vLLM runs in the trainer's process, or as a server: one that is started
+    and stopped with the run, with an interpreter of another environment, or
+    one that is running. It is built from a config that is written from the
+    task's model, whatever that was loaded from, and is given
     the weights before the first sample and after every rollout: under LoRA
     the adapter's alone, else all of them. After each time the engine's
     log-probabilities of a probe sequence are compared with the trainer's;
@@ -39,6 +42,11 @@ class VLLMRollout(Rollout):
     kept, the rest is sampled again.
 
     Args:
+        url: str or `None`, the address of a server that is running (below).
+        python: path or `None`: an interpreter whose environment has vLLM; a
+            server is started with it, on the loopback interface and with a
+            key, and ends with this process.
+        api_key: str or `None`, the key of the server at `url`.
         adapter: bool, whether a LoRA adapter is given to vLLM as such; if
             not, it is added to the kernels on the way and all weights are
             given. `"auto"` does so where there is one that vLLM has room for
@@ -51,9 +59,11 @@ class VLLMRollout(Rollout):
             holds it; on accelerators the choice is vLLM's.
         directory: path of an existing folder in which what vLLM reads is
             written, removed again by `stop`. Defaults to the shared memory
-            of the machine.
+            of the machine. With `url` the server must see it under the same
+            path.
         timeout: float, seconds. An engine in which no request has ended for
-            so long is taken for failed.
+            so long, or a server that has not answered one, is taken for
+            failed. In the process a step of vLLM's that hangs is not noticed.
         engine_args: dict or `None`, further [engine arguments](
             https://docs.vllm.ai/en/latest/configuration/engine_args.html)
             of vLLM, such as `{"max_num_seqs": 64}`.
@@ -67,11 +77,30 @@ class VLLMRollout(Rollout):
     task.compile(rewards=[correct], rollout=kpt.rollout.VLLMRollout())
     task.fit(prompts, batch_size=8)
     ```
+
+    With vLLM in an environment of its own:
+
+    ```python
+    rollout = kpt.rollout.VLLMRollout(python="/opt/vllm/bin/python")
+    ```
+
+    A server for `url` is one of vLLM's with the file
+    `kpt.rollout.vllm_worker.__file__` on its path as `kpt_vllm_worker.py`,
+    VLLM_SERVER_DEV_MODE=1, VLLM_USE_V2_MODEL_RUNNER=0 and, for adapters,
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, started with
+    `--served-model-name policy --enable-scale-out --skip-tokenizer-init
+    --generation-config vllm --max-logprobs -1 --worker-extension-cls
+    kpt_vllm_worker.RolloutWorkerExtension --middleware
+    kpt_vllm_worker.RequireKey`, and VLLM_API_KEY set. Its weights are
+    written over, and it is no longer a server for others.
     """
 
     def __init__(
         self,
+        url=None,
         *,
+        python=None,
+        api_key=None,
         adapter="auto",
         max_length="auto",
         cache_bytes="auto",
@@ -80,6 +109,18 @@ class VLLMRollout(Rollout):
         engine_args=None,
     ):
         super().__init__()
+        if url is not None and python is not None:
+            raise ValueError(
+                "`url` is of a server that is running, `python` starts one: "
+                f"pass one of them. Received: url={url!r}, python={python!r}"
+            )
+        if url is not None and not str(url).startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                "`url` must begin with 'http://' or 'https://'. "
+                f"Received: url={url!r}"
+            )
         if adapter not in ("auto", True, False):
             raise ValueError(
                 "`adapter` must be 'auto', True or False. "
@@ -104,6 +145,8 @@ class VLLMRollout(Rollout):
                 "`directory` must be an existing folder. "
                 f"Received: directory={directory!r}"
             )
+        self.url = None if url is None else str(url).rstrip("/")
+        self.python, self.api_key = python, api_key
         self.adapter, self.max_length = adapter, max_length
         self.cache_bytes, self.directory = cache_bytes, directory
         self.timeout, self.engine_args = timeout, dict(engine_args or {})
@@ -145,11 +188,23 @@ class VLLMRollout(Rollout):
             self._engine = self._make_engine()
             self._engine.start()
             self._weights.check(self._engine.tensors())
+        except EngineFailure as error:
+            self.stop()
+            raise RuntimeError(f"vLLM did not start. {error}") from error
         except BaseException:
             self.stop()
             raise
 
     def _make_engine(self):
+        if self.url is not None or self.python is not None:
+            return ServerEngine(
+                self._arguments(),
+                self.timeout,
+                self._folder,
+                python=self.python,
+                url=self.url,
+                api_key=self.api_key,
+            )
         if not is_installed():
             raise ImportError(
                 "`VLLMRollout` needs vLLM in this environment. On a CPU "

@@ -6,8 +6,10 @@ import random
 import sys
 import time
 
+import jax
 import numpy as np
 
+from keras_posttrain.rollout import vllm_worker
 from keras_posttrain.rollout.vllm_jobs import EngineFailure, Result, take
 
 EXTENSION = "keras_posttrain.rollout.vllm_worker.RolloutWorkerExtension"
@@ -16,7 +18,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
 }
 # One that holds a place more than the model's context, for `score`.
 FORCED = {
@@ -27,7 +28,7 @@ FORCED = {
 
 def threads():
     """Of a CPU half the cores, as JAX computes on them too."""
-    return str(max(1, (os.cpu_count() or 1) // 2))
+    return max(1, (os.cpu_count() or 1) // 2)
 
 
 class LocalEngine:
@@ -38,20 +39,17 @@ class LocalEngine:
         timeout: float, seconds in which one request at least must end.
     """
 
-    moves_files = False
-
     def __init__(self, arguments, timeout):
         self.arguments, self.timeout = arguments, timeout
         self._engine = self._adapter = None
         self._count = 0
 
     def start(self):
-        for name, value in (
-            *ENVIRONMENT.items(),
-            ("OMP_NUM_THREADS", threads()),
-        ):
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ.update(FORCED, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        if jax.default_backend() == "cpu":
+            vllm_worker.settle_on_cpu(threads())
         # vLLM seeds the generators of the process it runs in.
         states = random.getstate(), np.random.get_state()
         try:

@@ -103,6 +103,20 @@ class RolloutWorkerExtension:
                 module.quant_method.process_weights_after_loading(module)
 
 
+def settle_on_cpu(threads):
+    """Makes torch share a CPU with the trainer, in the process of both.
+
+    Where KerasHub has imported vLLM already, environment variables come too
+    late for this.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
+    # Else parts of the sampler are compiled for ten seconds.
+    torch.compiler.set_stance("force_eager")
+
+
 class RequireKey:
     """ASGI middleware: no path but `/health` is served without the key.
 

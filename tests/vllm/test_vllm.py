@@ -3,16 +3,15 @@
 import importlib.util
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request, VLLMRollout
+from keras_posttrain.rollout.vllm_jobs import EngineFailure
 from keras_posttrain.rollout.vllm_local import LocalEngine
-from keras_posttrain.rollout.vllm_worker import RolloutWorkerExtension
 from tests.rollout import contract
-from tests.support import REFERENCE, read_log
+from tests.vllm.models import MODELS, compile_grpo, make, prompts
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,78 +20,6 @@ pytestmark = [
     # What vLLM's and torch's own files warn of.
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-def llama(tied):
-    """A Llama with heads of a size that vLLM's CPU kernels know."""
-    keras.utils.set_random_seed(3)
-    backbone = keras_hub.models.Llama3Backbone(
-        vocabulary_size=512,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=64,
-        intermediate_dim=96,
-        tie_word_embeddings=tied,
-    )
-    return noisy(keras_hub.models.Llama3CausalLM(backbone))
-
-
-def qwen2():
-    keras.utils.set_random_seed(4)
-    backbone = keras_hub.models.QwenBackbone(
-        vocabulary_size=512,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=64,
-        intermediate_dim=96,
-        tie_word_embeddings=True,
-    )
-    return noisy(keras_hub.models.QwenCausalLM(backbone))
-
-
-def noisy(causal_lm):
-    """Weights so large that their order in a tensor shows in the logits."""
-    rng = np.random.default_rng(5)
-    for variable in causal_lm.trainable_variables:
-        noise = rng.normal(0, 0.1, variable.shape)
-        variable.assign_add(noise.astype("float32"))
-    return causal_lm
-
-
-MODELS = {
-    "llama": lambda: llama(False),
-    "llama_tied": lambda: llama(True),
-    "qwen2": qwen2,
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
-
-
-def make(model, lora=False, task=kpt.GRPOTask, **kwargs):
-    settings = {"sequence_length": 64, **kwargs}
-    if lora:
-        settings["lora"] = kpt.LoRA(rank=4)
-    made = MODELS[model]
-    if callable(made):
-        return task(made(), None, **settings)
-    made = task.from_preset(REFERENCE / "models" / made, **settings)
-    made.tokenizer = None
-    return made
-
-
-def odd(completions):
-    return [sum(x % 2 for x in ids) / len(ids) for ids in completions]
-
-
-def prompts(count):
-    rng = np.random.default_rng(0)
-    return [
-        {"prompt_ids": rng.integers(3, 500, 4 + i % 3).tolist()}
-        for i in range(count)
-    ]
 
 
 class Compared(keras.callbacks.Callback):
@@ -138,15 +65,7 @@ class Compared(keras.callbacks.Callback):
 def test_the_weights_are_the_trainers(model, lora):
     """At step 0 and after each of 5 steps of GRPO: 1e-4, measured 3e-5."""
     task, engine = make(model, lora), VLLMRollout(timeout=120)
-    task.compile(
-        optimizer=keras.optimizers.SGD(3.0 if lora else 0.3),
-        loss=kpt.losses.GRPOLoss(beta=0.0),
-        rewards=[odd],
-        rollout=engine,
-        num_generations=4,
-        max_completion_length=6,
-        max_grad_norm=None,
-    )
+    compile_grpo(task, engine, 3.0 if lora else 0.3)
     compared = Compared(engine)
     task.fit(prompts(10), batch_size=2, callbacks=[compared], verbose=0)
     assert len(compared.gaps) == 6
@@ -165,3 +84,146 @@ def test_the_weights_are_the_trainers(model, lora):
     else:
         assert sizes == {4.0 * task.causal_lm.backbone.count_params()}
     assert engine._engine is None
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One engine for the tests that change no weights."""
+    engine = VLLMRollout(timeout=120)
+    engine.set_model(make("qwen3", task=kpt.SFTTask))
+    yield engine
+    engine.stop()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_contract(lora):
+    task, engine = make("qwen3", lora, kpt.SFTTask), VLLMRollout()
+    engine.set_model(task)
+    try:
+        contract.check_engine(engine, task)
+    finally:
+        engine.stop()
+    assert engine._folder is None
+
+
+def test_an_adapter_merged_on_the_way():
+    task, engine = make("qwen3", True, kpt.SFTTask), VLLMRollout(adapter=False)
+    engine.set_model(task)
+    try:
+        contract.new_weights_are_used(engine, task, 2e-5)
+        size = 4.0 * task.causal_lm.backbone.count_params()
+        assert engine.metrics()["vllm/sync_bytes"] == size
+    finally:
+        engine.stop()
+
+
+def test_samples_are_those_of_the_distribution(engine):
+    """Chi-square of 3,000 first tokens, all and among the best."""
+    prompt = [5, 17, 101]
+    [score] = engine.score([[*prompt, 0]], top_k=512)
+    best, logps = score.top_ids[-1], score.top_logps[-1]
+    assert sorted(best.tolist()) == list(range(512))
+    assert np.exp(logps).sum() == pytest.approx(1, abs=1e-4)
+    nucleus = 1 + int((np.exp(logps).cumsum() < 0.3).sum())
+    for settings, kept in (({}, 512), ({"top_k": 6}, 6),
+                           ({"top_p": 0.3}, nucleus)):  # fmt: skip
+        request = Request(prompt, 3000, max_tokens=1, seed=11, **settings)
+        [samples] = engine.generate([request])
+        drawn = np.bincount([c.token_ids[0] for c in samples], minlength=512)
+        found, share = drawn[best[:kept]], np.exp(logps[:kept])
+        assert found.sum() == 3000
+        # What is reported is not renormalised.
+        for c in samples[:50]:
+            place = best.tolist().index(c.token_ids[0])
+            assert abs(c.per_token_logps[0] - logps[place]) < 2e-5
+        expected = 3000 * share / share.sum()
+        often = expected >= 5
+        found = np.append(found[often], found[~often].sum())
+        expected = np.append(expected[often], expected[~often].sum())
+        found, expected = found[expected > 0], expected[expected > 0]
+        statistic = ((found - expected) ** 2 / expected).sum()
+        degrees = len(expected) - 1
+        assert statistic < degrees + 6 * np.sqrt(2 * degrees)
+
+
+def test_what_vllm_would_change_is_refused(engine):
+    with pytest.raises(ValueError, match="temperature=0.005 of request 0"):
+        engine.generate([Request([1, 2], max_tokens=2, temperature=0.005)])
+    with pytest.raises(ValueError, match="context of 64 tokens"):
+        engine.generate([Request([1, 2], max_tokens=63)])
+
+
+def test_wrong_weights_stop_the_run(engine, monkeypatch):
+    """What vLLM is given is not what the trainer has: both numbers."""
+    weights, version = engine._weights, engine.weight_version
+    true = type(weights).arrays
+
+    def one_is_off(self, names=None):
+        for name, array in true(self, names):
+            yield name, array * (1.5 if name == "model.norm.weight" else 1)
+
+    engine.sync_weights()
+    version = engine.weight_version
+    monkeypatch.setattr(type(weights), "arrays", one_is_off)
+    with pytest.raises(RuntimeError) as error:
+        engine.sync_weights()
+    assert "the engine says log-probability -" in str(error.value)
+    assert "the trainer -" in str(error.value)
+    assert engine.weight_version == version
+    monkeypatch.undo()
+    engine.sync_weights()
+
+
+def test_other_names_and_shapes_are_refused(engine):
+    engine.start()
+    shapes = engine._engine.tensors()
+    engine._weights.check(shapes)
+    wrong = {**shapes, "model.norm.weight": [32], "model.extra.weight": [1]}
+    wrong.pop("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ValueError) as error:
+        engine._weights.check(wrong)
+    for part in ("1 only there ['model.extra.weight']", "1 only here",
+                 "up_proj", "model.norm.weight: [64] here, [32] there"):  # fmt: skip
+        assert part in str(error.value)
+
+
+def test_failures_lose_nothing(engine, monkeypatch):
+    """A failed step and a failed push: a new engine, the same samples."""
+    requests = [Request([5 + i], 3, max_tokens=9, seed=i) for i in range(6)]
+    engine.sync_weights()
+    expected = engine.generate(requests)
+    restarts, heard = engine.restarts, {}
+    run, push = LocalEngine.run, LocalEngine.push
+    failures = ["run", "push"]
+
+    def failing_run(self, jobs, on_tokens=None):
+        for n, pair in enumerate(run(self, jobs, on_tokens)):
+            if n == 2 and "run" in failures:
+                failures.remove("run")
+                raise EngineFailure("as if out of memory")
+            yield pair
+
+    def failing_push(self, weights, version):
+        if "push" in failures:
+            failures.remove("push")
+            raise EngineFailure("as if half of the weights had come")
+        return push(self, weights, version)
+
+    def on_tokens(i, g, token_ids):
+        heard.setdefault((i, g), []).extend(token_ids)
+
+    monkeypatch.setattr(LocalEngine, "run", failing_run)
+    monkeypatch.setattr(LocalEngine, "push", failing_push)
+    out = engine.generate(requests, on_tokens=on_tokens)
+    assert failures == [] and engine.restarts == restarts + 2
+    for i, (one, other) in enumerate(zip(out, expected)):
+        for g, (c, d) in enumerate(zip(one, other)):
+            assert c.token_ids == d.token_ids == heard[i, g]
+            assert c.weight_version == engine.weight_version
+
+    def never(self, weights, version):
+        raise EngineFailure("never")
+
+    monkeypatch.setattr(LocalEngine, "push", never)
+    with pytest.raises(RuntimeError, match="failed 3 times in a row.*never"):
+        engine.sync_weights()

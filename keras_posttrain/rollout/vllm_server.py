@@ -1,0 +1,341 @@
+"""vLLM in a process of its own, spoken to by HTTP."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+import weakref
+
+import jax
+
+from keras_posttrain.rollout import vllm_worker
+from keras_posttrain.rollout.vllm_jobs import EngineFailure, Result
+from keras_posttrain.rollout.vllm_local import ENVIRONMENT, FORCED, threads
+
+# Of vLLM's process; loading its libraries is most of it.
+START_SECONDS = 900
+STOP_SECONDS = 15
+# Samples in flight; more wait here, where they cost vLLM nothing.
+IN_FLIGHT = 256
+MODULE = "kpt_vllm_worker"
+# The kernel ends the server when this process ends, however it does.
+LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("The process that started this one has ended.")
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
+"""
+
+
+class ServerEngine:
+    """A server of vLLM's, at an address or started here.
+
+    Args:
+        arguments: dict of vLLM's engine arguments, for one started here.
+        timeout: float, seconds that one answer may take.
+        folder: path of a folder that the server sees too.
+        python: str or `None`, the interpreter that starts a server.
+        url: str or `None`, where one is running.
+        api_key: str or `None`, its key.
+    """
+
+    def __init__(self, arguments, timeout, folder, python, url, api_key):
+        self.arguments, self.timeout = arguments, timeout
+        self.folder, self.python = pathlib.Path(folder), python
+        self.url, self.api_key = url, api_key
+        self.model, self.process, self._count = "policy", None, 0
+        self._kill = None
+        if python is not None:
+            self.api_key = secrets.token_hex(32)
+
+    # The process
+
+    def start(self):
+        if self.python is not None:
+            self._launch()
+        self._wait_until_healthy()
+        with self._preparing():
+            [state, *_] = self._rpc("kpt_prepare")
+        self.device, self.model = state["device"], "policy"
+
+    @contextlib.contextmanager
+    def _preparing(self):
+        try:
+            yield
+        except EngineFailure as error:
+            raise EngineFailure(
+                f"The server does not take our calls. One that is started by "
+                f"hand needs `--worker-extension-cls {MODULE}."
+                "RolloutWorkerExtension`, `--enable-scale-out` and "
+                f"VLLM_SERVER_DEV_MODE=1 (see `VLLMRollout`). {error}"
+            ) from error
+
+    def _launch(self):
+        extension = self.folder / "extension"
+        extension.mkdir(exist_ok=True)
+        shutil.copy(vllm_worker.__file__, extension / f"{MODULE}.py")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            str(self.python), "-c", LAUNCH, str(os.getpid()),
+            "vllm.entrypoints.openai.api_server",
+            *_flags(self.arguments), "--host", "127.0.0.1",
+            "--port", str(port), "--served-model-name", "policy",
+            "--worker-extension-cls", f"{MODULE}.RolloutWorkerExtension",
+            "--middleware", f"{MODULE}.RequireKey", "--enable-scale-out",
+            "--uvicorn-log-level", "error",
+        ]  # fmt: skip
+        with open(self.folder / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=self._environment(extension),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # So that all it starts can be ended together.
+                start_new_session=True,
+            )
+        self._kill = weakref.finalize(self, _end, self.process)
+
+    def _environment(self, extension):
+        environment = dict(os.environ)
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        defaults = {"HF_HUB_OFFLINE": "1", **ENVIRONMENT}
+        if jax.default_backend() == "cpu":
+            defaults["OMP_NUM_THREADS"] = str(threads())
+            # Else parts of the sampler are compiled for ten seconds.
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+            # KerasHub's plugin imports TensorFlow into each process.
+            defaults["VLLM_PLUGINS"] = ""
+        return {
+            **defaults,
+            **environment,
+            **FORCED,
+            "VLLM_API_KEY": self.api_key,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "PYTHONPATH": str(extension),
+        }
+
+    def _wait_until_healthy(self):
+        limit = START_SECONDS if self.process else self.timeout
+        end = time.monotonic() + limit
+        while True:
+            if self.process is not None and self.process.poll() is not None:
+                raise EngineFailure(
+                    f"vLLM's server ended with {self.process.returncode}. "
+                    f"The end of its log:\n{self._log()}"
+                )
+            try:
+                self._call("GET", "/health", timeout=10)
+                return
+            except EngineFailure as error:
+                if time.monotonic() > end:
+                    raise EngineFailure(
+                        f"No server answered at {self.url} in {limit} "
+                        f"seconds: {error}"
+                    ) from error
+            time.sleep(0.3)
+
+    def _log(self):
+        path = self.folder / "server.log"
+        return path.read_text(errors="replace")[-3000:]
+
+    def stop(self):
+        process, self.process = self.process, None
+        if process is not None:
+            self._kill.detach()
+            _end(process)
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    # Weights
+
+    def tensors(self):
+        found = {}
+        for part in self._rpc("kpt_tensors"):
+            found |= part
+        return found
+
+    def push(self, weights, version):
+        """Gives all weights; bytes moved."""
+        folder = self.folder / f"weights-{version}"
+        try:
+            weights.write(folder)
+            for answer in self._rpc("kpt_load", str(folder)):
+                if answer["tensors"] != len(weights.table):
+                    raise EngineFailure(
+                        f"The server took {answer['tensors']} of "
+                        f"{len(weights.table)} tensors."
+                    )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.model = "policy"
+        self._is_now(version)
+        return weights.num_bytes
+
+    def push_adapter(self, directory, version):
+        """Gives an adapter by the directory of its files."""
+        old, new = self.model, f"policy-{version}"
+        body = {"lora_name": new, "lora_path": str(directory)}
+        self._call("POST", "/v1/load_lora_adapter", body)
+        self.model = new
+        if old != "policy":
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": old})
+        self._is_now(version)
+
+    def _is_now(self, version):
+        for _ in range(20):
+            answer = self._call("POST", "/reset_prefix_cache")
+            if answer.get("success", True):
+                break
+            # Blocks of what has just ended are not free yet.
+            time.sleep(0.1)
+        else:
+            raise EngineFailure("vLLM did not drop its cache of prefixes.")
+        body = {"new_version": version}
+        self._call("POST", "/update_weight_version", body)
+
+    # Sampling
+
+    def run(self, jobs, on_tokens=None):
+        """Yields `(key, Result)` as jobs end.
+
+        Args:
+            jobs: dict of `Job`s.
+            on_tokens: `f(key, generation, token_ids)` or `None`; told of a
+                sample's tokens when its job has ended.
+        """
+        most = max([job.params["n"] for job in jobs.values()], default=1)
+        workers = max(1, min(IN_FLIGHT // most, len(jobs)))
+        pool = concurrent.futures.ThreadPoolExecutor(workers)
+        open_ones = set()
+        try:
+            keys = {
+                pool.submit(self._one, job, open_ones): key
+                for key, job in jobs.items()
+            }
+            for future in concurrent.futures.as_completed(keys):
+                key, result = keys[future], future.result()
+                if on_tokens is not None:
+                    for g, ids in enumerate(result.token_ids):
+                        on_tokens(key, g, ids)
+                yield key, result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for connection in list(open_ones):
+                # A thread that waits for an answer waits no longer.
+                with contextlib.suppress(OSError, AttributeError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            pool.shutdown(wait=True)
+
+    def _one(self, job, open_ones):
+        body = {
+            "model": self.model,
+            "token_ids": list(job.token_ids),
+            "sampling_params": job.params,
+        }
+        answer = self._call("POST", "/inference/v1/generate", body, open_ones)
+        result = Result(job.params["n"])
+        if answer.get("prompt_logprobs"):
+            result.prompt = [
+                [(int(t), x["logprob"]) for t, x in (place or {}).items()]
+                for place in answer["prompt_logprobs"]
+            ]
+        for choice in answer["choices"]:
+            i = choice["index"]
+            result.token_ids[i] = choice["token_ids"]
+            result.finish_reasons[i] = choice["finish_reason"]
+            content = (choice.get("logprobs") or {}).get("content") or ()
+            result.logps[i] = [place["logprob"] for place in content]
+            spans = choice.get("weight_versions") or ()
+            result.versions |= {span["version"] for span in spans}
+        return result
+
+    # HTTP
+
+    def _rpc(self, method, *args):
+        body = {"method": method, "args": args, "timeout": self.timeout}
+        return self._call("POST", "/collective_rpc", body)["results"]
+
+    def _call(self, method, path, body=None, open_ones=None, timeout=None):
+        """One request; its answer's JSON, `{}` where it has none.
+
+        Raises:
+            EngineFailure: if there is no answer, or one that tells of a
+                server that is not, or no longer, as it was left.
+            ValueError: if the server refuses what was asked.
+        """
+        parts = urllib.parse.urlsplit(self.url)
+        kind = http.client.HTTPConnection
+        if parts.scheme == "https":
+            kind = http.client.HTTPSConnection
+        connection = kind(parts.netloc, timeout=timeout or self.timeout)
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body)
+        open_ones = set() if open_ones is None else open_ones
+        open_ones.add(connection)
+        try:
+            connection.request(method, parts.path + path, data, headers)
+            response = connection.getresponse()
+            status, text = response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineFailure(
+                f"{method} {path}: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            open_ones.discard(connection)
+            connection.close()
+        if status in (400, 401, 403, 422):
+            raise ValueError(
+                f"vLLM's server refused {method} {path} with {status}: "
+                f"{text.decode(errors='replace')[:1000]}"
+            )
+        if status != 200:
+            raise EngineFailure(
+                f"{method} {path}: status {status}, "
+                f"{text.decode(errors='replace')[:1000]}"
+            )
+        try:
+            return json.loads(text) if text else {}
+        except json.JSONDecodeError:
+            return {}
+
+
+def _flags(arguments):
+    """vLLM's engine arguments as those of its command line."""
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is True or value is False:
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            yield f"--{flag}"
+            yield json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _end(process):
+    """Ends a server and all that it has started."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
