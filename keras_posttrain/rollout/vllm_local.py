@@ -1,5 +1,6 @@
 """vLLM in the process of the trainer."""
 
+import contextlib
 import gc
 import os
 import random
@@ -160,7 +161,8 @@ class LocalEngine:
                         f"{len(names)} are open."
                     )
         finally:
-            if names and self._engine is not None:
+            # One that has failed may not even do this.
+            with contextlib.suppress(Exception):
                 engine.abort_request(list(names))
 
 

@@ -182,8 +182,12 @@ def test_other_names_and_shapes_are_refused(engine):
     wrong.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(ValueError) as error:
         engine._weights.check(wrong)
-    for part in ("1 only there ['model.extra.weight']", "1 only here",
-                 "up_proj", "model.norm.weight: [64] here, [32] there"):  # fmt: skip
+    for part in (
+        "1 only there ['model.extra.weight']",
+        "1 only here",
+        "up_proj",
+        "model.norm.weight: [64] here, [32] there",
+    ):
         assert part in str(error.value)
 
 
