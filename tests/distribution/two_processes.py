@@ -8,6 +8,7 @@ one process, with all devices.
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -22,8 +23,8 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
-from tests.distribution.same_numbers import make, mesh  # noqa: E402
-from tests.support import random_rows  # noqa: E402
+from tests.distribution.same_numbers import make, mesh, odd  # noqa: E402
+from tests.support import REFERENCE, random_rows  # noqa: E402
 
 
 def train(directory, task, family, mode, layout):
@@ -79,7 +80,7 @@ class Dies(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         step = self._model.step
-        if step == self.step and processes.index() == self.process:
+        if step == self.step and self.process in ("all", processes.index()):
             if self.how == "raise":
                 raise OSError("No space left on device")
             os.kill(os.getpid(), getattr(signal, self.how))
@@ -95,7 +96,8 @@ def resume(directory, mode, layout, *death):
     ]
     if death:
         step, process, how = death
-        callbacks.append(Dies(int(step), int(process), how))
+        process = int(process) if process.isdigit() else process
+        callbacks.append(Dies(int(step), process, how))
     made.fit(
         random_rows(48, seed=1),
         batch_size=8,
@@ -107,9 +109,44 @@ def resume(directory, mode, layout, *death):
     return trained(made)
 
 
+def raises(pattern, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        assert re.search(pattern, str(error)), error
+        return
+    raise AssertionError(f"nothing was raised: {pattern}")
+
+
+def refused(directory):
+    """What processes that do not fit together are told, all of them."""
+    path, rows = REFERENCE / "models/llama3", random_rows(8)
+    task = kpt.SFTTask.from_preset(path, sequence_length=64)
+    task.compile()
+    raises("a distribution over 0 of them", task.fit, rows, verbose=0)
+    keras.distribution.set_distribution(mesh("4x1"))
+    task = kpt.SFTTask.from_preset(path, sequence_length=64)
+    task.compile()
+    raises("same data.* data tokens=.* in process 1", task.fit,
+           random_rows(8, seed=processes.index()), verbose=0)  # fmt: skip
+    raises("epochs=1 in process 0, epochs=2 in process 1", task.fit, rows,
+           epochs=1 + processes.index(), verbose=0)  # fmt: skip
+    task, fit = make("grpo", "llama3", "full")
+    rewards = [broken if processes.index() == 1 else odd]
+    rewards[0].__name__ = "odd"
+    task.compile(rewards=rewards, num_generations=4, max_completion_length=4)
+    raises("In process 1 of 2: .*'odd' raised KeyError: 'no such'", task.fit,
+           **fit, verbose=0)  # fmt: skip
+    return {}
+
+
+def broken(completions):
+    raise KeyError("no such")
+
+
 def main(case, directory):
     kind, *arguments = case.split(":")
-    kinds = {"train": train, "use": use, "resume": resume}
+    kinds = {"train": train, "use": use, "resume": resume, "refused": refused}
     found = kinds[kind](directory, *arguments)
     if processes.is_first():
         np.savez(pathlib.Path(directory) / "out.npz", **found)
