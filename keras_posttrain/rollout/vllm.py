@@ -2,7 +2,6 @@
 
 import pathlib
 import shutil
-import tempfile
 import time
 import uuid
 
@@ -14,6 +13,7 @@ from keras_posttrain.rollout import vllm_jobs, vllm_weights
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
 from keras_posttrain.rollout.schedule import check_finite
+from keras_posttrain.rollout.vllm_folder import Folder
 from keras_posttrain.rollout.vllm_jobs import EngineFailure
 from keras_posttrain.rollout.vllm_local import LocalEngine, is_installed
 from keras_posttrain.rollout.vllm_server import ServerEngine
@@ -151,7 +151,7 @@ class VLLMRollout(Rollout):
         self.cache_bytes, self.directory = cache_bytes, directory
         self.timeout, self.engine_args = timeout, dict(engine_args or {})
         self.restarts = 0
-        self._engine = self._folder = None
+        self._engine = self._place = self._folder = None
         self._forget()
 
     def _forget(self):
@@ -172,12 +172,8 @@ class VLLMRollout(Rollout):
         if self._engine is not None:
             return
         self._check_task()
-        parent = self.directory
-        if parent is None and pathlib.Path("/dev/shm").is_dir():
-            parent = "/dev/shm"
-        self._folder = pathlib.Path(
-            tempfile.mkdtemp(prefix="kpt-vllm-", dir=parent)
-        )
+        self._place = Folder(self.directory)
+        self._folder = self._place.path
         try:
             task, dtype = self.model, self._dtype()
             vllm_weights.write_config(task, self._folder / "model", dtype)
@@ -215,14 +211,14 @@ class VLLMRollout(Rollout):
 
     def stop(self):
         engine, self._engine = self._engine, None
-        folder, self._folder = self._folder, None
+        place, self._place, self._folder = self._place, None, None
         self._forget()
         try:
             if engine is not None:
                 engine.stop()
         finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            if place is not None:
+                place.remove()
 
     def _check_task(self):
         if jax.process_count() > 1:
