@@ -32,7 +32,8 @@ def fill(variable, read):
     layout = sharding.layout_of(variable)
     if layout is None:
         whole = tuple(slice(0, size) for size in shape)
-        variable.assign(contiguous(read(whole)).astype(dtype, copy=False))
+        part = contiguous(read(whole)).astype(dtype, copy=False)
+        jax.block_until_ready(variable.assign(part))
         return
     target = layout.backend_layout
     pieces = {}

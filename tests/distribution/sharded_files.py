@@ -223,7 +223,7 @@ def check_memory(folder):
         )[1]
         / size,
     }
-    del model, adapter
+    model = adapter = None
     found["load preset"] = (
         peak(
             lambda: presets.load_causal_lm(folder / "preset", dtype="bfloat16")
