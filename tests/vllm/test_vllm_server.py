@@ -1,6 +1,5 @@
 """Real vLLM in a process of its own (`make test-vllm`)."""
 
-import contextlib
 import importlib.util
 import os
 import signal
@@ -82,9 +81,10 @@ def test_the_contract_and_the_key():
 
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_a_server_that_is_killed(monkeypatch, kills):
-    """In the middle of rollouts: as many updates, of the same rows."""
+    """Or stops answering, in rollouts: as many updates, of the same rows."""
     results = []
-    for engine in (VLLMRollout(), VLLMRollout(python=sys.executable)):
+    engines = VLLMRollout(), VLLMRollout(python=sys.executable, timeout=60)
+    for engine in engines:
         task, seen = make("llama_tied"), Seen()
         compile_grpo(task, engine, 0.3)
         if engine.python is not None:
@@ -100,7 +100,7 @@ def test_a_server_that_is_killed(monkeypatch, kills):
 
 
 def kill_in_rollouts(monkeypatch, numbers):
-    """Kills the server at the second request of some of its rollouts."""
+    """Ends or halts the server at the second request of some rollouts."""
     run, one, wanted, rollouts = (
         ServerEngine.run, ServerEngine._one, set(numbers), []
     )  # fmt: skip
@@ -115,10 +115,13 @@ def kill_in_rollouts(monkeypatch, numbers):
         if "logprobs" in job.params:
             rollouts[-1] += 1
             if rollouts[-1] == 2 and wanted:
-                number = wanted.pop()
-                how = self.process.pid if number % 2 else -self.process.pid
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(how, signal.SIGKILL)
+                number, pid = wanted.pop(), self.process.pid
+                if number % 3 == 1:
+                    os.kill(pid, signal.SIGKILL)
+                elif number % 3 == 2:
+                    os.killpg(pid, signal.SIGSTOP)
+                else:
+                    os.killpg(pid, signal.SIGKILL)
         return one(self, job, open_ones)
 
     monkeypatch.setattr(ServerEngine, "run", counted)
