@@ -277,6 +277,9 @@ def collectives(task, rows=16, length=64):
         "segment_ids": put(grid),
         "positions": put(np.arange(length) * grid),
         "completion_mask": put(grid).astype("float32"),
+        "sequence_mask": put(grid[:, :1]).astype("float32"),
+        # Of pairs.
+        "margins": put(0 * grid[:, :1]).astype("float32"),
     }
     changing = {
         "trainable": [v.value for v in task.trainable_variables],

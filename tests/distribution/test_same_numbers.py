@@ -33,17 +33,17 @@ def test_full_weights_on_two_axes():
     run("sft:llama3:full:4x2")
 
 
-@pytest.mark.slow
-def test_rows_that_nothing_shares_evenly():
-    run("uneven:llama3:full:8x1")
-
-
 # With the tests above, every mesh, family, mode and task at least once.
 
 
 @pytest.mark.slow
 def test_rows_that_are_given():
-    run("sft:gemma2:lora:1x8", "dpo:qwen3:lora:4x2", "distill:llama3:full:8x1")
+    run(
+        "sft:gemma2:lora:1x8",
+        "dpo:qwen3:lora:4x2",
+        "distill:llama3:full:8x1",
+        "uneven:llama3:full:8x1",
+    )
 
 
 @pytest.mark.slow
