@@ -82,6 +82,7 @@ class Reader:
 
     Attributes:
         shapes: dict from the names of the tensors to their shapes.
+        dtypes: dict from these to the names of their dtypes.
 
     Raises:
         ValueError: if there is neither, or a shard is missing.
@@ -111,7 +112,7 @@ class Reader:
                 f"directory={str(directory)!r}, with "
                 f"{sorted(p.name for p in directory.iterdir())}"
             )
-        self.shapes, self._files, self._dtypes = {}, {}, {}
+        self.shapes, self.dtypes, self._files = {}, {}, {}
         for file in files:
             if not (directory / file).is_file():
                 raise ValueError(
@@ -122,7 +123,7 @@ class Reader:
                 for name in opened.keys():
                     stored = opened.get_slice(name)
                     self.shapes[name] = tuple(stored.get_shape())
-                    self._dtypes[name] = stored.get_dtype()
+                    self.dtypes[name] = _dtype(stored.get_dtype())
                     self._files[name] = directory / file
 
     @property
@@ -131,12 +132,10 @@ class Reader:
 
     def check_dtype(self, name):
         """Raises where a tensor is not of floats."""
-        code = self._dtypes[name]
-        if code not in FLOATS.values():
-            dtype = re.sub("^I", "int", re.sub("^U", "uint", code))
+        if self.dtypes[name] not in FLOATS:
             raise ValueError(
                 f"The weights of a checkpoint must be of {list(FLOATS)}. "
-                f"Received: {name!r} of dtype {dtype} in "
+                f"Received: {name!r} of dtype {self.dtypes[name]} in "
                 f"{str(self.directory)!r}"
             )
 
@@ -152,6 +151,13 @@ class Reader:
         self.check_dtype(name)
         with safe_open(self._files[name], framework="np") as opened:
             return opened.get_tensor(name)
+
+
+def _dtype(code):
+    """NumPy's name of a dtype that safetensors calls `code`."""
+    found = {theirs: name for name, theirs in FLOATS.items()}
+    ints = re.sub("^I", "int", re.sub("^U", "uint", code))
+    return found.get(code, ints)
 
 
 def plan_shards(shapes, dtypes, max_shard_bytes):

@@ -67,15 +67,6 @@ class Tensor:
         """An array of KerasHub's shape in that of Hugging Face."""
         return array.transpose(self._order).reshape(self.shape)
 
-    def from_hf(self, array):
-        """The way back."""
-        return self._unfolded(array, self.variable.shape)
-
-    def _unfolded(self, array, shape):
-        order = self._order
-        array = array.reshape([shape[axis] for axis in order])
-        return array.transpose(np.argsort(order))
-
     def read(self, stored, index):
         """A part of the variable's value, and not much more, from a file.
 
@@ -101,7 +92,9 @@ class Tensor:
         for axis, wanted in enumerate(places):
             if len(wanted) < array.shape[axis]:
                 array = array.take(wanted, axis)
-        return self._unfolded(array, [x.stop - x.start for x in index])
+        order = self._order
+        array = array.reshape([index[a].stop - index[a].start for a in order])
+        return array.transpose(np.argsort(order))
 
 
 def resolve(preset):

@@ -126,8 +126,8 @@ def contiguous(array, block=256):
     NumPy goes through one of both arrays row by row, and through the other
     in strides that miss the cache.
     """
-    if array.flags.c_contiguous or array.ndim < 2:
-        return np.ascontiguousarray(array)
+    if array.flags.c_contiguous:
+        return array
     found = np.empty(array.shape, array.dtype)
     size = array.itemsize
     # Copied as they are: NumPy takes its time with dtypes not its own.

@@ -1,11 +1,14 @@
 """A number for each sequence, and its place in files."""
 
 import json
+import math
 import pathlib
+import tempfile
 
 import jax.numpy as jnp
 import keras
 import numpy as np
+from safetensors.numpy import save_file
 
 from keras_posttrain.models import adapter_files, checkpoint_files
 
@@ -96,8 +99,6 @@ def split_adapter(directory, without):
 
 
 def _write_adapter(directory, config, tensors):
-    from safetensors.numpy import save_file
-
     directory = pathlib.Path(directory)
     save_file(
         tensors,
@@ -109,8 +110,6 @@ def _write_adapter(directory, config, tensors):
 
 def add_to_export(directory, tensor):
     """Makes an exported model one for sequence classification."""
-    from safetensors.numpy import load_file, save_file
-
     directory = pathlib.Path(directory)
     config = checkpoint_files.read_json(directory / "config.json")
     config["architectures"] = [
@@ -126,7 +125,19 @@ def add_to_export(directory, tensor):
         content["weight_map"][TENSOR] = file
         checkpoint_files.write_json(index, content)
     else:
-        path = directory / checkpoint_files.SINGLE
-        tensors = load_file(path) | {TENSOR: tensor}
-        save_file(tensors, path, {"format": "pt"})
+        _rewrite(directory, tensor)
     checkpoint_files.write_json(directory / "config.json", config)
+
+
+def _rewrite(directory, tensor):
+    """Writes the one file of a model anew with the head, tensor by tensor."""
+    tensors = checkpoint_files.Reader(directory)
+    shapes = {**tensors.shapes, TENSOR: tensor.shape}
+    dtypes = {**tensors.dtypes, TENSOR: tensor.dtype.name}
+    shards = checkpoint_files.plan_shards(shapes, dtypes, math.inf)
+    (names,) = shards.values()
+    arrays = (tensor if n == TENSOR else tensors.get(n) for n in names)
+    with tempfile.TemporaryDirectory(dir=directory) as new:
+        checkpoint_files.write_tensors(new, shards, shapes, dtypes, arrays)
+        path = pathlib.Path(new, checkpoint_files.SINGLE)
+        path.replace(directory / checkpoint_files.SINGLE)

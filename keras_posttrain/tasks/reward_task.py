@@ -4,7 +4,7 @@ import jax
 
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import BradleyTerryLoss
-from keras_posttrain.models import huggingface, score_head
+from keras_posttrain.models import huggingface, placing, score_head
 from keras_posttrain.tasks import checks
 from keras_posttrain.tasks.preference_task import PreferenceTask
 
@@ -146,7 +146,8 @@ class RewardTask(PreferenceTask):
     def save_adapter(self, path):
         """Writes the adapter and the head in PEFT's format."""
         super().save_adapter(path)
-        score_head.add_to_adapter(path, self.score_head.tensor())
+        tensor = self.score_head.tensor()
+        placing.on_first(lambda: score_head.add_to_adapter(path, tensor))
 
     def load_adapter(self, path):
         """Takes the weights of a PEFT adapter, and the head it may have.
@@ -168,7 +169,8 @@ class RewardTask(PreferenceTask):
             path, **kwargs: as in `kpt.SFTTask.export`.
         """
         super().export(path, **kwargs)
-        score_head.add_to_export(path, self.score_head.tensor())
+        tensor = self.score_head.tensor()
+        placing.on_first(lambda: score_head.add_to_export(path, tensor))
 
     def save_to_preset(self, path):
         raise ValueError(

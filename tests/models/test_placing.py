@@ -1,0 +1,97 @@
+"""Weights between files and devices: what each step keeps and takes."""
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from keras_posttrain._variables import without_values
+from keras_posttrain.models import checkpoint_files, placing
+
+
+def test_variables_without_values_take_them_later():
+    """Pins a private method of Keras, which calls the initializer."""
+    drawn = []
+
+    def initializer(shape, dtype=None):
+        drawn.append(shape)
+        return np.ones(shape, dtype)
+
+    with without_values() as made:
+        variable = keras.Variable(initializer, (2, 3), "bfloat16", name="v")
+        layer = keras.layers.Dense(4, kernel_initializer=initializer)
+        layer.build((None, 3))
+    assert not drawn
+    assert made == [variable, layer.kernel, layer.bias]
+    assert variable.shape == (2, 3) and variable.dtype == "bfloat16"
+    variable.assign(np.full((2, 3), 2.0))
+    assert (np.array(variable.value) == 2).all()
+    # As it was, also for those that are made in no scope, and later.
+    with keras.StatelessScope():
+        pass
+    assert not drawn
+    keras.Variable(initializer, (2,))
+    assert drawn == [(2,)]
+
+
+def test_a_failure_inside_puts_the_method_back():
+    before = keras.Variable._initialize_with_initializer
+    with pytest.raises(RuntimeError), without_values():
+        raise RuntimeError
+    assert keras.Variable._initialize_with_initializer is before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_contiguous_copies(dtype):
+    x = np.arange(3 * 300 * 520).reshape(3, 300, 520).astype(dtype)
+    for order in [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0), (2, 1, 0)]:
+        for view in (x.transpose(order), x[:, 5:290, 3:].transpose(order)):
+            got = placing.contiguous(view)
+            assert got.flags.c_contiguous and got.dtype == view.dtype
+            assert (got == view).all()
+    assert placing.contiguous(np.ones((), dtype)).shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_host_copies_do_not_stay(dtype, monkeypatch):
+    """JAX keeps a copy with each array that NumPy has looked at."""
+    monkeypatch.setattr(placing, "CHUNK", 1000)
+    array = keras.ops.reshape(keras.ops.arange(1230, dtype=dtype), (41, 30))
+    got = placing.to_host(array)
+    assert array._npy_value is None
+    assert got.dtype == array.dtype and (got == np.array(array)).all()
+    assert placing.to_host(array[0, 1]) == array[0, 1]
+
+
+DTYPES = {"b": "bfloat16", "a": "float32", "c\u00e9": "float16"}
+DTYPES |= {"d": "float64", "e": "bfloat16"}
+
+
+def test_files_are_those_of_the_library(tmp_path):
+    """Byte by byte what `safetensors` writes with all tensors at hand."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.normal(size=(3, 1 + i)).astype(dtype)
+        for i, (name, dtype) in enumerate(DTYPES.items())
+    }
+    assert arrays["b"].dtype == ml_dtypes.bfloat16
+    shapes = {name: x.shape for name, x in arrays.items()}
+    for most, count in ((10**6, 1), (60, 3)):
+        folder = tmp_path / str(most)
+        folder.mkdir()
+        shards = checkpoint_files.plan_shards(shapes, DTYPES, most)
+        assert len(shards) == count
+        checkpoint_files.write_tensors(
+            folder,
+            shards,
+            shapes,
+            DTYPES,
+            (arrays[n] for names in shards.values() for n in names),
+        )
+        for file, names in shards.items():
+            wanted = {name: arrays[name] for name in names}
+            save_file(wanted, tmp_path / "theirs", {"format": "pt"})
+            ours = (folder / file).read_bytes()
+            assert ours == (tmp_path / "theirs").read_bytes()
+            assert set(load_file(folder / file)) == set(names)
