@@ -113,7 +113,7 @@ class _Module:
                     name = head[2]
                     if head[1]:
                         self.entry = name
-            elif line.startswith("}"):
+            elif line == "}":
                 current = None
             else:
                 found = _instruction(line)
@@ -194,8 +194,14 @@ class _Walk:
                 flops = _product(inside, instruction)
                 self.flops += times * flops
                 self.flops_once += once * flops
+            if opcode == "custom-call":
+                flops = _kernel(inside, instruction)
+                self.flops += times * flops
+                self.flops_once += once * flops
             kind = opcode.removesuffix("-start")
             if kind in KINDS and _begins(inside, instruction):
+                if name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"  # how a TPU writes one
                 self._collective(inside, instruction, kind, times)
                 continue
             if opcode in ("reduce", "reduce-window", "scatter", "sort"):
@@ -285,6 +291,34 @@ def _product(inside, instruction):
     batches = _number(rest, "batch_group_count")
     features = right[rhs.index("i")] * right[rhs.index("o")]
     return 2.0 * features * left[lhs.index("b")] / batches * pairs
+
+
+# Products of matrices, each of queries by keys by head size, in the kernels
+# that `models/tpu_attention.py` calls: XLA knows nothing of their inside.
+KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+
+def _kernel(inside, instruction):
+    """Operations of a kernel of attention; 0 of other custom calls.
+
+    Blocks of scores of which all are masked are passed by: of `n` by `n`
+    blocks of a causal mask `n * (n + 1) / 2` are not. That a window masks
+    more is not counted.
+    """
+    if "tpu_custom_call" not in instruction.rest:
+        return 0.0
+    products = next(
+        (n for name, n in KERNELS.items() if name in instruction.name), 0
+    )
+    given = [inside[x].shapes[0] for x in instruction.operands]
+    arrays = [dims for dtype, dims in given if dtype in ("bf16", "f32")]
+    blocks = [dims for dtype, dims in given if dtype.startswith("s8")]
+    if not products or len(arrays) < 2:
+        return 0.0
+    query, keys = arrays[0], arrays[1]
+    n = blocks[0][-1] if blocks else 1
+    full = 2.0 * products * math.prod(query) * keys[-2]
+    return full * (n + 1) / (2 * n)
 
 
 def _window(rest):

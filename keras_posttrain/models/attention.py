@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from keras_hub.src.vllm.context import vllm_context_scope
 
+from keras_posttrain.models import tpu_attention
+
 # Queries are taken in blocks of this many tokens: the scores of a block are
 # (rows, heads, block, keys), and are made again in the backward pass, so
 # that memory grows with the length and not with its square.
@@ -98,6 +100,16 @@ def segment_attention(
     Returns:
         An array of the shape and dtype of `query`.
     """
+    if tpu_attention.fits(query, prefix_ids):
+        return tpu_attention.splash_attention(
+            query,
+            key,
+            value,
+            segment_ids,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)

@@ -78,6 +78,23 @@ def data_axis():
     return (mesh, name, size) if size > 1 else (None, None, 1)
 
 
+def axes():
+    """The mesh with both of its axes.
+
+    Returns:
+        `(jax mesh, axis of rows, its size, the other axis, its size)`; the
+        other axis is `None`, of size 1, where the mesh has one axis alone.
+        The mesh is `None` without a distribution.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return None, None, 1, None, 1
+    mesh = distribution.device_mesh.backend_mesh
+    data = distribution.batch_dim_name
+    model = next((name for name in mesh.axis_names if name != data), None)
+    return mesh, data, mesh.shape[data], model, mesh.shape.get(model, 1)
+
+
 def by_rows(x):
     """`x` with its first axis, rows or their tokens, over the data axis.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_posttrain.models import loading
+from keras_posttrain.models import loading, tpu_attention
 from keras_posttrain.models.attention import BLOCK, segment_attention
 from keras_posttrain.models.policy import Policy
 from tests.models.tiny_checkpoints import make_checkpoint
@@ -309,3 +309,35 @@ def test_a_window_reaches_as_far_as_it_says():
     )
     moved = np.abs(np.asarray(after - before))[1].max(axis=(1, 2)) > 0
     np.testing.assert_array_equal(moved, [1, 1, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": 50}, {"soft_cap": 5.0}]
+)
+def test_kernel_of_tpus(settings):
+    """The kernel itself, interpreted: values and gradients are XLA's."""
+    arrays, segments, positions = example(256, head_dim=64)
+    used = (segments > 0)[..., None, None]
+    weights = np.random.default_rng(1).normal(size=arrays[0].shape) * used
+
+    def gradients(attend):
+        def total(*x):
+            return jnp.sum(weights * attend(*x, scale=0.1, **settings))
+
+        return jax.value_and_grad(total, (0, 1, 2))(*arrays)
+
+    want = gradients(
+        lambda *x, **kw: segment_attention(*x, segments, positions, **kw)
+    )
+    got = gradients(
+        lambda *x, **kw: tpu_attention.splash_attention(
+            *x, jnp.asarray(segments), interpret=True, **kw
+        )
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_kernel_of_tpus_is_for_tpus_alone():
+    (query, _, _), *_ = example(256, head_dim=64)
+    assert not tpu_attention.fits(query)

@@ -1,0 +1,131 @@
+"""Attention on TPUs: JAX's splash kernel, in which no scores leave the chip.
+
+XLA does not partition such a kernel: on a mesh it runs in `jax.shard_map`,
+each device with its own rows and its own heads.
+"""
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.sharding import PartitionSpec as P
+
+from keras_posttrain.models import sharding
+
+# A block of scores is (block, block); it must divide the length, and the
+# vector units of a TPU want a multiple of the smallest.
+BLOCKS = (512, 256, 128)
+
+
+def fits(query, prefix_ids=None):
+    """Whether the kernel takes these arrays, where the program will run.
+
+    Args:
+        query: float array of shape `(rows, length, heads, head_dim)`.
+        prefix_ids: as in `models/attention.py:attention_scope`; the kernel
+            knows no tokens that see a second segment.
+    """
+    length, head_dim = query.shape[1], query.shape[3]
+    return (
+        _platform() == "tpu"
+        and prefix_ids is None
+        and length % BLOCKS[-1] == 0
+        and head_dim % 64 == 0
+    )
+
+
+def _platform():
+    """The kind of device that a program is made for, also one not here."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return jax.default_backend()
+    return distribution.device_mesh.backend_mesh.devices.flat[0].platform
+
+
+def splash_attention(
+    query, key, value, segment_ids, *, scale, sliding_window=None,
+    soft_cap=None, interpret=False,
+):  # fmt: skip
+    """`models/attention.py:segment_attention`, by a kernel for TPUs.
+
+    Tokens of a segment are neighbours in the order of their positions, so
+    that what is causal by positions is causal by columns.
+
+    Args:
+        query, key, value, segment_ids, scale, sliding_window, soft_cap: as
+            in `segment_attention`.
+        interpret: bool, run the kernel without a TPU, for tests.
+
+    Returns:
+        An array of the shape and dtype of `query`.
+    """
+    # The kernel has no scale of its own.
+    query = (query * jnp.asarray(scale, "float32")).astype(query.dtype)
+
+    def local(query, key, value, segment_ids):
+        kernel = _kernel(query.shape, sliding_window, soft_cap, interpret)
+        heads_first = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+        out = jax.vmap(kernel)(*heads_first, _ids(segment_ids))
+        return jnp.swapaxes(out, 1, 2).astype(query.dtype)
+
+    mesh, rows, heads, repeats = _split(query.shape, key.shape[2])
+    if mesh is None:
+        return local(query, key, value, segment_ids)
+    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    lies = P(rows, None, heads)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(lies, lies, lies, P(rows)),
+        out_specs=lies,
+        check_vma=False,
+    )(query, key, value, segment_ids)
+
+
+def _split(shape, kv_heads):
+    """How rows and heads lie: `(mesh, axis, axis, repeats)`.
+
+    Fewer heads of keys than devices are repeated, so that each device has
+    the one that its queries read.
+    """
+    mesh, data, data_size, model, size = sharding.axes()
+    if mesh is None or mesh.size == 1:
+        return None, None, None, 1
+    rows = data if shape[0] % data_size == 0 else None
+    if kv_heads % size == 0:
+        return mesh, rows, model, 1
+    if shape[2] % size == 0 and size % kv_heads == 0:
+        return mesh, rows, model, size // kv_heads
+    return mesh, rows, None, 1
+
+
+def _ids(segment_ids):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return splash.SegmentIds(segment_ids, segment_ids)
+
+
+def _kernel(shape, sliding_window, soft_cap, interpret):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    _, length, heads, _ = shape
+    mask = splash.CausalMask((length, length))
+    if sliding_window is not None:
+        window = (sliding_window - 1, 0)
+        mask = splash.LocalMask((length, length), window, 0)
+    block = next(size for size in BLOCKS if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    return splash.make_splash_mha(
+        mask=splash.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
