@@ -117,3 +117,47 @@ def test_a_coupled_loss_does_not_see_them(paired):
             )
     for key, value in ours.items():
         np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_a_teacher_is_of_its_own_row(tmp_path):
+    """Batches of three with a row of padding each are asked about seven."""
+    found = []
+    for micro in (None, 2):
+        task = kpt.DistillTask.from_preset(
+            LLAMA, sequence_length=64, teacher=f"{LLAMA}_ref"
+        )
+        task.compile(
+            "sgd",
+            top_k=4,
+            teacher_cache=tmp_path / str(micro),
+            micro_batch_size=micro,
+        )
+        rows = random_rows(7, seed=3)
+        history = task.fit(rows, batch_size=3, shuffle=False, verbose=0)
+        found.append((history.history["loss"], weights(task)))
+    (one, ours), (many, theirs) = found
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    for key, value in ours.items():
+        np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_a_reference_is_of_its_own_row(devices, tmp_path):
+    """Rows of padding are among those that the reference reads."""
+    rows = load_json("dpo.json")["datasets"]["llama3"][:7]
+    found = []
+    for count in (1, 4):
+        task = kpt.DPOTask.from_preset(
+            LLAMA, sequence_length=64, reference=f"{LLAMA}_ref"
+        )
+        task.compile("sgd", reference_cache=tmp_path / str(count))
+        # As if over so many: batches of three are filled up to four.
+        devices(count)
+        history = task.fit(rows, batch_size=3, shuffle=False, verbose=0)
+        found.append((history.history["loss"], weights(task)))
+        devices(1)
+    (one, ours), (many, theirs) = found
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    for key, value in ours.items():
+        np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
