@@ -215,24 +215,31 @@ class Checkpoint(keras.callbacks.Callback):
         failures, left_behind = [], []
         steps = processes.from_first(sorted(self._manager.all_steps()))
         for step in reversed(steps):
-            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            meta, error = self._try(self._manager.restore, step, args=args)
+            # By the handlers: the manager has all processes meet again at
+            # the end, where one that fails is waited for.
+            folder = self.directory / str(step)
+            meta, error = self._try(
+                ocp.JsonCheckpointHandler(),
+                folder / "meta",
+                ocp.args.JsonRestore(),
+            )
             if error is not None:
                 failures.append((step, error))
                 continue
-            meta = meta["meta"]
             if self._is_before_branch(step, meta):
                 left_behind.append(step)
                 continue
             task.check_training_state(meta, self.directory)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(_abstract, {**expected, "best": best})
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-            arrays, error = self._try(self._manager.restore, step, args=args)
+            arrays, error = self._try(
+                ocp.StandardCheckpointHandler(),
+                folder / "state",
+                ocp.args.StandardRestore(wanted),
+            )
             if error is not None:
                 failures.append((step, error))
                 continue
-            arrays = arrays["state"]
             task.restore_training_state(arrays, meta)
             others.set_counters(task.fit_callbacks, meta["callbacks"])
             others.set_best_weights(task.fit_callbacks, task, arrays["best"])
@@ -248,11 +255,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._leave(left_behind, steps)
         self._report(failures)
 
-    def _try(self, function, *args, **kwargs):
-        """`(result, None)`, or `(None, error)` where one process fails."""
+    def _try(self, handler, folder, args):
+        """`(what was restored, None)`; `(None, error)` where a process
+        fails, in all."""
         found = error = None
         try:
-            found = function(*args, **kwargs)
+            found = handler.restore(folder, args=args)
         except Exception as e:  # noqa: BLE001 - whatever a damage raises
             error = f"{type(e).__name__}: {str(e)[:300]}"
         errors = [e for e in processes.exchange(error) if e is not None]

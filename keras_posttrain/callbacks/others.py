@@ -5,6 +5,8 @@ import numbers
 
 import numpy as np
 
+from keras_posttrain.distribution import processes
+
 # By attribute: EarlyStopping's and ReduceLROnPlateau's.
 COUNTERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
 
@@ -64,8 +66,9 @@ def set_best_weights(callbacks, task, values):
         if name not in values:
             continue
         weights = task.get_weights()
+        best = processes.fetch(values[name])
         for i, at in _places(task).items():
-            weights[at] = np.array(values[name][str(i)])
+            weights[at] = np.array(best[str(i)])
         callback.best_weights = weights
 
 

@@ -7,8 +7,10 @@ import json
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from keras_posttrain.callbacks.progress import Progress
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards
 from keras_posttrain.tasks import step as steps
 
@@ -143,6 +145,11 @@ class Resumable(keras.Model):
         self._initial_epoch = meta["epoch"]
         if meta["stopped"]:
             self._initial_epoch = self._epochs
+
+    def get_weights(self):
+        """All weights, whole in every process: EarlyStopping keeps them."""
+        values = processes.fetch([v.value for v in self.weights])
+        return [np.array(x) for x in values]
 
     def reset_metrics(self):
         if self._keep_metrics and not self._evaluating:

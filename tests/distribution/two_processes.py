@@ -93,6 +93,9 @@ def resume(directory, mode, layout, *death):
     callbacks = [
         kpt.callbacks.Checkpoint(directory, every=2),
         kpt.callbacks.MetricsLog(directory),
+        keras.callbacks.EarlyStopping(
+            "loss", patience=2, restore_best_weights=True
+        ),
     ]
     if death:
         step, process, how = death
