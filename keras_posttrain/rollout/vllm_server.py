@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import http.client
 import json
 import os
 import pathlib
@@ -12,22 +11,23 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.parse
 import weakref
 
 import jax
 
-from keras_posttrain.rollout import vllm_worker
+from keras_posttrain.rollout import vllm_http, vllm_worker
 from keras_posttrain.rollout.vllm_jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm_local import ENVIRONMENT, FORCED, threads
 
 # Of vLLM's process; loading its libraries is most of it.
 START_SECONDS = 900
 STOP_SECONDS = 15
+TRACKER_SECONDS = 5
 # Samples in flight; more wait here, where they cost vLLM nothing.
 IN_FLIGHT = 256
 MODULE = "kpt_vllm_worker"
-# The kernel ends the server when this process ends, however it does.
+# The kernel ends the server when the thread that started it ends, as it does
+# with its process, however that ends.
 LAUNCH = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -266,56 +266,16 @@ class ServerEngine:
             result.versions |= {span["version"] for span in spans}
         return result
 
-    # HTTP
+    def _call(self, method, path, body=None, open_ones=None, timeout=None):
+        open_ones = set() if open_ones is None else open_ones
+        timeout = timeout or self.timeout
+        return vllm_http.call(
+            self.url, self.api_key, method, path, body, timeout, open_ones
+        )
 
     def _rpc(self, method, *args):
         body = {"method": method, "args": args, "timeout": self.timeout}
         return self._call("POST", "/collective_rpc", body)["results"]
-
-    def _call(self, method, path, body=None, open_ones=None, timeout=None):
-        """One request; its answer's JSON, `{}` where it has none.
-
-        Raises:
-            EngineFailure: if there is no answer, or one that tells of a
-                server that is not, or no longer, as it was left.
-            ValueError: if the server refuses what was asked.
-        """
-        parts = urllib.parse.urlsplit(self.url)
-        kind = http.client.HTTPConnection
-        if parts.scheme == "https":
-            kind = http.client.HTTPSConnection
-        connection = kind(parts.netloc, timeout=timeout or self.timeout)
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        data = None if body is None else json.dumps(body)
-        open_ones = set() if open_ones is None else open_ones
-        open_ones.add(connection)
-        try:
-            connection.request(method, parts.path + path, data, headers)
-            response = connection.getresponse()
-            status, text = response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineFailure(
-                f"{method} {path}: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            open_ones.discard(connection)
-            connection.close()
-        if status in (400, 401, 403, 422):
-            raise ValueError(
-                f"vLLM's server refused {method} {path} with {status}: "
-                f"{text.decode(errors='replace')[:1000]}"
-            )
-        if status != 200:
-            raise EngineFailure(
-                f"{method} {path}: status {status}, "
-                f"{text.decode(errors='replace')[:1000]}"
-            )
-        try:
-            return json.loads(text) if text else {}
-        except json.JSONDecodeError:
-            return {}
 
 
 def _flags(arguments):
@@ -335,7 +295,27 @@ def _end(process):
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
+    # Last the one that removes what the others have left in shared memory.
+    for pid, command in _group(process.pid):
+        if b"resource_tracker" not in command:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + TRACKER_SECONDS
+    while time.monotonic() < end and any(_group(process.pid)):
+        time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
+
+
+def _group(group):
+    """Yields `(id, command line)` of the processes of a group that run."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            state = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(state[2]) == group and state[0] != "Z":
+            yield int(folder.name), command

@@ -65,7 +65,12 @@ class Compared(keras.callbacks.Callback):
 def test_the_weights_are_the_trainers(model, lora):
     """At step 0 and after each of 5 steps of GRPO: 1e-4, measured 3e-5."""
     task, engine = make(model, lora), VLLMRollout(timeout=120)
-    compile_grpo(task, engine, 3.0 if lora else 0.3)
+    rate = 3.0 if lora else 0.3
+    if (model, lora) == ("gemma2", True):
+        # At 3.0 vLLM's CPU kernels give NaN after the second step, where JAX
+        # has numbers; the engine says so.
+        rate = 0.5
+    compile_grpo(task, engine, rate)
     compared = Compared(engine)
     task.fit(prompts(10), batch_size=2, callbacks=[compared], verbose=0)
     assert len(compared.gaps) == 6
