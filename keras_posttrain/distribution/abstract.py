@@ -3,7 +3,8 @@
 import contextlib
 
 import jax
-import keras
+
+from keras_posttrain._variables import without_values
 
 
 @contextlib.contextmanager
@@ -24,23 +25,12 @@ def shapes_only():
     print(task.plan("v5e:4x4", batch_size=16))
     ```
     """
-    plain, made = keras.Variable._initialize_with_initializer, []
-
-    def defer(variable, initializer):
-        # As Keras does in a stateless scope, where it cannot make the
-        # optimizer that every KerasHub model comes with: while a model is
-        # built, its layers are traced with what the initializers give.
-        variable._initialize_layout()
-        variable._value, variable._initializer = None, initializer
-        made.append(variable)
-
-    keras.Variable._initialize_with_initializer = defer
-    try:
-        yield
-    finally:
-        keras.Variable._initialize_with_initializer = plain
-        for variable in made:
-            variable._value = jax.ShapeDtypeStruct(
-                variable.shape, variable.dtype
-            )
-            variable._initializer = None
+    with without_values() as made:
+        try:
+            yield
+        finally:
+            for variable in made:
+                variable._value = jax.ShapeDtypeStruct(
+                    variable.shape, variable.dtype
+                )
+                variable._initializer = None

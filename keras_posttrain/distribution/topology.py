@@ -1,11 +1,13 @@
 """Hardware by name: devices to compile for, and what a chip can do."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 # What the wheel logs about a machine without a TPU is no news here.
 LIBTPU_SETTINGS = {
@@ -24,11 +26,11 @@ class Chip:
 
     Attributes:
         name: str.
-        memory: int, bytes of HBM.
+        memory: float, bytes of HBM that the compiler lets a program have.
         flops: float, bfloat16 operations a second at the peak.
         bandwidth: float, bytes a second from HBM.
         interconnect: float, bytes a second that the chip's links send, all
-            together and in one direction.
+            together.
         dims: int, the axes of its network.
     """
 
@@ -41,14 +43,16 @@ class Chip:
 
 
 # https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e: "Peak compute per chip
-# (bf16)", "HBM capacity and bandwidth", and "Inter-chip interconnect
-# bandwidth", which counts both directions. (A v4 chip is two devices to the
-# compiler alone and one in a run: it has no entry.)
+# (bf16)", "HBM capacity and bandwidth" and "Inter-chip interconnect
+# bandwidth": 1600, 4800 and 3200 Gbit/s, which later versions of the pages
+# give as twice as many in both directions. (To the compiler alone a v4 chip
+# is two devices, and one in a run: it has no entry.)
+# The memory is what libtpu 0.0.42 says there is, of 16, 95 and 32 GB.
 GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
 CHIPS = {
-    "v5e": Chip("v5e", 16 * GIB, 197e12, 819 * GB, 1600 * GBIT / 2, 2),
-    "v5p": Chip("v5p", 95 * GIB, 459e12, 2765 * GB, 4800 * GBIT / 2, 3),
-    "v6e": Chip("v6e", 32 * GIB, 918e12, 1640 * GB, 3584 * GBIT / 2, 2),
+    "v5e": Chip("v5e", 15.75 * GIB, 197e12, 819 * GB, 1600 * GBIT, 2),
+    "v5p": Chip("v5p", 95.74 * GIB, 459e12, 2765 * GB, 4800 * GBIT, 3),
+    "v6e": Chip("v6e", 31.25 * GIB, 918e12, 1600 * GB, 3200 * GBIT, 2),
 }
 
 
@@ -97,6 +101,28 @@ def get(name):
     return Topology(str(name), tuple(devices), chip)
 
 
+def compiled(lowered):
+    """Compiles for a topology, past JAX's cache of programs.
+
+    What was compiled for devices that are not there can be written to the
+    cache and not be read again.
+
+    Args:
+        lowered: `jax.stages.Lowered`.
+
+    Returns:
+        A `jax.stages.Compiled`.
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def _unknown(name, why=""):
     return (
         "`topology` must be '<chip>:<grid>', the grid being the chips along "
@@ -120,11 +146,10 @@ def _host_devices(count):
 
 
 def _tpu_devices(kind, sizes, name):
-    from jax.experimental import topologies
-
-    # They are read where libtpu is loaded.
-    for variable, value in LIBTPU_SETTINGS.items():
-        os.environ.setdefault(variable, value)
+    # They are read where libtpu is loaded; where there are TPUs, it is.
+    if jax.default_backend() != "tpu":
+        for variable, value in LIBTPU_SETTINGS.items():
+            os.environ.setdefault(variable, value)
     try:
         import libtpu  # noqa: F401
     except ImportError as e:
@@ -133,16 +158,24 @@ def _tpu_devices(kind, sizes, name):
             "and no TPU: `pip install 'keras_posttrain[plan]'`. "
             f"Received: topology={name!r}"
         ) from e
-    # A host of these has four chips, or one, where there are fewer.
-    settings = {}
-    if math.prod(sizes) < 4:
-        bounds = sizes + [1] * (3 - len(sizes))
-        settings["chips_per_host_bounds"] = bounds
     try:
-        grid = "x".join(map(str, sizes))
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{kind}:{grid}", **settings
-        ).devices
+        return _described(kind, tuple(sizes))
     except jax.errors.JaxRuntimeError as e:
         why = str(e).split("\n")[0]
         raise ValueError(_unknown(name, f" ({why})")) from e
+
+
+@functools.cache
+def _described(kind, sizes):
+    # Those of two descriptions are other devices, even of the same name.
+    from jax.experimental import topologies
+
+    # A host of these has four chips, or one, where there are fewer.
+    settings = {}
+    if math.prod(sizes) < 4:
+        bounds = [*sizes] + [1] * (3 - len(sizes))
+        settings["chips_per_host_bounds"] = bounds
+    grid = "x".join(map(str, sizes))
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{kind}:{grid}", **settings
+    ).devices

@@ -9,8 +9,8 @@ task.compile(keras.optimizers.AdamW(1e-5))
 hardware = topology.get("v5e:4x4")
 distribution = kpt.distribution.fsdp(devices=hardware.devices)
 with planned(task, distribution, layers=2, remat="full"):
-    lowered, arguments = lower_step(task, dummy_batch(task, 16))
-    compiled = lowered.compile()
+    lowered = lower_step(task, dummy_batch(task, 16))
+    compiled = topology.compiled(lowered)
 counts = hlo.count(compiled.as_text(), num_devices=16)
 counts.collectives, counts.flops, compiled.memory_analysis()
 ```
@@ -23,9 +23,10 @@ import keras
 import numpy as np
 
 from keras_posttrain import optimizers
-from keras_posttrain.data.formats import Example
 from keras_posttrain.distribution import shapes_only
-from keras_posttrain.models import sharding
+from keras_posttrain.models import loading, presets, sharding
+from keras_posttrain.models.policy import Policy
+from keras_posttrain.tasks.reference import Reference
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def planned(task, distribution, *, layers=None, **settings):
             put(stack, task.policy, remat=settings["remat"])
         put(stack, task, **settings)
         if layers is not None:
-            _leave_out(stack, task, layers)
+            put(stack, task, left_out=_leave_out(stack, task.policy, layers))
         _lay_out(stack, task)
         # Made without a distribution: its few values cannot lie on devices
         # that are not there.
@@ -60,8 +61,19 @@ def planned(task, distribution, *, layers=None, **settings):
             optimizer = optimizers.renewed(task.optimizer)
             masters = optimizers.build(optimizer, task.trainable_variables)
         put(stack, task, optimizer=optimizer, _masters=masters)
+        if getattr(task, "compares", False):
+            _refer(stack, task, layers)
         keras.distribution.set_distribution(distribution)
         yield
+
+
+def _refer(stack, task, layers):
+    """Gives a task the reference that its loss compares with."""
+    reference = ShapesOfReference(task, task._given_reference())
+    put(stack, task, reference=reference, cached=None)
+    if reference.kind == "model" and layers is not None:
+        rest = _leave_out(stack, reference.policy, layers)
+        put(stack, task, left_out=task.left_out | rest)
 
 
 def put(stack, thing, **values):
@@ -75,15 +87,15 @@ def put(stack, thing, **values):
         own[name] = value
 
 
-def _leave_out(stack, task, layers):
-    backbone = task.causal_lm.backbone
+def _leave_out(stack, policy, layers):
+    """Takes layers from a model; the ids of their variables."""
+    backbone = policy.backbone
     every = list(backbone.transformer_layers)
-    rest = [v for layer in every[layers:] for v in layer.variables]
-    if task.adapter is not None:
-        for layer in every[layers:]:
-            rest += task.policy.adapter_variables(layer)
+    rest = []
+    for layer in every[layers:]:
+        rest += layer.variables + policy.adapter_variables(layer)
     put(stack, backbone, transformer_layers=every[:layers])
-    put(stack, task, left_out=frozenset(map(id, rest)))
+    return frozenset(map(id, rest))
 
 
 def _lay_out(stack, task):
@@ -105,23 +117,6 @@ def _lay_out(stack, task):
             vars(task.adapter.b[i])["_layout"] = b
 
 
-def dummy_batch(task, batch_size):
-    """A batch as `fit` would build it, every row full and with loss.
-
-    Args:
-        task: `SFTTask`, inside `planned`.
-        batch_size: int.
-
-    Returns:
-        Dict of numpy arrays.
-    """
-    length = task.sequence_length
-    ids, mask = np.ones(length, "int32"), np.ones(length, "float32")
-    examples = [Example(ids, mask, i) for i in range(batch_size)]
-    batches = task._batches(examples, batch_size, shuffle=False)
-    return next(iter(batches.get_jax_iterator()))
-
-
 def shape_of(variable):
     """A variable's shape and dtype, and where it lies."""
     layout = keras.distribution.distribution().get_variable_layout(variable)
@@ -130,17 +125,16 @@ def shape_of(variable):
     )
 
 
-def lower_step(task, batch):
-    """The training step of a task, lowered; inside `planned`.
+def step_shapes(task, batch):
+    """What the step of a task is given; inside `planned`.
 
     Args:
         task: `Task`.
         batch: dict of numpy arrays, a batch of the task.
 
     Returns:
-        `(lowered, arguments)`: a `jax.stages.Lowered`, and what it takes:
-        `jax.ShapeDtypeStruct`s by `"trainable"`, `"frozen"`, `"optimizer"`,
-        `"metrics"`, `"batch"` and what else the step is given.
+        `(changing, held, batch)`, as in `Trainer.step_program`, of
+        `jax.ShapeDtypeStruct`s.
     """
     distribution = keras.distribution.distribution()
 
@@ -153,15 +147,81 @@ def lower_step(task, batch):
         "metrics": shapes(task.metrics_variables),
     }
     held = task.held(shapes(task.non_trainable_variables))
+    if "reference" in held:
+        held["reference"] = shapes(reference_variables(task))
 
     def row(x):
         layout = distribution.get_data_layout(x.shape).backend_layout
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
-    batch = jax.tree.map(row, batch)
+    return changing, held, jax.tree.map(row, batch)
+
+
+def lower_step(task, batch):
+    """The training step of a task, lowered; inside `planned`.
+
+    Args:
+        task, batch: as in `step_shapes`.
+
+    Returns:
+        A `jax.stages.Lowered`.
+    """
+    changing, held, batch = step_shapes(task, batch)
     out = jax.tree.map(lambda x: x.sharding, changing)
     counters = {"step": np.int32(1), "seed": np.int32(0)}
-    lowered = task.step_program(out).lower(
-        {**changing, **counters}, held, batch
-    )
-    return lowered, {**changing, **held, "batch": batch}
+    program = task.step_program(out)
+    return program.lower({**changing, **counters}, held, batch)
+
+
+# --- References -------------------------------------------------------------
+
+
+class ShapesOfReference(Reference):
+    """The reference that a run would have, without its values.
+
+    Args:
+        task: `Task`, inside `planned`.
+        model: as in `Reference`.
+    """
+
+    def __init__(self, task, model=None):
+        self.task, self.policy, self.values = task, task.policy, []
+        adapter = task.adapter
+        if model is not None:
+            self.kind = "model"
+            with shapes_only():
+                model = _without_weights(task, model)
+                self.policy = Policy(model, chunk_size=task.chunk_size)
+            self.variables = model.variables
+        elif adapter is not None and _may_be_off(adapter):
+            self.kind, self.variables = "off", []
+        else:
+            self.kind = "copy"
+            owners = [x for x in (task.causal_lm, adapter) if x]
+            self.variables = [v for x in owners for v in x.trainable_variables]
+
+
+def _without_weights(task, model):
+    if not isinstance(model, keras.Model):
+        dtype = task.causal_lm.backbone.dtype_policy
+        model = presets.load_causal_lm(model, dtype=dtype, load_weights=False)
+    loading.repair(model)
+    return model
+
+
+def _may_be_off(adapter):
+    if optimizers.holds_shapes(adapter.b):
+        return True
+    return not any(bool(np.any(np.asarray(b.value))) for b in adapter.b)
+
+
+def reference_variables(task):
+    """Those of a task's reference that the step reads, or that lie beside it.
+
+    Args:
+        task: `Task`, inside `planned`.
+    """
+    reference = getattr(task, "reference", None)
+    if reference is None:
+        return []
+    return [v for v in reference.variables if id(v) not in task.left_out]

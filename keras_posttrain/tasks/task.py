@@ -1,6 +1,6 @@
 import jax
 
-from keras_posttrain.distribution import processes
+from keras_posttrain.distribution import fsdp, processes
 from keras_posttrain.models import guards, huggingface, loading, presets
 from keras_posttrain.models.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
@@ -256,6 +256,113 @@ class Task(Trainer):
             return_token_ids=return_token_ids,
             on_text=on_text,
             verbose=verbose,
+        )
+
+    # Planning
+
+    def plan(
+        self,
+        topology,
+        strategy=fsdp,
+        *,
+        batch_size=8,
+        sequence_length=None,
+        micro_batch_size="compiled",
+        remat=None,
+        prompt_length=None,
+        exact=False,
+    ):
+        """What a training step would need of hardware that is not there.
+
+        The step that `fit` would run is compiled by the compiler for that
+        hardware. Nothing is allocated and the task stays as it is; it may
+        hold shapes only (`kpt.distribution.shapes_only`).
+
+        Args:
+            topology: str, `"<chip>:<grid>"` such as `"v5e:4x4"`,
+                `"v5p:2x2x4"` or `"v6e:2x4"`, or `"cpu:8"` for devices of
+                this host. For TPUs the package `libtpu` must be installed.
+            strategy: function of `devices`, a list, that gives a
+                distribution: `kpt.distribution.fsdp`, or one with arguments,
+                `functools.partial(kpt.distribution.fsdp_tensor_parallel,
+                model=4)`.
+            batch_size: int, as in `fit`. All rows are as long as they may
+                be.
+            sequence_length: int, or `None` for the task's own.
+            micro_batch_size: int or `None`, instead of what `compile` was
+                given.
+            remat: `"none"` or `"full"`, or `None` for the task's own.
+            prompt_length: int, tokens of a prompt in tasks on completions,
+                or `None` for half of a row, or what a rollout's completion
+                leaves.
+            exact: bool, whether all layers are compiled. By default one and
+                two of them are (or one and two rounds of a pattern, as
+                Gemma's), and numbers of all lie on a line through both.
+
+        Returns:
+            A `kpt.distribution.Plan`; `print` shows it.
+
+        Raises:
+            ValueError: where the topology is not known, the layout does not
+                suit it, or `fit` would refuse. A step that is too large for
+                the memory is no error: its plan says so.
+
+        Example:
+
+        ```python
+        with kpt.distribution.shapes_only():
+            task = kpt.SFTTask.from_preset(
+                "llama3_8b_en", load_weights=False, dtype="bfloat16"
+            )
+        task.compile()
+        print(task.plan("v5e:4x4", batch_size=16, remat="full"))
+        ```
+        """
+        # It knows the tasks, which begin here.
+        from keras_posttrain.tasks import planning
+
+        settings = {}
+        if sequence_length is not None:
+            settings["sequence_length"] = sequence_length
+        if micro_batch_size != "compiled":
+            settings["micro_batch_size"] = micro_batch_size
+        if remat is not None:
+            settings["remat"] = remat
+        planning.check(self, batch_size, **settings)
+        return planning.make_plan(
+            self, topology, strategy, batch_size, prompt_length, exact,
+            **settings,
+        )  # fmt: skip
+
+    def plan_decode(
+        self,
+        topology,
+        strategy=fsdp,
+        *,
+        num_slots=128,
+        num_tokens=1024,
+        exact=False,
+    ):
+        """What sampling would need of hardware that is not there.
+
+        Planned is a call of the built-in engine's program: 32 tokens for each
+        of its slots, beside the weights and the optimizer's state.
+
+        Args:
+            topology, strategy, exact: as in `plan`.
+            num_slots: int, sequences that are sampled at once, on all chips.
+            num_tokens: int, those that each has room for.
+
+        Returns:
+            A `kpt.distribution.Plan`.
+
+        Raises:
+            ValueError: as in `plan`.
+        """
+        from keras_posttrain.tasks import plan_decode
+
+        return plan_decode.make_plan(
+            self, topology, strategy, num_slots, num_tokens, exact
         )
 
     # Saving

@@ -1,0 +1,94 @@
+"""A plan in print."""
+
+
+def table(plan):
+    """The text of a `Plan`, a line a fact."""
+    lines = [f"{plan.name} on {plan.topology.name}, {plan.layout}"]
+    lines += _rows([(k, str(v)) for k, v in plan.settings.items()])
+    lines += _rows(
+        [
+            ("parameters", f"{plan.parameters:,}"),
+            ("trainable parameters", f"{plan.trainable_parameters:,}"),
+        ]
+    )
+    lines += _memory(plan)
+    if plan.measured is not None:
+        lines += _work(plan) + _network(plan) + _time(plan)
+    if plan.refusal:
+        lines += ["The compiler refused it:", f"  {plan.refusal}"]
+    if plan.advice:
+        lines += ["What would help:", *(f"  - {x}" for x in plan.advice)]
+    return "\n".join(lines)
+
+
+def readable(num_bytes):
+    """Bytes in the unit that leaves few digits before the point."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:,.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.2f} GiB"
+
+
+def _rows(pairs, indent="  "):
+    return [f"{indent}{name:<36} {value:>22}" for name, value in pairs]
+
+
+def _memory(plan):
+    pairs = [(k, readable(v)) for k, v in plan.arguments.items() if v]
+    if plan.measured is not None:
+        rest = plan.measured.numbers["temporaries"]
+        for name, value in plan.known_temporaries.items():
+            value = min(value, rest)
+            rest -= value
+            if value:
+                pairs.append((f"temporaries: {name}", readable(value)))
+        pairs.append(("temporaries: others", readable(rest)))
+        pairs.append(("program", readable(plan.measured.numbers["program"])))
+    elif plan.refused_bytes:
+        pairs.append(("temporaries", readable(plan.refused_bytes)))
+    if plan.needed is not None:
+        pairs.append(("all", readable(plan.needed)))
+    if plan.capacity is not None:
+        verdict = "fits" if plan.fits else "does not fit"
+        pairs.append((f"there are ({verdict})", readable(plan.capacity)))
+    return ["Memory of a chip", *_rows(pairs)]
+
+
+def _work(plan):
+    share = plan.model_flops / plan.flops if plan.flops else 0.0
+    return [
+        "Work of a step, all chips",
+        *_rows(
+            [
+                ("tokens", f"{plan.tokens:,}"),
+                ("FLOPs", f"{plan.flops:.4g}"),
+                ("of these the model's own, by formula", f"{share:.1%}"),
+            ]
+        ),
+    ]
+
+
+def _network(plan):
+    if plan.num_devices == 1:
+        return []
+    pairs = [
+        (f"{c.kind} x {c.count}", readable(c.num_bytes))
+        for c in plan.collectives
+    ]
+    pairs.append(("all", readable(plan.collective_bytes)))
+    pairs += [(f"ideal: {k}", readable(v)) for k, v in plan.ideal.items() if v]
+    if plan.ideal_bytes:
+        ratio = plan.collective_bytes / plan.ideal_bytes
+        pairs.append(("all / ideal", f"{ratio:.2f}"))
+    return ["Received by a chip in a step", *_rows(pairs)]
+
+
+def _time(plan):
+    if not plan.seconds:
+        return []
+    pairs = [(k, f"{v:.4g} s") for k, v in plan.seconds.items()]
+    pairs.append(("step, the longest of these", f"{plan.step_seconds:.4g} s"))
+    pairs.append(("tokens a second", f"{plan.tokens_per_second:,.0f}"))
+    head = "Estimated time of a step (a roofline of published rates)"
+    return [head, *_rows(pairs)]

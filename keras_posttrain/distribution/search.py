@@ -1,0 +1,110 @@
+"""Plans of many settings, the best first."""
+
+import functools
+import itertools
+
+from keras_posttrain.distribution import strategies as known
+from keras_posttrain.distribution.plan_table import readable
+
+
+class Search(tuple):
+    """Plans, those that fit first, then by tokens a second.
+
+    `print` shows a line each.
+
+    Attributes:
+        refused: list of `(settings, reason)`, what could not be tried.
+    """
+
+    refused = ()
+
+    def __str__(self):
+        lines = [
+            f"{'layout':<40} {'micro-batch':>11} {'remat':>5} "
+            f"{'memory':>12} {'fits':>4} {'step':>9} {'tokens/s':>11}"
+        ]
+        for plan in self:
+            seconds, rate = plan.step_seconds, plan.tokens_per_second
+            needed = plan.needed
+            lines.append(
+                f"{plan.layout:<40} "
+                f"{plan.settings['micro_batch_size']!s:>11} "
+                f"{plan.settings['remat']:>5} "
+                f"{'?' if needed is None else readable(needed):>12} "
+                f"{'yes' if plan.fits else 'no':>4} "
+                f"{'?' if seconds is None else f'{seconds:.3g} s':>9} "
+                f"{'?' if rate is None else f'{rate:,.0f}':>11}"
+            )
+        lines += [f"not tried: {what}: {why}" for what, why in self.refused]
+        return "\n".join(lines)
+
+
+def search(
+    task,
+    topology,
+    *,
+    strategies=None,
+    micro_batch_sizes=(None,),
+    remats=("none", "full"),
+    **kwargs,
+):
+    """Tries layouts, micro-batches and rematerialisation.
+
+    Args:
+        task: what has a method `plan`, such as a compiled `kpt.SFTTask`.
+        topology: as in `plan`.
+        strategies: list of what `plan` takes as `strategy`; by default
+            FSDP, and FSDP with 2 and with 4 devices along the model axis.
+        micro_batch_sizes: what `plan` takes as `micro_batch_size`.
+        remats: what `plan` takes as `remat`.
+        **kwargs: the other arguments of `plan`, such as `batch_size`.
+
+    Returns:
+        A `Search`, a tuple of `Plan`s: those that fit first, then by
+        estimated tokens a second.
+
+    Raises:
+        ValueError: where nothing could be planned; with the first reason.
+
+    Example:
+
+    ```python
+    print(kpt.distribution.search(task, "v5e:4x4", batch_size=16))
+    ```
+    """
+    if strategies is None:
+        strategies = [known.fsdp] + [
+            functools.partial(known.fsdp_tensor_parallel, model=n)
+            for n in (2, 4)
+        ]
+    plans, refused = [], []
+    tried = itertools.product(strategies, micro_batch_sizes, remats)
+    for strategy, micro_batch_size, remat in tried:
+        settings = {
+            "strategy": strategy,
+            "micro_batch_size": micro_batch_size,
+            "remat": remat,
+        }
+        try:
+            plans.append(task.plan(topology, **settings, **kwargs))
+        except ValueError as error:
+            refused.append((_named(settings), error))
+    if not plans:
+        raise refused[0][1]
+
+    def rank(plan):
+        return not plan.fits, -(plan.tokens_per_second or 0.0)
+
+    found = Search(sorted(plans, key=rank))
+    found.refused = refused
+    return found
+
+
+def _named(settings):
+    strategy = settings["strategy"]
+    inner = getattr(strategy, "func", strategy)
+    given = getattr(strategy, "keywords", {})
+    name = getattr(inner, "__name__", str(inner))
+    words = [f"{k}={v}" for k, v in given.items()]
+    words += [f"{k}={v}" for k, v in settings.items() if k != "strategy"]
+    return f"{name}({', '.join(words)})"

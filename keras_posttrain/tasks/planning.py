@@ -1,0 +1,345 @@
+"""`task.plan`: what a task's step would need of hardware."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain.distribution import layouts, topology
+from keras_posttrain.distribution.ideal import Weight, ideal_bytes
+from keras_posttrain.distribution.plan import (
+    Plan,
+    measure,
+    out_of_memory,
+)
+from keras_posttrain.distribution.plan_table import readable
+from keras_posttrain.models import guards
+from keras_posttrain.models.sharding import split_of
+from keras_posttrain.tasks import checks
+from keras_posttrain.tasks import plan as core
+from keras_posttrain.tasks.plan_batch import dummy_batch
+
+
+def check(task, batch_size, **settings):
+    """Refuses what `plan` cannot be given, before anything is compiled."""
+    task._assert_compile_called("plan")
+    checks.positive_int("batch_size", batch_size)
+    if settings.get("micro_batch_size") is not None:
+        checks.positive_int("micro_batch_size", settings["micro_batch_size"])
+    length = settings.get("sequence_length", task.sequence_length)
+    remat = settings.get("remat", task.remat)
+    checks.task_arguments(None, length, task.truncation, remat)
+    guards.check_model(task.causal_lm, length)
+
+
+def make_plan(
+    task, hardware, strategy, batch_size, prompt_length, exact, **settings
+):
+    """A `Plan` of a training step; see `Task.plan`."""
+    hardware = topology.get(hardware)
+    distribution = strategy(devices=list(hardware.devices))
+    with core.planned(task, distribution, **settings):
+        batch = dummy_batch(task, batch_size, prompt_length)
+        facts = _facts(task, batch)
+        asked = {
+            "batch_size": batch_size,
+            "sequence_length": task.sequence_length,
+            "micro_batch_size": task.micro_batch_size,
+            "remat": task.policy.remat,
+            "rows x tokens of a batch": " x ".join(
+                map(str, batch["token_ids"].shape)
+            ),
+        }
+        count = task._micro_batches(batch)
+        trips = _head_trips(task, batch, count)
+        layers = len(task.causal_lm.backbone.transformer_layers)
+
+    def compiled(depth):
+        with core.planned(task, distribution, layers=depth, **settings):
+            batch = dummy_batch(task, batch_size, prompt_length)
+            lowered = core.lower_step(task, batch)
+            program = topology.compiled(lowered)
+            return measure(program, len(hardware.devices), trips)
+
+    plan = assemble(
+        f"A training step of {type(task).__name__}",
+        hardware,
+        distribution,
+        layers,
+        depths(task, layers, exact),
+        compiled,
+        settings=asked,
+        **facts,
+    )
+    if plan.fits:
+        return plan
+    return dataclasses.replace(plan, advice=_advice(task, plan))
+
+
+def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
+    """A `Plan` of what `compiled(depth)`, a `Measured`, gives."""
+    found, refusal = _measured(compiled, layers, depths)
+    mesh = distribution.device_mesh
+    layout = ", ".join(
+        f"{n} along {axis!r}" for axis, n in zip(mesh.axis_names, mesh.shape)
+    )
+    return Plan(
+        name=name,
+        topology=hardware,
+        layout=f"{type(distribution).__name__}: {layout}",
+        num_layers=layers,
+        compiled_layers=depths,
+        measured=found,
+        capacity=hardware.chip.memory if hardware.chip else None,
+        **refusal,
+        **fields,
+    )
+
+
+def _measured(compiled, layers, depths):
+    """`(Measured or None, what the compiler refused)`."""
+    try:
+        found = [compiled(depth) for depth in depths]
+    except jax.errors.JaxRuntimeError as error:
+        figures = out_of_memory(error)
+        if figures is None:
+            raise
+        text = str(error).split("\n")[0]
+        return None, {"refusal": text, "refused_bytes": figures[0]}
+    if len(found) == 1:
+        return found[0], {}
+    a, b = depths
+    return found[0].at_depth(layers, a, found[1], b), {}
+
+
+def depths(task, layers, exact):
+    """The numbers of layers to compile."""
+    period = _period(task.causal_lm.backbone.transformer_layers)
+    if exact or not task.policy.packable or layers <= 2 * period:
+        return (layers,)
+    return (period, 2 * period)
+
+
+def _period(every):
+    """After how many layers the kinds of layers repeat."""
+
+    def kind(layer):
+        windows = []
+        for part in layer._flatten_layers():
+            for name in ("sliding_window_size", "sliding_window"):
+                windows.append(getattr(part, name, None))
+            windows.append(getattr(part, "use_sliding_window_attention", 0))
+        shapes = [tuple(v.shape) for v in layer.variables]
+        return str((windows, shapes))
+
+    kinds = [kind(layer) for layer in every]
+    for period in range(1, len(kinds)):
+        again = [kinds[i % period] for i in range(len(kinds))]
+        if again == kinds:
+            return period
+    return len(kinds)
+
+
+def _head_trips(task, batch, count):
+    """Rounds of the head's loop over chunks of tokens, on one device."""
+    distribution = keras.distribution.distribution()
+    mesh = distribution.device_mesh.backend_mesh
+    shards = mesh.shape[distribution.batch_dim_name]
+    rows, length = batch["token_ids"].shape
+    split = shards if rows // count % shards == 0 else 1
+    slots = rows * length // count // split
+    share = np.mean(batch["completion_mask"] > 0)
+    backbone = task.causal_lm.backbone
+    size = task.policy.head().chunk(backbone.vocabulary_size, slots)
+    return max(math.ceil(slots * share / size), 1)
+
+
+# --- What is known by shapes -------------------------------------------------
+
+
+def _facts(task, batch):
+    """The fields of a `Plan` that no compiler is needed for."""
+    changing, held, shapes = core.step_shapes(task, batch)
+    count = task._micro_batches(batch)
+    beside = [core.shape_of(v) for v in core.reference_variables(task)]
+    arguments = {
+        "weights": num_bytes(changing["trainable"])
+        + num_bytes(held["frozen"]),
+        "optimizer": num_bytes(changing["optimizer"]),
+        "reference": num_bytes(beside),
+        "batch": num_bytes(shapes),
+    }
+    distribution = keras.distribution.distribution()
+    mesh = distribution.device_mesh.backend_mesh
+    data = distribution.batch_dim_name
+    rows, length = batch["token_ids"].shape
+    backbone = task.causal_lm.backbone
+    activation = rows * length / count / mesh.shape[data]
+    activation *= backbone.hidden_dim * _itemsize(backbone.compute_dtype)
+    layers = len(backbone.transformer_layers)
+    gradients = num_bytes(changing["trainable"], 4 if count > 1 else None)
+    variables = weights_of(task)
+    trainable = {id(v) for v in task.trainable_variables}
+    weights = [
+        _weight(v, backbone.compute_dtype, id(v) in trainable)
+        for v in variables
+    ]
+    return {
+        "parameters": sum(math.prod(v.shape) for v in variables),
+        "trainable_parameters": sum(
+            math.prod(v.shape) for v in task.trainable_variables
+        ),
+        "arguments": arguments,
+        "known_temporaries": {
+            "gradients": gradients,
+            "layer inputs": layers * activation,
+        },
+        "tokens": int((batch["segment_ids"] > 0).sum()),
+        "model_flops": _model_flops(task, batch),
+        "ideal": ideal_bytes(
+            weights,
+            dict(mesh.shape),
+            data,
+            micro_batches=count,
+            num_layers=layers,
+            activation_bytes=activation,
+            passes=2 + _compares(task),
+        ),
+    }
+
+
+def _compares(task):
+    """Whether a reference runs in the step."""
+    return bool(getattr(task, "compares", False))
+
+
+def num_bytes(shapes, itemsize=None):
+    """Bytes of arrays on the device that has most of them."""
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape))
+            * (itemsize or x.dtype.itemsize)
+            for x in jax.tree.leaves(shapes)
+        )
+    )
+
+
+def _itemsize(dtype):
+    return jnp.dtype(dtype).itemsize
+
+
+def weights_of(task):
+    """The variables that hold a model's and an adapter's numbers."""
+    return [
+        v
+        for v in task.trainable_variables + task.non_trainable_variables
+        if jnp.issubdtype(v.dtype, jnp.floating)
+    ]
+
+
+def _weight(variable, dtype, trainable):
+    itemsize = min(_itemsize(variable.dtype), _itemsize(dtype))
+    split = split_of(variable)
+    return Weight(tuple(variable.shape), itemsize, split.axes, trainable)
+
+
+def _model_flops(task, batch):
+    """Operations of a step by formula, on all chips.
+
+    Six for each token and each weight of a matrix that is trained, four for
+    one that is frozen (nothing needs its gradient), and 12 * length * width
+    for each token and attention layer ([Chowdhery et al., 2022](
+    https://arxiv.org/abs/2204.02311), appendix B); a reference's forward pass
+    a third of that. Weights that only look up are left out, and of experts
+    those count that a token passes through.
+    """
+    backbone = task.causal_lm.backbone
+    embedding = backbone.token_embedding
+    lookup = None if embedding.tie_weights else id(embedding.embeddings)
+    trainable = {id(v) for v in task.trainable_variables}
+    share = getattr(backbone, "top_k", 1) / getattr(backbone, "num_experts", 1)
+    forward = both = width = 0.0
+    for v in weights_of(task):
+        names = layouts.meanings(v.path, len(v.shape)) or ()
+        size = math.prod(v.shape)
+        if len(v.shape) < 2 or id(v) == lookup:
+            continue
+        if "experts" in names and len(names) == 3:
+            size *= share
+        if v.path.endswith("query/kernel"):
+            width += math.prod(
+                n for n, x in zip(v.shape, names) if x != "hidden"
+            )
+        forward += 2 * size
+        both += (6 if id(v) in trainable else 4) * size
+    ids = np.asarray(batch["segment_ids"])
+    lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
+    tokens = sum(int(x.sum()) for x in lengths)
+    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
+    again = _compares(task)
+    return (
+        both * tokens
+        + 12 * width * squares
+        + again * (forward * tokens + 4 * width * squares)
+    )
+
+
+def forward_flops(task):
+    """Operations of a token's forward pass by formula, attention left out."""
+    backbone = task.causal_lm.backbone
+    embedding = backbone.token_embedding
+    lookup = None if embedding.tie_weights else id(embedding.embeddings)
+    return sum(
+        2.0 * math.prod(v.shape)
+        for v in weights_of(task)
+        if len(v.shape) > 1 and id(v) != lookup
+    )
+
+
+# --- What to change ----------------------------------------------------------
+
+
+def _advice(task, plan):
+    """What would help a plan that does not fit, with numbers."""
+    found, chip = [], plan.arguments
+    inputs = plan.known_temporaries["layer inputs"]
+    if plan.needed is not None:
+        over = plan.needed - plan.capacity
+        found.append(f"It lacks {readable(max(over, 0.0))} on each chip.")
+    if task.policy.remat == "none" and plan.settings["remat"] == "none":
+        found.append(
+            "remat='full' keeps the inputs of the layers alone for the "
+            f"backward pass, {readable(inputs)}."
+        )
+    rows = plan.settings["micro_batch_size"] or plan.settings["batch_size"]
+    if plan.measured is not None and rows > plan.num_devices:
+        rest = plan.measured.numbers["temporaries"]
+        found.append(
+            f"micro_batch_size={rows // 2} halves what activations take of "
+            f"the {readable(rest)} of temporaries, for float32 gradients "
+            "that are added up."
+        )
+    state = chip["weights"] + chip["optimizer"] + chip["reference"]
+    found.append(
+        f"Twice the chips, under FSDP, hold {readable(state / 2)} less each "
+        "of weights and optimizer state."
+    )
+    if task.adapter is None:
+        found.append(
+            "lora=kpt.LoRA(...) needs hardly any of the optimizer's "
+            f"{readable(chip['optimizer'])} and of the gradients' "
+            f"{readable(plan.known_temporaries['gradients'])}."
+        )
+    elif any(
+        v.dtype == "float32"
+        for v in task.non_trainable_variables
+        if v.ndim > 1
+    ):
+        found.append(
+            "dtype='bfloat16' halves the frozen weights, "
+            f"{readable(chip['weights'] / 2)} less."
+        )
+    return tuple(found)

@@ -1,0 +1,417 @@
+"""Plans: shapes without values, counts of programs, steps for TPUs."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import keras_posttrain as kpt
+from keras_posttrain.distribution import hlo, topology
+from keras_posttrain.distribution.ideal import Weight, ideal_bytes
+from keras_posttrain.distribution.plan import out_of_memory
+from keras_posttrain.models import attention
+from keras_posttrain.tasks import planning
+from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
+
+LLAMA = REFERENCE / "models" / "llama3"
+
+
+def shaped(preset=LLAMA, kind=kpt.SFTTask, **kwargs):
+    with kpt.distribution.shapes_only():
+        return kind.from_preset(
+            preset, load_weights=False, sequence_length=64, **kwargs
+        )
+
+
+def four():
+    devices = topology.get("v5e:2x2").devices
+    return kpt.distribution.fsdp(devices=list(devices))
+
+
+def on_four(function, *shapes):
+    """A function of arrays split over four TPU chips, compiled."""
+    mesh = four().device_mesh.backend_mesh
+    given = [
+        jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, P(*axes))
+        )
+        for shape, dtype, axes in shapes
+    ]
+    lowered = jax.jit(functools.partial(function, mesh)).lower(*given)
+    return topology.compiled(lowered)
+
+
+# --- Shapes only -------------------------------------------------------------
+
+
+def test_a_model_of_shapes_has_no_values(tmp_path):
+    """Eight billion parameters: values would take 16 GB."""
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    }
+    config = json.loads((LLAMA / "config.json").read_text()) | sizes
+    config.pop("head_dim", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    task = shaped(tmp_path, dtype="bfloat16")
+    task.compile(keras.optimizers.AdamW(1e-5))
+    # Leaving a stateless scope, Keras initializes what it has kept.
+    with task.using_weights([], []):
+        pass
+    variables = task.variables + task.optimizer.variables
+    large = [v for v in variables if np.prod(v.shape) > 1]
+    assert len(large) == 4 * 291
+    assert all(isinstance(v._value, jax.ShapeDtypeStruct) for v in large)
+    trained = task.trainable_variables
+    assert sum(np.prod(v.shape) for v in trained) == 8030261248
+
+
+def test_optax_keeps_shapes():
+    shapes = []
+    real = kpt.SFTTask.from_preset(LLAMA, sequence_length=64)
+    for task in (shaped(), real):
+        task.compile(optax.adamw(1e-3))
+        shapes.append([tuple(v.shape) for v in task.optimizer.variables])
+    assert shapes[0] == shapes[1] and len(shapes[0]) > 40
+
+
+# --- Counts ------------------------------------------------------------------
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    """Six rounds of (8, 128) @ (128, 128) are 6 * 2 * 8 * 128 * 128.
+
+    In each round the kernel, of 128 * 128 * 4 = 65536 bytes, is gathered
+    from four devices: each receives 3/4 of it.
+    """
+
+    def inside(mesh, x, w):
+        def rounds(x, w):
+            def body(i, x):
+                # Other in each round, or it would be gathered once.
+                whole = jax.lax.all_gather(w * i, "batch", tiled=True)
+                return jnp.tanh(x @ whole)
+
+            return jax.lax.fori_loop(0, 6, body, x)
+
+        return jax.shard_map(
+            rounds, mesh=mesh, in_specs=(P("batch"), P("batch")),
+            out_specs=P("batch"), check_vma=False,
+        )(x, w)  # fmt: skip
+
+    compiled = on_four(
+        inside,
+        ((32, 128), "float32", ("batch",)),
+        ((128, 128), "float32", ("batch",)),
+    )
+    counts = hlo.count(compiled.as_text(), 4)
+    assert counts.unknown_loops == 0
+    assert counts.flops == 6 * 2 * 8 * 128 * 128
+    assert counts.flops_once == 2 * 8 * 128 * 128
+    (gather,) = counts.collectives
+    assert gather == hlo.Collective("all-gather", 6, 6 * 65536 * 3 / 4)
+
+
+def test_a_loop_that_data_end():
+    def function(mesh, x, n):
+        return jax.lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ x), x)
+
+    compiled = on_four(
+        function, ((128, 128), "float32", ()), ((), "int32", ())
+    )
+    counts = hlo.count(compiled.as_text(), 4, data_dependent_trips=10)
+    assert counts.unknown_loops == 1
+    assert counts.flops == 10 * 2 * 128**3
+
+
+def test_products_are_counted_as_by_xla():
+    """Without loops XLA's own analysis is right, batches and heads too."""
+
+    def function(mesh, q, k, w):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return jnp.einsum("bhqk,bkhd,hde->bqe", scores, k, w)
+
+    compiled = on_four(
+        function,
+        ((8, 64, 4, 32), "bfloat16", ("batch",)),
+        ((8, 96, 4, 32), "bfloat16", ("batch",)),
+        ((4, 32, 128), "bfloat16", ()),
+    )
+    counts = hlo.count(compiled.as_text(), 4)
+    # Two rows a device; XLA may order the second einsum as it likes.
+    first = 2 * 2 * 4 * 64 * 96 * 32
+    assert counts.flops == counts.flops_once >= 2 * first
+    assert counts.flops == pytest.approx(
+        compiled.cost_analysis()["flops"], rel=0.02
+    )
+
+
+def test_attention_kernels_are_counted():
+    """One row of 1024 tokens a chip, 8 heads of 128: 2 x 2 blocks of 512.
+
+    Forward two products, backward three and four, each of 2 * 8 * 1024 *
+    1024 * 128, of whose blocks three in four are not masked.
+    """
+
+    def function(mesh, q, k, ids):
+        positions = jnp.broadcast_to(jnp.arange(1024), ids.shape)
+        return attention.segment_attention(
+            q, k, k, ids, positions, scale=0.1
+        ).astype("float32").sum()  # fmt: skip
+
+    def gradients(mesh, q, k, ids):
+        return jax.grad(functools.partial(function, mesh), (0, 1))(q, k, ids)
+
+    # The kernel takes bfloat16 at no other precision.
+    with four().scope(), jax.default_matmul_precision("default"):
+        compiled = on_four(
+            gradients,
+            ((4, 1024, 8, 128), "bfloat16", ("batch",)),
+            ((4, 1024, 8, 128), "bfloat16", ("batch",)),
+            ((4, 1024), "int32", ("batch",)),
+        )
+    counts = hlo.count(compiled.as_text(), 4)
+    product = 2 * 8 * 1024 * 1024 * 128
+    assert counts.flops == (2 + 3 + 4) * product * 3 / 4
+
+
+def test_sums_over_devices():
+    """A reduced (64, 64) of float32 is 16384 bytes: 3/4 of it twice."""
+
+    def function(mesh, x):
+        return jax.lax.with_sharding_constraint(
+            x.T @ x, NamedSharding(mesh, P())
+        )
+
+    compiled = on_four(function, ((32, 64), "float32", ("batch",)))
+    counts = hlo.count(compiled.as_text(), 4)
+    assert sum(c.num_bytes for c in counts.collectives) == 2 * 16384 * 3 / 4
+
+
+@pytest.mark.parametrize(
+    "groups, size",
+    [
+        ("replica_groups={{0,1,2},{3,4,5}}, x", 3),
+        ("replica_groups=[2,4]<=[8], x", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", 2),
+        ("replica_groups=mesh['a'=1,'b'=16,'c'=2] {'b','c'}, x", 32),
+        ("replica_groups={}, x", 8),
+        ("no groups", 8),
+    ],
+)
+def test_groups(groups, size):
+    assert hlo._group(groups, 8) == size
+
+
+def test_ideal_bytes():
+    """A matrix of 1000 bytes over 4 x 2 devices, of which 500 are gathered.
+
+    Each device receives 375 of them forward, backward and, of the gradient,
+    scattered: 1125 in each of 3 micro-batches. A norm of 16 bytes adds up
+    once, 2 * 12. Activations of 100 bytes add up 4 times a layer of 5, each
+    time 2 * 50.
+    """
+    matrix = Weight((20, 25), 2, ("batch", "model"), True)
+    norm = Weight((8,), 2, (None,), True)
+    frozen = Weight((20, 25), 2, ("batch", None), False)
+    found = ideal_bytes(
+        [matrix, norm], {"batch": 4, "model": 2}, "batch",
+        micro_batches=3, num_layers=5, activation_bytes=100,
+    )  # fmt: skip
+    assert found == {
+        "gathering weights": 3 * 2 * 375,
+        "scattering gradients": 3 * 375,
+        "adding up gradients": 24,
+        "adding up activations": 3 * 4 * 5 * 100,
+    }
+    found = ideal_bytes(
+        [frozen], {"batch": 4}, "batch",
+        micro_batches=1, num_layers=5, activation_bytes=100, passes=3,
+    )  # fmt: skip
+    assert sum(found.values()) == found["gathering weights"] == 3 * 750
+
+
+# --- Plans -------------------------------------------------------------------
+
+
+def test_a_plan_for_tpus():
+    """A step of full fine-tuning, and one layout against another."""
+    task = shaped(remat="full")
+    task.compile(keras.optimizers.AdamW(1e-4))
+    plan = task.plan("v5e:2x2", batch_size=8)
+    assert plan.compiled_layers == (2,) and plan.num_layers == 2
+    assert plan.parameters == plan.trainable_parameters == 127296
+    # Float32 weights and two moments, of which norms (192 numbers) are whole.
+    split = (127296 - 5 * 64) / 4 + 5 * 64
+    assert plan.arguments["weights"] == 4 * split
+    assert plan.arguments["optimizer"] == pytest.approx(8 * split, abs=64)
+    assert plan.tokens == 8 * 64 and plan.fits and not plan.advice
+    assert 0.5 < plan.model_flops / plan.flops < 1.1
+    assert plan.ideal["gathering weights"] > 0 < plan.collective_bytes
+    assert plan.tokens_per_second == plan.tokens / plan.step_seconds
+    text = str(plan)
+    for word in ("127,296", "all-gather", "ideal", "fits", "roofline"):
+        assert word in text
+
+
+def test_a_plan_changes_nothing():
+    task = kpt.SFTTask.from_preset(
+        LLAMA, sequence_length=64, lora=kpt.LoRA(rank=2)
+    )
+    task.compile(keras.optimizers.SGD(0.1))
+    optimizer, before = task.optimizer, weights(task)
+    layers = task.causal_lm.backbone.transformer_layers
+    plan = task.plan("cpu:1", batch_size=4, remat="full", micro_batch_size=2)
+    assert plan.settings["remat"] == "full"
+    assert plan.trainable_parameters == sum(x.size for x in before.values())
+    assert task.optimizer is optimizer and task.policy.remat == "none"
+    assert task.micro_batch_size is None
+    assert task.causal_lm.backbone.transformer_layers is layers
+    assert keras.distribution.distribution() is None
+    assert all(v._layout is None for v in task.variables)
+    assert all((weights(task)[k] == v).all() for k, v in before.items())
+    logs = task.fit(random_rows(4), batch_size=4, verbose=0).history
+    assert np.isfinite(logs["loss"]).all()
+
+
+@pytest.mark.slow
+def test_arguments_are_what_a_run_allocates():
+    run_on_eight_devices("tests.distribution.planned_and_run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "dpo lora", "grpo", "decode"])
+def test_other_steps(kind):
+    lora = kpt.LoRA(rank=2) if "lora" in kind else None
+    if "dpo" in kind:
+        task = shaped(kind=kpt.DPOTask, lora=lora)
+        task.compile()
+        plan = task.plan("v5e:2x2", batch_size=8)
+        # Both sides of a pair; a copy of all weights, or none.
+        assert plan.tokens == 2 * 8 * 64
+        reference = plan.arguments["reference"]
+        assert reference == (0 if lora else plan.arguments["weights"])
+        return
+    task = shaped(kind=kpt.GRPOTask, lora=lora)
+    task.compile(
+        rewards=[lambda completions: [0.0] * len(completions)],
+        num_generations=4,
+        max_completion_length=16,
+    )
+    if kind == "grpo":
+        plan = task.plan("v5e:2x2", batch_size=4)
+        assert plan.tokens == 4 * 4 * 64
+        return
+    plan = task.plan_decode("v5e:2x2", num_slots=8, num_tokens=128)
+    # Two layers of keys and values, 2 heads of 16, for two slots a chip.
+    assert plan.arguments["cache"] == 2 * 2 * 2 * 16 * 4 * 2 * 128
+    assert plan.tokens == 8 * 32 and plan.fits
+
+
+def test_what_does_not_fit_is_a_plan():
+    """The compiler's own complaint about a product of 34 GB."""
+
+    def too_large(mesh, x):
+        return jax.lax.optimization_barrier(x.T @ x).sum()
+
+    def compiled(depth):
+        return on_four(too_large, ((128, 131072), "bfloat16", ()))
+
+    found, refusal = planning._measured(compiled, 2, (2,))
+    assert found is None
+    assert "RESOURCE_EXHAUSTED" in refusal["refusal"]
+    assert refusal["refused_bytes"] == pytest.approx(2 * 131072**2, rel=0.05)
+    assert out_of_memory(ValueError("another")) is None
+
+
+def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
+    chip = topology.CHIPS["v5e"]
+    small = dataclasses.replace(chip, memory=2.0**19)
+    monkeypatch.setitem(topology.CHIPS, "v5e", small)
+    task = shaped()
+    task.compile(keras.optimizers.AdamW(1e-4))
+    plan = task.plan("v5e:1x1", batch_size=8, exact=True)
+    assert not plan.fits and plan.needed > 2**19
+    text = str(plan)
+    for word in ("does not fit", "remat='full'", "Twice the chips", "lora="):
+        assert word in text
+
+
+def test_search_ranks():
+    task = shaped()
+    task.compile(keras.optimizers.AdamW(1e-4))
+    found = kpt.distribution.search(
+        task,
+        "v5e:2x2",
+        strategies=[
+            kpt.distribution.fsdp,
+            functools.partial(kpt.distribution.fsdp_tensor_parallel, model=3),
+        ],
+        remats=("full",),
+        batch_size=8,
+    )
+    assert len(found) == 1 and len(found.refused) == 1
+    assert "model=3" in str(found) and "tokens/s" in str(found)
+
+
+# --- Errors ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e", "v5e:3x3", "v5e:2x2x2", "v9:2x2", "cpu:0", "cpu:99", "tpu"]
+)
+def test_unknown_hardware(name):
+    with pytest.raises(ValueError, match="Received: topology="):
+        topology.get(name)
+
+
+def test_libtpu_is_named_where_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ValueError, match=r"keras_posttrain\[plan\]"):
+        topology.get("v5e:2x2")
+
+
+def test_what_plan_refuses():
+    task = shaped()
+    with pytest.raises(ValueError, match="compile"):
+        task.plan("v5e:2x2")
+    task.compile()
+    with pytest.raises(ValueError, match="batch_size=0"):
+        task.plan("v5e:2x2", batch_size=0)
+    with pytest.raises(ValueError, match="remat='some'"):
+        task.plan("v5e:2x2", remat="some")
+
+
+@pytest.mark.full
+def test_a_line_through_two_depths(tmp_path):
+    """Eight layers by one and two, and by all of them: within 2 %."""
+    config = json.loads((LLAMA / "config.json").read_text())
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "vocab_size": 2048}
+    sizes |= {"intermediate_size": 1536, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 2048}
+    config.pop("head_dim", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    task = shaped(tmp_path, dtype="bfloat16", remat="full")
+    task.compile(keras.optimizers.AdamW(1e-4))
+    settings = {"batch_size": 16, "sequence_length": 512}
+    line = task.plan("v5e:2x2", **settings)
+    every = task.plan("v5e:2x2", exact=True, **settings)
+    assert line.compiled_layers == (1, 2) and every.compiled_layers == (8,)
+    for name in ("flops", "needed", "collective_bytes"):
+        a, b = getattr(line, name), getattr(every, name)
+        assert a == pytest.approx(b, rel=0.02), name
