@@ -83,7 +83,7 @@ def test_the_contract_and_the_key():
 def test_a_server_that_is_killed(monkeypatch, kills):
     """Or stops answering, in rollouts: as many updates, of the same rows."""
     results = []
-    engines = VLLMRollout(), VLLMRollout(python=sys.executable, timeout=60)
+    engines = VLLMRollout(), VLLMRollout(python=sys.executable, timeout=30)
     for engine in engines:
         task, seen = make("llama_tied"), Seen()
         compile_grpo(task, engine, 0.3)
