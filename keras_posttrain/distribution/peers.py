@@ -42,7 +42,10 @@ class Peers:
         self._ends = False
 
     def start(self):
-        """Connects; all processes must do so together."""
+        """Connects; all processes must do so together.
+
+        Where a network lets them not, JAX's heartbeat alone watches.
+        """
         # Its words go out even where all of the group are signalled.
         self._speaker = subprocess.Popen(
             [sys.executable, "-S", last_words.__file__],
@@ -55,15 +58,24 @@ class Peers:
             server = socket.create_server(("", 0))
             port, token = server.getsockname()[1], secrets.token_hex(16)
         port, token = processes.from_first([port, token])
-        if server is not None:
-            self._accept(server, token)
-        else:
-            host = global_state.coordinator_address.rsplit(":", 1)[0]
-            one = socket.create_connection(
-                (host.strip("[]"), port), CONNECT_SECONDS
-            )
-            one.sendall(_line(token=token, process=processes.index()))
-            self._add(one, 0)
+        error = None
+        try:
+            if server is not None:
+                self._accept(server, token)
+            else:
+                self._connect(port, token)
+        except OSError as e:
+            error = f"process {processes.index()}: {e}"
+        errors = [e for e in processes.exchange(error) if e is not None]
+        if errors:
+            self._ends = True
+            if processes.is_first():
+                print(
+                    "Processes cannot watch over each other "
+                    f"({errors[0]}); JAX ends those that have lost one "
+                    "after 100 seconds.",
+                    flush=True,
+                )
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _accept(self, server, token):
@@ -73,11 +85,21 @@ class Peers:
                 server.settimeout(max(end - time.monotonic(), 0.1))
                 one, _ = server.accept()
                 one.settimeout(CONNECT_SECONDS)
-                hello = json.loads(one.makefile().readline() or "{}")
-                if hello.get("token") == token:
-                    self._add(one, hello["process"])
+                # Unbuffered: what follows is read elsewhere.
+                with one.makefile("rb", buffering=0) as file:
+                    theirs, _, process = file.readline(100).partition(b" ")
+                if secrets.compare_digest(theirs, token.encode()):
+                    self._add(one, int(process))
                 else:
-                    one.close()
+                    one.close()  # a stranger
+
+    def _connect(self, port, token):
+        host = global_state.coordinator_address.rsplit(":", 1)[0]
+        one = socket.create_connection(
+            (host.strip("[]"), port), CONNECT_SECONDS
+        )
+        one.sendall(f"{token} {processes.index()}\n".encode())
+        self._add(one, 0)
 
     def _add(self, one, process):
         one.settimeout(None)

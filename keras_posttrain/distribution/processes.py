@@ -59,13 +59,13 @@ def own_rows():
 
     Returns:
         A function from the number of rows to an int array, in order; `None`
-        where one process runs, which holds all. It may be called in any
-        thread.
+        where one process runs, or each for itself, and holds all. It may be
+        called in any thread.
     """
-    if count() == 1:
-        return None
     # Keras's distribution is known to this thread alone.
     distribution = keras.distribution.distribution()
+    if count() == 1 or distribution is None:
+        return None
 
     def rows(number):
         layout = distribution.get_data_layout((number,)).backend_layout

@@ -174,7 +174,7 @@ def test_what_one_process_raises_ends_the_other(tmp_path, which):
 @pytest.mark.parametrize(
     "case",
     ["sft:llama3:full", "packed:qwen2:lora", "dpo:qwen3:full",
-     "distill:llama3:full", "grpo:llama3:full", "grpo:mixtral:full"],
+     "distill:llama3:full", "grpo:llama3:full", "ppo:llama3:full"],
 )  # fmt: skip
 def test_every_task_in_two_processes(tmp_path, case, layout):
     check_same_in_both(f"train:{case}:{layout}", tmp_path)
