@@ -7,9 +7,12 @@ always the fewest bytes to send.
 
 import re
 
+# Rows are looked up in it: split by columns, each device has its share of
+# every row, and of the gradient too.
+LOOKED_UP = r"token_embedding/embeddings"
 # What the axes of a variable mean, by the end of its path.
 AXES = {
-    r"token_embedding/embeddings": ("vocabulary", "hidden"),
+    LOOKED_UP: ("vocabulary", "hidden"),
     r"token_embedding/reverse_embeddings": ("hidden", "vocabulary"),
     # Gemma's kernels have their heads first.
     r"decoder_block_\d+/attention/(query|key|value)/kernel": (
@@ -71,7 +74,8 @@ def spread(path, shape, model=1, data=1):
     """The axis of the mesh that each axis of a variable goes over.
 
     The model axis takes the first of `MODEL_ORDER` that divides, the data
-    axis the longest of the others that does.
+    axis the longest of the others that does, and of an embedding the hidden
+    one before the vocabulary.
 
     Args:
         path: str, the path of a `keras.Variable`.
@@ -102,6 +106,8 @@ def spread(path, shape, model=1, data=1):
         _take(axes, shape, order, "model", model)
     if data > 1 and not is_bias:
         order = sorted(range(len(shape)), key=by_size)
+        if names == AXES[LOOKED_UP]:
+            order = [1, 0]
         _take(axes, shape, order, "data", data)
     return tuple(axes)
 

@@ -34,6 +34,10 @@ class Head:
         chunk_size: int or `None`, tokens per chunk. By default about
             2**23 logits are held at once.
         trainable: bool, whether the kernel's gradient is wanted.
+        axis: str or `None`: the axis of the mesh over which the vocabulary
+            is split, inside a `jax.shard_map` over it. Each device then has
+            the logits of its own part, and a few numbers a token are
+            exchanged.
     """
 
     transposed: bool
@@ -41,6 +45,17 @@ class Head:
     temperature: float = 1.0
     chunk_size: int | None = None
     trainable: bool = True
+    axis: str | None = None
+
+    def summed(self, x):
+        """`x`, a sum over a part of the vocabulary, over all of it."""
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def columns(self, logits, targets):
+        """Where the targets are among these logits, also outside of them."""
+        if self.axis is None:
+            return targets
+        return targets - jax.lax.axis_index(self.axis) * logits.shape[-1]
 
     def chunk(self, vocabulary_size, tokens):
         low, high = CHUNK_BOUNDS
@@ -149,22 +164,29 @@ def _measure(head, hidden, kernel, targets, extras):
     """Log-probabilities and their companions for one chunk."""
     logits, slope = head.logits(hidden, kernel)
     top = jnp.max(logits, axis=-1)
+    if head.axis is not None:
+        top = jax.lax.pmax(top, head.axis)
     # All is measured from the top: near certainty, differences of large
     # logits would leave nothing but their rounding.
     below = logits - top[:, None]
     weights = jnp.exp(below)
-    total = jnp.sum(weights, axis=-1)
-    at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    total = head.summed(jnp.sum(weights, axis=-1))
+    targets = head.columns(logits, targets)[:, None]
+    at_target = jnp.take_along_axis(logits, targets, 1, mode="clip")
+    if head.axis is not None:
+        is_here = (targets >= 0) & (targets < logits.shape[-1])
+        at_target = head.summed(jnp.where(is_here, at_target, 0.0))
+    at_target = at_target[:, 0]
     log_total = jnp.log(total)
     values = {
         "per_token_logps": at_target - top - log_total,
         "correct": (at_target >= top).astype("float32"),
     }
     if "entropies" in extras:
-        mean = jnp.sum(weights * below, axis=-1) / total
+        mean = head.summed(jnp.sum(weights * below, axis=-1)) / total
         values["entropies"] = log_total - mean
     if "collision_entropies" in extras:
-        squares = jnp.sum(weights * weights, axis=-1)
+        squares = head.summed(jnp.sum(weights * weights, axis=-1))
         values["collision_entropies"] = 2 * log_total - jnp.log(squares)
     return values, (below, log_total, slope)
 
@@ -177,7 +199,8 @@ def _logits_gradient(head, state, targets, cotangent, by_entropy=None):
     """
     below, log_total, slope = state
     columns = jax.lax.broadcasted_iota("int32", below.shape, 1)
-    hit = (columns == targets[:, None]).astype("float32")
+    targets = head.columns(below, targets)[:, None]
+    hit = (columns == targets).astype("float32")
     logps = below - log_total[:, None]
     gradient = hit - jnp.exp(logps)
     gradient = gradient * (cotangent / head.temperature)[:, None]
@@ -343,6 +366,7 @@ def _logps_backward(head, extras, residuals, cotangents):
         cotangent = cotangents.get(name)
         if cotangent is None or isinstance(cotangent, SymbolicZero):
             return None
+        cotangent = head.summed(cotangent)
         return jnp.where(used, cotangent[tokens.index], 0.0)
 
     by_logps, by_entropy = by_slot("per_token_logps"), by_slot("entropies")
@@ -431,7 +455,9 @@ def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, extras):
 
 
 def _loss_backward(head, token_loss, extras, gradients, cotangents):
-    scale = cotangents[0]
+    # `shard_map` deals an output's cotangent out over devices that share it,
+    # and adds up what they give for what they share, the hidden states.
+    scale = head.summed(cotangents[0])
     return (
         (gradients["d_hidden"] * scale).astype(gradients["d_hidden"].dtype),
         (gradients["d_kernel"] * scale).astype(gradients["d_kernel"].dtype),

@@ -87,7 +87,7 @@ class Policy:
             return embedding.embeddings
         return embedding.reverse_embeddings
 
-    def head(self, temperature=1.0):
+    def head(self, temperature=1.0, axis=None):
         embedding = self.backbone.token_embedding
         return heads.Head(
             transposed=embedding.tie_weights,
@@ -95,6 +95,7 @@ class Policy:
             temperature=temperature,
             chunk_size=self.chunk_size,
             trainable=self.kernel.trainable,
+            axis=axis,
         )
 
     def hidden_states(self, batch, dropout_key=None, taps=None):
@@ -147,7 +148,8 @@ class Policy:
 
     def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
         """Final hidden states of `(tokens,)` ids, as `(tokens, 1, hidden)`."""
-        x = self.backbone.token_embedding(ids[:, None])
+        embedding = self.backbone.token_embedding
+        x = sharding.looked_up(embedding(ids[:, None]), embedding.embeddings)
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         with scope:
@@ -229,7 +231,9 @@ class Policy:
 
     def _mixture_forward(self, batch):
         padding_mask = (batch["segment_ids"] > 0).astype("int32")
-        x = self.backbone.token_embedding(batch["token_ids"])
+        embedding = self.backbone.token_embedding
+        x = embedding(batch["token_ids"])
+        x = sharding.looked_up(x, embedding.embeddings)
         for layer in self.backbone.transformer_layers:
             x = self._layer(
                 layer, x, decoder_padding_mask=padding_mask, training=False
@@ -287,7 +291,8 @@ class Policy:
             `mask` and at a sequence's first token.
         """
         extras = _extras(needs)
-        head = self.head(temperature)
+        axis = self._shared_axis(batch)
+        head = self.head(temperature, axis)
 
         def sweep(kernel, hidden, batch, mask):
             tokens = _select(batch, mask)
@@ -301,11 +306,18 @@ class Policy:
             )
 
         hidden, kernel = self._flat(batch, dropout_key, hidden)
-        _, values = self._over_rows(sweep, kernel, hidden, batch, mask)
+        _, values = self._over_rows(
+            sweep, kernel, hidden, batch, mask, shared=axis
+        )
         values = self._shaped(values, batch)
         return {name: values[name] for name in needs}
 
-    def _over_rows(self, sweep, kernel, hidden, batch, *rows):
+    def _shared_axis(self, batch):
+        """The axis of the mesh over which the head's vocabulary is split."""
+        split = sharding.split_of(self.kernel)
+        return sharding.shared_axis(split, batch["token_ids"].shape[0])
+
+    def _over_rows(self, sweep, kernel, hidden, batch, *rows, shared=None):
         """`sweep(kernel, hidden, batch, *rows)`, by device."""
         return sharding.over_rows(
             lambda kernels, *rows: sweep(*kernels, *rows),
@@ -314,6 +326,7 @@ class Policy:
             hidden,
             _selected_by(batch),
             *rows,
+            shared=shared,
         )
 
     def top_tokens(self, batch, mask, k, temperature=1.0):
@@ -353,7 +366,8 @@ class Policy:
         Returns:
             `(sum, outputs)`, the sum differentiable, the outputs not.
         """
-        head, extras = self.head(), _extras(needs)
+        axis = self._shared_axis(batch)
+        head, extras = self.head(axis=axis), _extras(needs)
 
         def sweep(kernel, hidden, batch, weights):
             tokens = _select(batch, weights != 0)
@@ -363,7 +377,9 @@ class Policy:
             )
 
         hidden, kernel = self._flat(batch, dropout_key)
-        total, values = self._over_rows(sweep, kernel, hidden, batch, weights)
+        total, values = self._over_rows(
+            sweep, kernel, hidden, batch, weights, shared=axis
+        )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
 

@@ -199,7 +199,25 @@ def _gathered_backward(layouts, _, gradient):
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def over_rows(function, kernels, splits, *rows):
+def shared_axis(split, rows):
+    """The axis over which a kernel stays split while `over_rows` runs.
+
+    Args:
+        split: `Split` of the kernel, or `None`.
+        rows: int, the rows of the batch.
+
+    Returns:
+        The name of the mesh's axis beside that of rows, where the kernel is
+        split over it to share out work; else `None`.
+    """
+    mesh, _, size, model, model_size = axes()
+    if split is None or model_size == 1 or rows % size:
+        return None
+    is_shared = model in split.axes and model not in split.to_save_memory
+    return model if is_shared else None
+
+
+def over_rows(function, kernels, splits, *rows, shared=None):
     """`function(kernels, *rows)`, each device on its own rows.
 
     What gathers tokens out of a batch would have XLA bring all of them to
@@ -213,49 +231,96 @@ def over_rows(function, kernels, splits, *rows):
         kernels: list of arrays.
         splits: list, the `Split` of each, or `None` where it is whole.
         *rows: pytrees of arrays.
+        shared: what `shared_axis` gave, or `None`: along it each device has
+            its own part of the kernels, and `function` sees to the rest.
 
     Returns:
         `(sums, values)`.
     """
     mesh, name, size = data_axis()
     leading = {x.shape[0] for x in jax.tree.leaves(rows)}
+    if shared is not None:
+        mesh, name, size, *_ = axes()
     if mesh is None or any(n % size for n in leading):
         return function(kernels, *rows)
     dtypes = [kernel.dtype for kernel in kernels]
-    axes = [_along(name, split) for split in splits]
-    if mesh.size > size:
+    lie = [_along({name, shared}, split) for split in splits]
+    manual = {name, shared} - {None}
+    if mesh.size > size and shared is None:
         # XLA would undo the split over the mesh's other axis to do it inside,
         # and its CPU backend cannot add up bfloat16 on a part of the axes.
         whole = [_gather(*pair) for pair in zip(splits, dtypes)]
         kernels = [k if f is None else f(k) for f, k in zip(whole, kernels)]
         kernels = [kernel.astype("float32") for kernel in kernels]
-        axes = [()] * len(kernels)
+        lie = [()] * len(kernels)
 
     def at_hand(kernel, dtype, axes):
         kernel = kernel.astype(dtype)
         if name not in axes:
             return kernel
-        return jax.lax.all_gather(
-            kernel, name, axis=axes.index(name), tiled=True
-        )
+        return _gather_along(name, axes.index(name), kernel)
 
     def local(kernels, *rows):
-        kernels = [at_hand(*parts) for parts in zip(kernels, dtypes, axes)]
+        kernels = [at_hand(*parts) for parts in zip(kernels, dtypes, lie)]
         sums, values = function(kernels, *rows)
         return jax.tree.map(lambda x: x[None], sums), values
 
     sums, values = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=([P(*a) for a in axes], *(P(name) for _ in rows)),
+        in_specs=([P(*a) for a in lie], *(P(name) for _ in rows)),
         out_specs=P(name),
-        axis_names={name},
+        axis_names=manual,
         check_vma=False,
     )(kernels, *rows)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
 
 
-def _along(name, split):
-    """How a kernel lies along one axis of the mesh."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_along(name, axis, x):
+    return jax.lax.all_gather(x, name, axis=axis, tiled=True)
+
+
+def _gather_along_forward(name, axis, x):
+    return _gather_along(name, axis, x), None
+
+
+def _gather_along_backward(name, axis, _, gradient):
+    # Each device is sent its part by all others and adds up in float32. The
+    # bytes are those of a reduce-scatter, which the TPU compiler makes an
+    # all-reduce, of twice as many, on grids such as 4x4.
+    count = jax.lax.axis_size(name)
+    shape = gradient.shape
+    cut = (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
+    parts = jax.lax.all_to_all(gradient.reshape(cut), name, axis, axis)
+    total = parts.sum(axis=axis, dtype="float32")
+    return (total.astype(gradient.dtype),)
+
+
+_gather_along.defvjp(_gather_along_forward, _gather_along_backward)
+
+
+def _along(names, split):
+    """How a kernel lies along some axes of the mesh."""
     axes = () if split is None else split.axes
-    return tuple(axis if axis == name else None for axis in axes)
+    return tuple(axis if axis in names else None for axis in axes)
+
+
+def looked_up(x, embeddings):
+    """Rows of an embedding that were looked up, brought to their devices.
+
+    Where each device has some columns of the embedding, it looks up those of
+    all tokens, of which each token's own device is sent its share: what is
+    sent is the tokens' activations, however large the vocabulary.
+
+    Args:
+        x: array of shape `(tokens, ..., hidden_dim)`.
+        embeddings: `keras.Variable` of shape `(vocabulary, hidden_dim)`.
+    """
+    mesh, name, size = data_axis()
+    if mesh is None or x.shape[0] % size:
+        return x
+    if layout_of(embeddings).axes[1] == name:
+        spec = P(*[None] * (x.ndim - 1), name)
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return by_rows(x)
