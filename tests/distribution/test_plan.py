@@ -249,6 +249,7 @@ def test_ideal_bytes():
 # --- Plans -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_for_tpus():
     """A step of full fine-tuning, and one layout against another."""
     task = shaped(remat="full")
@@ -269,6 +270,7 @@ def test_a_plan_for_tpus():
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_plan_changes_nothing():
     task = kpt.SFTTask.from_preset(
         LLAMA, sequence_length=64, lora=kpt.LoRA(rank=2)
@@ -295,7 +297,15 @@ def test_arguments_are_what_a_run_allocates():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "dpo lora", "grpo", "decode"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("dpo", marks=pytest.mark.full),
+        "dpo lora",
+        pytest.param("grpo", marks=pytest.mark.full),
+        "decode",
+    ],
+)
 def test_other_steps(kind):
     lora = kpt.LoRA(rank=2) if "lora" in kind else None
     if "dpo" in kind:
@@ -339,6 +349,7 @@ def test_what_does_not_fit_is_a_plan():
     assert out_of_memory(ValueError("another")) is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
     chip = topology.CHIPS["v5e"]
     small = dataclasses.replace(chip, memory=2.0**19)
@@ -352,6 +363,7 @@ def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
         assert word in text
 
 
+@pytest.mark.slow
 def test_search_ranks():
     task = shaped()
     task.compile(keras.optimizers.AdamW(1e-4))
