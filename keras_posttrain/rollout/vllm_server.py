@@ -300,6 +300,9 @@ def _end(process):
         if b"resource_tracker" not in command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # It may have been halted.
+        os.killpg(process.pid, signal.SIGCONT)
     end = time.monotonic() + TRACKER_SECONDS
     while time.monotonic() < end and any(_group(process.pid)):
         time.sleep(0.05)
