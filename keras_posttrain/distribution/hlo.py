@@ -21,7 +21,12 @@ KINDS = (
 # More rounds than any loop of a step is followed for.
 MAX_TRIPS = 2**17
 
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
+# What moves no bytes, or is counted where it begins.
+STILL = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
+    "while", "call", "conditional", "iota", "partition-id",
+)  # fmt: skip
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(
@@ -57,6 +62,9 @@ class Counts:
         flops_once: float, the same with the body of each loop counted once,
             as XLA's cost analysis does.
         collectives: tuple of `Collective`, most bytes first.
+        traffic_again: float, bytes to and from the device's memory in all
+            rounds of loops but the first of each, at the most: what an
+            instruction reads a part of counts whole.
         unknown_loops: int, loops whose rounds depend on data.
     """
 
@@ -64,6 +72,7 @@ class Counts:
     flops_once: float
     collectives: tuple
     unknown_loops: int
+    traffic_again: float = 0.0
 
 
 @dataclasses.dataclass
@@ -74,6 +83,7 @@ class _Instruction:
     operands: list
     rest: str
     is_root: bool
+    in_memory: float
 
 
 def count(text, num_devices, data_dependent_trips=1):
@@ -96,7 +106,13 @@ def count(text, num_devices, data_dependent_trips=1):
         for kind, (times, num_bytes) in walk.collectives.items()
     ]
     by_kind.sort(key=lambda c: -c.num_bytes)
-    return Counts(walk.flops, walk.flops_once, tuple(by_kind), walk.unknown)
+    return Counts(
+        walk.flops,
+        walk.flops_once,
+        tuple(by_kind),
+        walk.unknown,
+        walk.traffic - walk.traffic_once,
+    )
 
 
 class _Module:
@@ -129,10 +145,12 @@ def _instruction(line):
         return None
     rest = line[named.end() :]
     stop = _end_of_type(rest)
-    shapes = [
-        (dtype, tuple(int(n) for n in dims.split(",") if n))
-        for dtype, dims in _ARRAY.findall(rest[:stop])
-    ]
+    shapes, in_memory = [], 0.0
+    for dtype, dims, layout in _ARRAY.findall(rest[:stop]):
+        shape = (dtype, tuple(int(n) for n in dims.split(",") if n))
+        shapes.append(shape)
+        # Other spaces, `S(1)` and on, are on the chip itself.
+        in_memory += 0 if "S(" in layout else _size([shape])
     opcode, _, rest = rest[stop:].strip().partition("(")
     inside = rest[: _end_of_operands(rest)]
     return _Instruction(
@@ -142,6 +160,7 @@ def _instruction(line):
         re.findall(r"%([\w.\-]+)", inside) or [inside],
         rest[len(inside) + 1 :],
         bool(named[1]),
+        in_memory,
     )
 
 
@@ -180,16 +199,21 @@ class _Walk:
     def __init__(self, module, num_devices, trips):
         self.module, self.num_devices, self.trips = module, num_devices, trips
         self.flops = self.flops_once = 0.0
+        self.traffic = self.traffic_once = 0.0
         self.unknown = 0
         self.collectives = collections.defaultdict(lambda: [0, 0.0])
 
-    def computation(self, name, times, once):
+    def computation(self, name, times, once, fused=False):
         inside = self.module.computations[name]
         for instruction in inside.values():
             opcode = instruction.opcode
             if opcode == "while":
                 self._loop(inside, instruction, times, once)
                 continue
+            if not fused and opcode not in STILL:
+                moved = _traffic(inside, instruction)
+                self.traffic += times * moved
+                self.traffic_once += once * moved
             if opcode in ("dot", "convolution"):
                 flops = _product(inside, instruction)
                 self.flops += times * flops
@@ -207,7 +231,8 @@ class _Walk:
             if opcode in ("reduce", "reduce-window", "scatter", "sort"):
                 continue  # what these apply is elementwise
             for called in _called(instruction):
-                self.computation(called, times, once)
+                within = fused or opcode not in ("call", "conditional")
+                self.computation(called, times, once, within)
 
     def _loop(self, inside, instruction, times, once):
         trips = _trips(self.module, inside, instruction)
@@ -229,6 +254,14 @@ class _Walk:
         if moved:
             self.collectives[kind][0] += times
             self.collectives[kind][1] += times * moved
+
+
+def _traffic(inside, instruction):
+    """Bytes that an instruction reads from memory and writes there."""
+    if instruction.opcode.endswith("-done"):
+        return 0.0
+    read = [inside[x].in_memory for x in instruction.operands if x in inside]
+    return instruction.in_memory + sum(read)
 
 
 def _called(instruction):

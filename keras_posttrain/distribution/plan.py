@@ -75,18 +75,17 @@ def measure(compiled, num_devices, data_dependent_trips):
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
-    # XLA looks at a loop's body once: its other numbers are scaled up as the
-    # products of matrices are.
+    # XLA looks at a loop's body once.
     other = max(cost.get("flops", 0.0) - counts.flops_once, 0.0)
-    again = counts.flops / counts.flops_once if counts.flops_once else 1.0
+    traffic = float(cost.get("bytes accessed", 0.0)) + counts.traffic_again
     alive = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     if alive <= 0:
         alive = memory.temp_size_in_bytes  # a host's compiler tells no peak
     numbers = {
         "temporaries": float(alive),
         "program": float(memory.generated_code_size_in_bytes),
-        "flops": counts.flops + other * again,
-        "traffic": float(cost.get("bytes accessed", 0.0)) * again,
+        "flops": counts.flops + other,
+        "traffic": traffic,
     }
     for collective in counts.collectives:
         numbers[f"count {collective.kind}"] = collective.count
