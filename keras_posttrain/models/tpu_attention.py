@@ -14,6 +14,8 @@ from keras_posttrain.models import sharding
 # A block of scores is (block, block); it must divide the length, and the
 # vector units of a TPU want a multiple of the smallest.
 BLOCKS = (512, 256, 128)
+# Of `jax_default_matmul_precision`: one pass over 16-bit numbers.
+PRECISIONS = (None, "default", "bfloat16", "fastest")
 
 
 def fits(query, prefix_ids=None):
@@ -25,8 +27,11 @@ def fits(query, prefix_ids=None):
             knows no tokens that see a second segment.
     """
     length, head_dim = query.shape[1], query.shape[3]
+    # Its compiler refuses products of 16-bit numbers of any other precision.
+    precision = jax.config.jax_default_matmul_precision
     return (
         _platform() == "tpu"
+        and (precision in PRECISIONS or query.dtype.itemsize > 2)
         and prefix_ids is None
         and length % BLOCKS[-1] == 0
         and head_dim % 64 == 0
