@@ -31,7 +31,6 @@ SIZES = {
     "eos_token_id": 2,
 }
 BOTH = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
-MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,6 @@ MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
             kpt.LoRA(rank=16),
             4,
             marks=pytest.mark.full,
-        ),
-        pytest.param(
-            "v5e:2x4", MODEL_ALONE, None, None, marks=pytest.mark.full
         ),
     ],
 )
