@@ -381,6 +381,19 @@ def test_write_your_own_loss(tmp_path):
     assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0
 
 
+@pytest.mark.full
+def test_tpu_pods(tmp_path):
+    folder = tmp_path / "made"
+    printed = run("tpu_pods", folder, tmp_path)
+    assert "all / ideal" in printed and "tokens a second" in printed
+    assert has_files(folder / "model", MODEL)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["fits"] and 2 < results["needed_gib"] < 8
+    # 100 rows by 20 are 5 steps an epoch, over both meshes.
+    assert results["step"] == 300
+    assert results["right"] > 0.9
+
+
 @pytest.mark.slow
 def test_distillation(tmp_path):
     folder = tmp_path / "made"

@@ -1,0 +1,231 @@
+"""What fine-tuning needs of TPU pods, by the compiler for them.
+
+    python benchmarks/scale.py                  # all, about an hour
+    python benchmarks/scale.py --only 'llama.*full.*v5e' --list
+
+Nothing is trained and no TPU is needed: each run is a `task.plan`, in a
+process of its own, whose time and memory are noted too. Every chip has one row
+of 4,096 tokens a step. The table goes to `results/scale.md`, the figures to
+`results/scale.json`.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+FOLDER = pathlib.Path(__file__).parent
+LENGTH = 4096
+SHARED = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+# The sizes that the models' own `config.json`s state.
+MODELS = {
+    "llama3-8b": {
+        **SHARED,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+    },
+    "gemma2-9b": {
+        **SHARED,
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "num_hidden_layers": 42,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **SHARED,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+    },
+    "qwen3-32b": {
+        **SHARED,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+    },
+}
+V5E = ("v5e:4x4", "v5e:8x8", "v5e:16x16")
+V5P = ("v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8")
+
+
+def all_runs():
+    """Names `model/mode/topology` of all runs."""
+    runs = [
+        f"{model}/{mode}/{topology}"
+        for model in ("llama3-8b", "gemma2-9b", "qwen3-8b")
+        for mode in ("full", "lora")
+        for topology in V5E + V5P
+    ]
+    small = "llama3-8b/lora/v5e:2x2"
+    return [*runs, small, "qwen3-32b/lora/v5e:4x8"]
+
+
+def chips(topology):
+    """How many chips a topology has."""
+    sizes = topology.split(":")[1].split("x")
+    count = 1
+    for size in sizes:
+        count *= int(size)
+    return count
+
+
+def plan(name):
+    """One run: the figures of a plan, in this process."""
+    import os
+
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    import keras_posttrain as kpt
+
+    model, mode, topology = name.split("/")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "config.json"
+        path.write_text(json.dumps(MODELS[model]))
+        with kpt.distribution.shapes_only():
+            task = kpt.SFTTask.from_preset(
+                folder,
+                load_weights=False,
+                dtype="bfloat16",
+                sequence_length=LENGTH,
+                remat="full",
+                lora=kpt.LoRA(rank=16) if mode == "lora" else None,
+            )
+    task.compile(keras.optimizers.AdamW(1e-5))
+    found = task.plan(topology, batch_size=chips(topology))
+    print(found, file=sys.stderr)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "run": name,
+        "chips": chips(topology),
+        "parameters": found.parameters,
+        "trainable": found.trainable_parameters,
+        "fits": found.fits,
+        "needed_bytes": found.needed,
+        "capacity_bytes": found.capacity,
+        "state_bytes": sum(found.arguments.values()),
+        "flops": found.flops,
+        "model_flops": found.model_flops,
+        "collective_bytes": found.collective_bytes,
+        "ideal_bytes": found.ideal_bytes,
+        "tokens": found.tokens,
+        "step_seconds": found.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "plan_seconds": time.perf_counter() - start,
+        "plan_rss_bytes": usage.ru_maxrss * 1024,
+    }
+
+
+HEAD = (
+    "run | chips | GiB a chip | of these state | fits | sent / ideal | "
+    "model FLOPs | step, s | tokens/s | tokens/s a chip | plan, s | plan, GiB"
+)
+
+
+def table(records):
+    """Markdown of runs, a line each."""
+    lines = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
+    for r in records:
+        gib = 2.0**30
+        cells = [
+            r["run"],
+            str(r["chips"]),
+            f"{r['needed_bytes'] / gib:.2f} of "
+            f"{r['capacity_bytes'] / gib:.2f}",
+            f"{r['state_bytes'] / gib:.2f}",
+            "yes" if r["fits"] else "no",
+        ]
+        if r["step_seconds"] is None:
+            cells += ["-"] * 5
+        else:
+            cells += [
+                f"{r['collective_bytes'] / r['ideal_bytes']:.2f}",
+                f"{r['model_flops'] / r['flops']:.0%}",
+                f"{r['step_seconds']:.2f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['tokens_per_second'] / r['chips']:,.0f}",
+            ]
+        cells += [
+            f"{r['plan_seconds']:.0f}",
+            f"{r['plan_rss_bytes'] / gib:.1f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="regex of runs")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(json.dumps(plan(arguments.run)))
+        return
+    names = [n for n in all_runs() if re.search(arguments.only, n)]
+    if arguments.list:
+        print("\n".join(names))
+        return
+    records = []
+    for name in names:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--run", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        records.append(json.loads(done.stdout.splitlines()[-1]))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(records, indent=1)
+    (arguments.out / "scale.json").write_text(text + "\n")
+    (arguments.out / "scale.md").write_text(table(records))
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
