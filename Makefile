@@ -16,10 +16,10 @@ quickstart: .venv/.installed
 	$(BIN)/python guides/quickstart.py
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) -m "not full"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full"
 
 test-full: lint
-	$(BIN)/pytest -n $(WORKERS) -m ""
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m ""
 
 # With a real vLLM, in an environment of its own (about 5 GB).
 test-vllm: .venv-vllm/.installed

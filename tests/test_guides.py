@@ -242,7 +242,7 @@ def test_dpo(tmp_path):
     assert int(right[2]) > int(right[1]) + 15
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_reward_model(tmp_path):
     folder = tmp_path / "made"
     text = run("reward_model", folder, tmp_path)
@@ -414,7 +414,7 @@ def test_distillation(tmp_path):
     assert any((folder / "teacher_cache").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_prompt_distillation(tmp_path):
     folder = tmp_path / "made"
     text = run("prompt_distillation", folder, tmp_path)

@@ -737,7 +737,7 @@ def killed_runs(kind, kills, seed, directory, straight_process):
 
 # The three others have an adapter and all weights, rows apart, packed and of a
 # stream; these two have the same in other pairs.
-ONLY_IN_FULL = ("full-packed", "lora-packed-stream")
+ONLY_IN_FULL = ("full-packed", "lora-packed-stream", "lora-unpacked")
 
 
 @pytest.mark.slow

@@ -184,7 +184,9 @@ def test_an_adapter_in_sixteen_bits_is_not_rounded_away():
     assert not engine._merges(engine.model.adapter)
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "mode", ["int8", pytest.param("int4", marks=pytest.mark.full)]
+)
 def test_quantized_bases(mode):
     task = make()
     kinds = (keras.layers.Dense, keras.layers.EinsumDense)

@@ -719,7 +719,7 @@ print("equal")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_eight_devices_equal_one(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(DEVICES)

@@ -30,7 +30,7 @@ ALGORITHMS = {
         losses.ReinforcePlusPlusAdvantages(baseline=True),
     ),
 }
-FAST = [("grpo", 0), ("rloo", 0)]
+FAST = [("grpo", 0)]
 FULL = [("grpo", 1), ("grpo", 2)]
 FULL += [(name, 0) for name in ALGORITHMS if (name, 0) not in FAST]
 

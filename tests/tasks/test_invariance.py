@@ -92,7 +92,9 @@ def test_remat_and_chunk_size_change_nothing(family):
     assert_same(plain, one_step(family, chunk_size=7))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", pytest.param("llama", marks=pytest.mark.full)]
+)
 def test_lora_is_as_invariant(family):
     lora = kpt.LoRA(rank=4, dropout=0.3)
     plain = one_step(family, lora=lora)
