@@ -193,7 +193,7 @@ task.compile(keras.optimizers.AdamW(3e-3))
 task.fit(
     rows,
     batch_size=20,
-    epochs=20,
+    epochs=50,
     callbacks=[kpt.callbacks.Checkpoint(folder / "run")],
     verbose=0,
 )
@@ -218,7 +218,7 @@ task.compile(keras.optimizers.AdamW(3e-3))
 history = task.fit(
     rows,
     batch_size=20,
-    epochs=60,
+    epochs=150,
     callbacks=[kpt.callbacks.Checkpoint(folder / "run")],
     verbose=0,
 )

@@ -382,7 +382,9 @@ def test_write_your_own_loss(tmp_path):
 
 
 @pytest.mark.full
-def test_tpu_pods(tmp_path):
+def test_tpu_pods(tmp_path, monkeypatch):
+    # A user's setting: with exact products attention's kernel steps aside.
+    monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION")
     folder = tmp_path / "made"
     printed = run("tpu_pods", folder, tmp_path)
     assert "all / ideal" in printed and "tokens a second" in printed
@@ -390,7 +392,7 @@ def test_tpu_pods(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     assert results["fits"] and 2 < results["needed_gib"] < 8
     # 100 rows by 20 are 5 steps an epoch, over both meshes.
-    assert results["step"] == 300
+    assert results["step"] == 750
     assert results["right"] > 0.9
 
 
