@@ -1,4 +1,8 @@
-"""The bytes that a layout cannot do without."""
+"""The bytes that a layout sends by the book.
+
+A program may send less: an embedding that is looked up where it lies is not
+gathered at all.
+"""
 
 import dataclasses
 import math

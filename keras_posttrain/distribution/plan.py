@@ -146,8 +146,8 @@ class Plan:
         tokens: int, tokens of a step on all chips.
         model_flops: float, operations that the model asks for by formula,
             on all chips.
-        ideal: dict of floats, bytes by purpose that the layout cannot do
-            without.
+        ideal: dict of floats, bytes by purpose that the layout sends by
+            the book; a program may send less.
         refusal: str or `None`, what the compiler said.
         refused_bytes: float or `None`, the memory it asked for.
         advice: tuple of str, what to change where it does not fit.
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def ideal_bytes(self):
-        """Float, what of these the layout cannot do without."""
+        """Float, what the layout would send by the book."""
         return sum(self.ideal.values())
 
     @property

@@ -305,7 +305,8 @@ def collectives(task, rows=16, length=64):
 
 
 def check_what_is_sent(task, family, name, rows=16, length=72):
-    """Under FSDP weights and their gradients are sent, and no activations.
+    """Under FSDP weights and their gradients are sent, and of activations
+    only the embedding's rows.
 
     With a model axis as well, a layer's outputs are added up, and nothing
     that a layer reads is gathered.
