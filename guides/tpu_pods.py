@@ -103,8 +103,8 @@ what a step needs beside it. Then comes the work, and how much of it is the
 model's own by the usual formula; the rest is what `remat="full"` does twice,
 and attention. Then what a chip receives from the others, beside what this
 layout sends by the book: each weight gathered twice, its gradient scattered
-once. The program may send less. The last part is an estimate: the time that the
-chip's published rates allow at best.
+once. The program may send less. The last part is an estimate: the time that
+the chip's published rates allow at best.
 
 Only one and two layers were compiled. Layers are alike, so that all numbers of
 28 lie on a line through both; `exact=True` compiles them all.
