@@ -138,7 +138,7 @@ class Plan:
         parameters, trainable_parameters: ints, of the whole model.
         arguments: dict of floats, bytes by kind that are there before the
             step: `"weights"`, `"optimizer"` (with float32 masters),
-            `"reference"`, `"batch"`, `"cache"`.
+            `"reference"` or `"teacher"`, `"batch"`, `"cache"`.
         known_temporaries: dict of floats, bytes that must be among the
             temporaries, by shapes: `"gradients"`, `"layer inputs"`.
         measured: `Measured`, or `None` where the compiler gave up.

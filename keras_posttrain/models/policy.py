@@ -48,7 +48,8 @@ class Policy:
         adapter: `Adapter` attached to it, or `None`.
         remat: `"none"` keeps all activations for the backward pass,
             `"full"` keeps each decoder layer's input and computes the rest
-            again.
+            again, but for what devices that hold a layer together have added
+            up: that is kept too.
         chunk_size: int or `None`, tokens per chunk of the head.
     """
 
@@ -200,22 +201,27 @@ class Policy:
         if self.remat == "none" and not any(gathers):
             return layer(x, **inputs)
         values = [v.value for v in variables]
+        summing = sharding.summing(layer)
 
         def again(values, x):
             mapping = [
                 (variable, value if gather is None else gather(value))
                 for variable, value, gather in zip(variables, values, gathers)
             ]
-            with keras.StatelessScope(state_mapping=mapping):
+            scope = keras.StatelessScope(state_mapping=mapping)
+            with scope, sharding.naming(summing):
                 return layer(x, **inputs)
 
-        # Weights that were gathered are not kept for the backward pass: all
-        # layers' together would be the whole model on every device.
-        policy = None
+        # What was sent is computed again for no more than it must: sums over
+        # devices are kept, which take the memory of the layer's input once
+        # more. Weights that were gathered are not: all layers' together
+        # would be the whole model on every device.
+        keep = jax.checkpoint_policies.save_only_these_names(sharding.SUMMED)
         if self.remat == "none":
-            keep = jax.checkpoint_policies.save_anything_except_these_names
-            policy = keep(sharding.GATHERED)
-        return jax.checkpoint(again, policy=policy)(values, x)
+            keep = jax.checkpoint_policies.save_anything_except_these_names(
+                sharding.GATHERED
+            )
+        return jax.checkpoint(again, policy=keep)(values, x)
 
     def adapter_variables(self, layer):
         if self.adapter is None:

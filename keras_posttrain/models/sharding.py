@@ -3,8 +3,10 @@
 Without a distribution, or where an axis does not divide, all is as it was.
 """
 
+import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +199,62 @@ def _gathered_backward(layouts, _, gradient):
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+# Outputs that devices along the model axis have added up.
+SUMMED = "kpt_summed"
+
+
+def summing(layer):
+    """The linear layers whose outputs devices add up, within a layer.
+
+    Each device along the mesh's other axis has a part of such a layer's
+    inputs: an attention's output, a feed-forward layer's.
+
+    Args:
+        layer: a Keras layer, built.
+
+    Returns:
+        A list of Keras layers, empty where the mesh has one axis alone.
+    """
+    *_, model, size = axes()
+    if size == 1:
+        return []
+    return [part for part in layer._flatten_layers() if _sums(part, model)]
+
+
+def _sums(layer, model):
+    kernel = getattr(layer, "kernel", None)
+    if not isinstance(kernel, keras.Variable):
+        return False
+    split = split_of(kernel)
+    equation = getattr(layer, "equation", "bd,do->bo")
+    _, labels, outputs = re.split(",|->", equation)
+    return model not in split.to_save_memory and any(
+        axis == model and label not in outputs
+        for axis, label in zip(split.axes, labels)
+    )
+
+
+@contextlib.contextmanager
+def naming(layers):
+    """Names what these layers put out `SUMMED`, while it lasts."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            own = vars(layer)
+            if "call" in own:
+                stack.callback(own.__setitem__, "call", own["call"])
+            else:
+                stack.callback(own.pop, "call")
+            own["call"] = _named(layer.call)
+        yield
+
+
+def _named(call):
+    def named(*args, **kwargs):
+        return checkpoint_name(call(*args, **kwargs), SUMMED)
+
+    return named
 
 
 def shared_axis(split, rows):

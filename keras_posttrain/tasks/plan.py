@@ -26,11 +26,12 @@ from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import loading, presets, sharding
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.tasks.distill_task import DistillTask
 from keras_posttrain.tasks.reference import Reference
 
 
 @contextlib.contextmanager
-def planned(task, distribution, *, layers=None, **settings):
+def planned(task, distribution, *, layers=None, others=None, **settings):
     """A scope in which a task is as `compile` would have it elsewhere.
 
     Its variables lie as `distribution` has them, its optimizer is a new one
@@ -41,6 +42,8 @@ def planned(task, distribution, *, layers=None, **settings):
         distribution: `keras.distribution.Distribution`, also of devices that
             are not there.
         layers: int or `None`, only so many of its decoder layers.
+        others: int or `None`, as `layers`, of a reference or a teacher that
+            is another model.
         **settings: attributes of the task to replace: `micro_batch_size`,
             `sequence_length`, `remat`.
     """
@@ -61,19 +64,27 @@ def planned(task, distribution, *, layers=None, **settings):
             optimizer = optimizers.renewed(task.optimizer)
             masters = optimizers.build(optimizer, task.trainable_variables)
         put(stack, task, optimizer=optimizer, _masters=masters)
-        if getattr(task, "compares", False):
-            _refer(stack, task, layers)
+        _refer(stack, task, others)
         keras.distribution.set_distribution(distribution)
         yield
 
 
 def _refer(stack, task, layers):
-    """Gives a task the reference that its loss compares with."""
-    reference = ShapesOfReference(task, task._given_reference())
-    put(stack, task, reference=reference, cached=None)
-    if reference.kind == "model" and layers is not None:
-        rest = _leave_out(stack, reference.policy, layers)
-        put(stack, task, left_out=task.left_out | rest)
+    """Gives a task the models that its step compares with."""
+    if getattr(task, "compares", False):
+        reference = ShapesOfReference(task, task._given_reference())
+        put(stack, task, reference=reference, cached=None)
+    elif isinstance(task, DistillTask):
+        models = task.given.models()
+        found = tuple(ShapesOfReference(task, model) for model in models)
+        put(stack, task, teachers=found)
+    for reference in references(task):
+        if reference.kind == "model" and layers is not None:
+            rest = _leave_out(stack, reference.policy, layers)
+            put(stack, task, left_out=task.left_out | rest)
+        reference.variables = [
+            v for v in reference.variables if id(v) not in task.left_out
+        ]
 
 
 def put(stack, thing, **values):
@@ -149,6 +160,8 @@ def step_shapes(task, batch):
     held = task.held(shapes(task.non_trainable_variables))
     if "reference" in held:
         held["reference"] = shapes(reference_variables(task))
+    if "teachers" in held:
+        held["teachers"] = [shapes(t.variables) for t in task.teachers]
 
     def row(x):
         layout = distribution.get_data_layout(x.shape).backend_layout
@@ -215,13 +228,24 @@ def _may_be_off(adapter):
     return not any(bool(np.any(np.asarray(b.value))) for b in adapter.b)
 
 
-def reference_variables(task):
-    """Those of a task's reference that the step reads, or that lie beside it.
+def references(task):
+    """The references or teachers that run in a task's step, a list.
 
     Args:
         task: `Task`, inside `planned`.
     """
-    reference = getattr(task, "reference", None)
-    if reference is None:
-        return []
-    return [v for v in reference.variables if id(v) not in task.left_out]
+    found = list(getattr(task, "teachers", ()))
+    if getattr(task, "compares", False):
+        found.append(task.reference)
+    return [reference for reference in found if reference is not None]
+
+
+def reference_variables(task):
+    """Those of its references that the step reads, or that lie beside it.
+
+    Args:
+        task: `Task`, inside `planned`.
+    """
+    every = [getattr(task, "reference", None), *getattr(task, "teachers", ())]
+    variables = [v for r in every if r is not None for v in r.variables]
+    return [v for v in variables if id(v) not in task.left_out]

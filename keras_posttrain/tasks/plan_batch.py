@@ -16,26 +16,24 @@ def dummy_batch(task, batch_size, prompt_length=None):
     """A batch as `fit` would build it, of the longest rows there may be.
 
     Args:
-        task: `SFTTask`, `DPOTask`, `RewardTask` or `GRPOTask`, inside
-            `planned`.
+        task: `SFTTask`, `DPOTask`, `RewardTask`, `GRPOTask`, `PPOTask` or
+            `DistillTask`, inside `planned`.
         batch_size: int, as in `fit` of the task.
         prompt_length: int, tokens of a prompt, or `None`: half of the row,
             or what a completion leaves of it. All tokens of an `SFTTask`
-            carry loss.
+            and a `DistillTask` carry loss.
 
     Returns:
         Dict of numpy arrays.
 
     Raises:
-        ValueError: for other tasks, and what `fit` refuses.
+        ValueError: for a model beside the task's that is not planned, and
+            what `fit` refuses.
     """
-    if isinstance(task, (DistillTask, PPOTask)):
-        raise ValueError(
-            "A plan can be made of SFTTask, DPOTask, RewardTask and "
-            f"GRPOTask. Received: {type(task).__name__}. Plan a GRPOTask or "
-            "an SFTTask of its model: the policy's step is the same."
-        )
-    if isinstance(task, RolloutTask):
+    if isinstance(task, DistillTask):
+        _check_teachers(task)
+    elif isinstance(task, RolloutTask):
+        _check_value_model(task)
         return _of_rollout(task, batch_size, prompt_length)
     if isinstance(task, PreferenceTask):
         return _of_pairs(task, batch_size, prompt_length)
@@ -43,6 +41,36 @@ def dummy_batch(task, batch_size, prompt_length=None):
     mask = np.ones(length, "float32")
     examples = [Example(_ids(length), mask, i) for i in range(batch_size)]
     return _first(task._batches(examples, batch_size, shuffle=False))
+
+
+def _check_teachers(task):
+    """Refuses a distillation whose step reads more than its rows."""
+    why = None
+    if len(task.given) > 1:
+        why = "one teacher, the largest: each adds a pass of its own"
+    elif task.given.engine is not None or task.teacher_cache is not None:
+        why = "an SFTTask of the student: the teacher is not in the step"
+    elif task.teacher_tokenizer is not None:
+        why = "a teacher that has the student's tokenizer"
+    elif task.on_policy:
+        why = "on_policy=False: rows that are sampled take the same step"
+    if why is not None:
+        raise ValueError(
+            "Of a distillation a step is planned on given rows, with one "
+            f"teacher that reads the same tokens. Plan {why}. Received: "
+            f"teachers {task.given.names}, on_policy={task.on_policy}, "
+            f"teacher_cache={task.teacher_cache!r}"
+        )
+
+
+def _check_value_model(task):
+    own = getattr(task, "value_model", None)
+    if own is not None and own.causal_lm is not None:
+        raise ValueError(
+            "PPO is planned with a value head on the policy's own backbone. "
+            "Received: a `value_model` of its own. Plan value_model=None, "
+            "and an SFTTask of the value model's preset: they add up."
+        )
 
 
 def _ids(length):
@@ -96,5 +124,11 @@ def _of_rollout(task, batch_size, prompt_length):
         batch.put_tokens("old_per_token_logps", logps)
     if "ref_per_token_logps" in task.objective.needs or task.kl_in_reward:
         batch.put_tokens("ref_per_token_logps", logps)
+    if isinstance(task, PPOTask):
+        names = ("old_per_token_logps", "old_values", "advantages", "returns")
+        for name in names:
+            batch.put_tokens(name, logps)
+        batch.put_sequences("rewards", np.ones(len(sampled), "float32"))
+        return batch.arrays
     batch.put_sequences("advantages", np.ones(len(sampled), "float32"))
     return batch.arrays

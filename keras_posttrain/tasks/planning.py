@@ -1,5 +1,6 @@
 """`task.plan`: what a task's step would need of hardware."""
 
+import collections
 import dataclasses
 import math
 
@@ -17,9 +18,10 @@ from keras_posttrain.distribution.plan import (
 )
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
-from keras_posttrain.models.sharding import split_of
+from keras_posttrain.models.sharding import shared_axis, split_of
 from keras_posttrain.tasks import checks
 from keras_posttrain.tasks import plan as core
+from keras_posttrain.tasks.distill_task import DistillTask
 from keras_posttrain.tasks.plan_batch import dummy_batch
 
 
@@ -56,20 +58,30 @@ def make_plan(
         count = task._micro_batches(batch)
         trips = _head_trips(task, batch, count)
         layers = len(task.causal_lm.backbone.transformer_layers)
+        chosen = depths(task, layers, exact)
+        theirs, beside = _beside(task, chosen)
 
-    def compiled(depth):
-        with core.planned(task, distribution, layers=depth, **settings):
+    def one(depth, other):
+        depths = {"layers": depth, "others": other}
+        with core.planned(task, distribution, **depths, **settings):
             batch = dummy_batch(task, batch_size, prompt_length)
             lowered = core.lower_step(task, batch)
             program = topology.compiled(lowered)
             return measure(program, len(hardware.devices), trips)
+
+    def compiled(depth):
+        others = beside[depth]
+        found = [one(depth, other) for other in others]
+        if len(found) == 1:
+            return found[0]
+        return found[0].at_depth(theirs, others[0], found[1], others[1])
 
     plan = assemble(
         f"A training step of {type(task).__name__}",
         hardware,
         distribution,
         layers,
-        depths(task, layers, exact),
+        chosen,
         compiled,
         settings=asked,
         **facts,
@@ -117,10 +129,38 @@ def _measured(compiled, layers, depths):
 
 def depths(task, layers, exact):
     """The numbers of layers to compile."""
+    policies = [task.policy] + [r.policy for r in core.references(task)]
     period = _period(task.causal_lm.backbone.transformer_layers)
-    if exact or not task.policy.packable or layers <= 2 * period:
+    packable = all(policy.packable for policy in policies)
+    # What is compared of the layers inside needs these layers.
+    inside = getattr(task, "feature_maps", ())
+    if exact or inside or not packable or layers <= 2 * period:
         return (layers,)
     return (period, 2 * period)
+
+
+def _beside(task, chosen):
+    """Which layers are compiled of a model beside the task's.
+
+    Args:
+        task: `Task`, inside `planned`.
+        chosen: what `depths` gave.
+
+    Returns:
+        `(count, depths)`: its layers, and a dict from each of `chosen` to a
+        tuple: one number of its layers, `None` for all of them, or two with
+        a line through both.
+    """
+    models = [r for r in core.references(task) if r.kind == "model"]
+    if not models or len(chosen) == 1:
+        return 0, {depth: (None,) for depth in chosen}
+    own = task.causal_lm.backbone.transformer_layers
+    theirs = models[0].policy.backbone.transformer_layers
+    count, period = len(theirs), _period(theirs)
+    if (count, period) == (len(own), _period(own)):
+        return count, {depth: (depth,) for depth in chosen}
+    line = (period, 2 * period) if count > 2 * period else (None,)
+    return count, {depth: line for depth in chosen}
 
 
 def _period(every):
@@ -152,8 +192,14 @@ def _head_trips(task, batch, count):
     split = shards if rows // count % shards == 0 else 1
     slots = rows * length // count // split
     share = np.mean(batch["completion_mask"] > 0)
-    backbone = task.causal_lm.backbone
-    size = task.policy.head().chunk(backbone.vocabulary_size, slots)
+    policies = [task.policy] + [r.policy for r in core.references(task)]
+    vocabulary = max(p.backbone.vocabulary_size for p in policies)
+    shared = shared_axis(split_of(task.policy.kernel), rows // count)
+    # Beside a teacher's the head is whole on each device.
+    if shared is not None and not isinstance(task, DistillTask):
+        # Each device has a part of it, and takes more tokens at once.
+        vocabulary //= mesh.shape[shared]
+    size = task.policy.head().chunk(vocabulary, slots)
     return max(math.ceil(slots * share / size), 1)
 
 
@@ -169,7 +215,7 @@ def _facts(task, batch):
         "weights": num_bytes(changing["trainable"])
         + num_bytes(held["frozen"]),
         "optimizer": num_bytes(changing["optimizer"]),
-        "reference": num_bytes(beside),
+        _role(task): num_bytes(beside),
         "batch": num_bytes(shapes),
     }
     distribution = keras.distribution.distribution()
@@ -182,11 +228,6 @@ def _facts(task, batch):
     layers = len(backbone.transformer_layers)
     gradients = num_bytes(changing["trainable"], 4 if count > 1 else None)
     variables = weights_of(task)
-    trainable = {id(v) for v in task.trainable_variables}
-    weights = [
-        _weight(v, backbone.compute_dtype, id(v) in trainable)
-        for v in variables
-    ]
     return {
         "parameters": sum(math.prod(v.shape) for v in variables),
         "trainable_parameters": sum(
@@ -199,21 +240,48 @@ def _facts(task, batch):
         },
         "tokens": int((batch["segment_ids"] > 0).sum()),
         "model_flops": _model_flops(task, batch),
-        "ideal": ideal_bytes(
-            weights,
-            dict(mesh.shape),
-            data,
-            micro_batches=count,
-            num_layers=layers,
-            activation_bytes=activation,
-            passes=2 + _compares(task),
-        ),
+        "ideal": _ideal(task, count, rows * length / mesh.shape[data]),
     }
 
 
-def _compares(task):
-    """Whether a reference runs in the step."""
-    return bool(getattr(task, "compares", False))
+def _role(task):
+    """What a task calls the models beside its own."""
+    return "teacher" if isinstance(task, DistillTask) else "reference"
+
+
+def _ideal(task, count, tokens):
+    """What the layout sends by the book: `ideal_bytes` of all models.
+
+    The model is passed forward and backward, those beside it forward.
+
+    Args:
+        task: `Task`, inside `planned`.
+        count: int, micro-batches.
+        tokens: float, those of a batch on one device.
+    """
+    distribution = keras.distribution.distribution()
+    mesh = distribution.device_mesh.backend_mesh
+    trained = {id(v) for v in task.trainable_variables}
+    models = [(task.policy, weights_of(task), trained, 2)]
+    for reference in core.references(task):
+        models.append((reference.policy, _weights_of(reference), set(), 1))
+    found = collections.Counter()
+    for policy, variables, trained, passes in models:
+        backbone = policy.backbone
+        dtype = backbone.compute_dtype
+        activation = tokens / count * backbone.hidden_dim * _itemsize(dtype)
+        found.update(
+            ideal_bytes(
+                [_weight(v, dtype, id(v) in trained) for v in variables],
+                dict(mesh.shape),
+                distribution.batch_dim_name,
+                micro_batches=count,
+                num_layers=len(backbone.transformer_layers),
+                activation_bytes=activation,
+                passes=passes,
+            )
+        )
+    return dict(found)
 
 
 def num_bytes(shapes, itemsize=None):
@@ -240,6 +308,16 @@ def weights_of(task):
     ]
 
 
+def _weights_of(reference):
+    """`weights_of` a reference or a teacher."""
+    if reference.kind != "model":
+        return weights_of(reference.task)
+    floating = jnp.floating
+    return [
+        v for v in reference.variables if jnp.issubdtype(v.dtype, floating)
+    ]
+
+
 def _weight(variable, dtype, trainable):
     itemsize = min(_itemsize(variable.dtype), _itemsize(dtype))
     split = split_of(variable)
@@ -256,13 +334,32 @@ def _model_flops(task, batch):
     a third of that. Weights that only look up are left out, and of experts
     those count that a token passes through.
     """
-    backbone = task.causal_lm.backbone
+    trained = {id(v) for v in task.trainable_variables}
+    ids = np.asarray(batch["segment_ids"])
+    lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
+    tokens = sum(int(x.sum()) for x in lengths)
+    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
+    _, both, width = _products(task.policy, weights_of(task), trained)
+    found = both * tokens + 12 * width * squares
+    for reference in core.references(task):
+        known = _weights_of(reference)
+        forward, _, width = _products(reference.policy, known, set())
+        found += forward * tokens + 4 * width * squares
+    return found
+
+
+def _products(policy, variables, trained):
+    """Operations of a token, of which attention's go by its length.
+
+    Returns:
+        `(forward, forward and backward, width of the attention layers)`.
+    """
+    backbone = policy.backbone
     embedding = backbone.token_embedding
     lookup = None if embedding.tie_weights else id(embedding.embeddings)
-    trainable = {id(v) for v in task.trainable_variables}
     share = getattr(backbone, "top_k", 1) / getattr(backbone, "num_experts", 1)
     forward = both = width = 0.0
-    for v in weights_of(task):
+    for v in variables:
         names = layouts.meanings(v.path, len(v.shape)) or ()
         size = math.prod(v.shape)
         if len(v.shape) < 2 or id(v) == lookup:
@@ -274,17 +371,8 @@ def _model_flops(task, batch):
                 n for n, x in zip(v.shape, names) if x != "hidden"
             )
         forward += 2 * size
-        both += (6 if id(v) in trainable else 4) * size
-    ids = np.asarray(batch["segment_ids"])
-    lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
-    tokens = sum(int(x.sum()) for x in lengths)
-    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
-    again = _compares(task)
-    return (
-        both * tokens
-        + 12 * width * squares
-        + again * (forward * tokens + 4 * width * squares)
-    )
+        both += (6 if id(v) in trained else 4) * size
+    return forward, both, width
 
 
 def forward_flops(task):
@@ -322,7 +410,7 @@ def _advice(task, plan):
             f"the {readable(rest)} of temporaries, for float32 gradients "
             "that are added up."
         )
-    state = chip["weights"] + chip["optimizer"] + chip["reference"]
+    state = chip["weights"] + chip["optimizer"] + chip[_role(task)]
     found.append(
         f"Twice the chips, under FSDP, hold {readable(state / 2)} less each "
         "of weights and optimizer state."

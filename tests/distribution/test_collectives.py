@@ -18,7 +18,6 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "num_hidden_layers": 2,
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
     "model_type": "llama",
@@ -31,16 +30,18 @@ SIZES = {
     "eos_token_id": 2,
 }
 BOTH = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
+MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
 
 
 @pytest.mark.parametrize(
-    "topology, strategy, lora, micro",
+    "topology, strategy, layers, lora, micro",
     [
-        pytest.param("v5e:2x4", BOTH, None, None, marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", BOTH, 2, None, None, marks=pytest.mark.slow),
         # On a square grid XLA makes an all-reduce of a reduce-scatter.
         pytest.param(
             "v5e:4x4",
             kpt.distribution.fsdp,
+            2,
             None,
             None,
             marks=pytest.mark.full,
@@ -48,14 +49,23 @@ BOTH = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
         pytest.param(
             "v5e:2x2",
             kpt.distribution.fsdp,
+            2,
             kpt.LoRA(rank=16),
             4,
             marks=pytest.mark.full,
         ),
+        # The embedding's rows and the head's gradient are added up too, once
+        # each beside the ideal's four times a layer: 18 times for 16 here.
+        pytest.param(
+            "v5e:2x4", MODEL_ALONE, 4, None, None, marks=pytest.mark.full
+        ),
     ],
 )
-def test_a_step_sends_what_it_must(tmp_path, topology, strategy, lora, micro):
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+def test_a_step_sends_what_it_must(
+    tmp_path, topology, strategy, layers, lora, micro
+):
+    sizes = SIZES | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
     with kpt.distribution.shapes_only():
         task = kpt.SFTTask.from_preset(
             str(tmp_path),

@@ -19,10 +19,17 @@ from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.ideal import Weight, ideal_bytes
 from keras_posttrain.distribution.plan import out_of_memory
 from keras_posttrain.models import attention
+from keras_posttrain.tasks import plan as core
 from keras_posttrain.tasks import planning
+from keras_posttrain.tasks.plan_batch import dummy_batch
 from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
 
 LLAMA = REFERENCE / "models" / "llama3"
+# Of tasks that sample.
+SAMPLED = {
+    "rewards": [lambda completions: [0.0] * len(completions)],
+    "max_completion_length": 16,
+}
 
 
 def shaped(preset=LLAMA, kind=kpt.SFTTask, **kwargs):
@@ -302,6 +309,8 @@ def test_arguments_are_what_a_run_allocates():
     [
         pytest.param("dpo", marks=pytest.mark.full),
         "dpo lora",
+        pytest.param("distill", marks=pytest.mark.full),
+        pytest.param("ppo", marks=pytest.mark.full),
         pytest.param("grpo", marks=pytest.mark.full),
         "decode",
     ],
@@ -317,13 +326,22 @@ def test_other_steps(kind):
         reference = plan.arguments["reference"]
         assert reference == (0 if lora else plan.arguments["weights"])
         return
-    task = shaped(kind=kpt.GRPOTask, lora=lora)
-    task.compile(
-        rewards=[lambda completions: [0.0] * len(completions)],
-        num_generations=4,
-        max_completion_length=16,
-    )
-    if kind == "grpo":
+    if kind == "distill":
+        task = shaped(kind=kpt.DistillTask, teacher=LLAMA)
+        task.compile()
+        plan = task.plan("v5e:2x2", batch_size=8)
+        assert plan.tokens == 8 * 64
+        assert plan.arguments["teacher"] == plan.arguments["weights"]
+        # A teacher goes forward: 8/6 of the work of training.
+        own = shaped()
+        own.compile()
+        alone = own.plan("v5e:2x2", batch_size=8)
+        assert plan.model_flops == pytest.approx(alone.model_flops * 8 / 6)
+        assert plan.flops == pytest.approx(alone.flops * 8 / 6, rel=0.15)
+        return
+    task = shaped(kind=kpt.GRPOTask if kind != "ppo" else kpt.PPOTask)
+    task.compile(**SAMPLED, num_generations=4)
+    if kind != "decode":
         plan = task.plan("v5e:2x2", batch_size=4)
         assert plan.tokens == 4 * 4 * 64
         return
@@ -381,6 +399,75 @@ def test_search_ranks():
     assert "model=3" in str(found) and "tokens/s" in str(found)
 
 
+def with_sizes(path, **sizes):
+    """A directory of a tiny Llama of other sizes."""
+    path.mkdir(exist_ok=True)
+    config = json.loads((LLAMA / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | sizes))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["copy", "reference", "teacher"])
+def test_fewer_layers_of_what_a_step_compares_with(tmp_path, kind):
+    """What is left out of a model beside the task's has no place in it."""
+    student = with_sizes(tmp_path / "student", num_hidden_layers=3)
+    other = with_sizes(tmp_path / "other", num_hidden_layers=5)
+    if kind == "teacher":
+        task = shaped(student, kpt.DistillTask, teacher=other)
+    else:
+        reference = None if kind == "copy" else other
+        task = shaped(student, kpt.DPOTask, reference=reference)
+    task.compile(keras.optimizers.SGD(0.1))
+    with core.planned(task, four(), layers=1, others=2):
+        core.lower_step(task, dummy_batch(task, 4))
+        beside = [v.path for v in core.reference_variables(task)]
+        (reference,) = core.references(task)
+        assert len(beside) == len(reference.variables)
+    # Nine a layer, an embedding, its norm and a head.
+    assert len(beside) == (1 if kind == "copy" else 2) * 9 + 3
+    assert len(task.trainable_variables) == 3 * 9 + 3
+
+
+@pytest.mark.full
+def test_a_line_through_a_teachers_depths(tmp_path):
+    """Three layers and the teacher's five, by one and two of each."""
+    student = with_sizes(tmp_path / "student", num_hidden_layers=3)
+    other = with_sizes(tmp_path / "other", num_hidden_layers=5)
+    task = shaped(student, kpt.DistillTask, teacher=other)
+    task.compile(keras.optimizers.AdamW(1e-4))
+    line = task.plan("v5e:2x2", batch_size=8)
+    every = task.plan("v5e:2x2", batch_size=8, exact=True)
+    assert line.compiled_layers == (1, 2) and every.compiled_layers == (3,)
+    for name in ("flops", "collective_bytes"):
+        a, b = getattr(line, name), getattr(every, name)
+        assert a == pytest.approx(b, rel=0.02), name
+    assert line.arguments == every.arguments
+    # All of both models' work, and none that no model asks for.
+    assert 0.8 < every.model_flops / every.flops < 1
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        kpt.distribution.fsdp,
+        kpt.distribution.tensor_parallel,
+        functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2),
+    ],
+)
+def test_a_head_that_is_split_takes_more_tokens_at_once(tmp_path, strategy):
+    """Of 65536 words 2**23 logits are 128 tokens, of a quarter of them 512.
+
+    32 rows of 64 are 512 tokens a device or, on every one, 2048: four rounds
+    either way, and for halves of both.
+    """
+    task = shaped(with_sizes(tmp_path, vocab_size=65536))
+    task.compile(keras.optimizers.SGD(0.1))
+    devices = topology.get("v5e:2x2").devices
+    with core.planned(task, strategy(devices=list(devices))):
+        batch = dummy_batch(task, 32)
+        assert planning._head_trips(task, batch, 1) == 4
+
+
 # --- Errors ------------------------------------------------------------------
 
 
@@ -407,6 +494,37 @@ def test_what_plan_refuses():
         task.plan("v5e:2x2", batch_size=0)
     with pytest.raises(ValueError, match="remat='some'"):
         task.plan("v5e:2x2", remat="some")
+
+
+def test_what_plan_refuses_of_a_distillation():
+    settings = [
+        ({"teacher": [LLAMA, LLAMA]}, {}, "one teacher, the largest"),
+        (
+            {"teacher": LLAMA},
+            {"on_policy": True, "max_completion_length": 16},
+            "on_policy=False",
+        ),
+        (
+            {"teacher": LLAMA},
+            {"teacher_cache": "cache", "top_k": 4},
+            "an SFTTask of the student",
+        ),
+    ]
+    for given, compiled, match in settings:
+        task = shaped(kind=kpt.DistillTask, **given)
+        task.compile(keras.optimizers.SGD(0.1), **compiled)
+        with pytest.raises(ValueError, match=match):
+            task.plan("v5e:2x2")
+
+
+def test_what_plan_refuses_of_ppo():
+    other = kpt.SFTTask.from_preset(LLAMA, load_weights=False).causal_lm
+    task = kpt.PPOTask.from_preset(
+        LLAMA, load_weights=False, sequence_length=64
+    )
+    task.compile(**SAMPLED, value_model=other)
+    with pytest.raises(ValueError, match="Plan value_model=None"):
+        task.plan("v5e:2x2")
 
 
 @pytest.mark.full

@@ -39,7 +39,7 @@ def test_full_weights_on_two_axes():
 @pytest.mark.slow
 def test_rows_that_are_given():
     run(
-        "sft:gemma2:lora:1x8",
+        "packed:gemma2:lora:1x8",
         "dpo:qwen3:lora:4x2",
         "distill:llama3:full:8x1",
         "uneven:llama3:full:8x1",
