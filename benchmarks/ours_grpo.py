@@ -15,7 +15,9 @@ import numpy as np
 import preset
 import workloads
 
-from keras_posttrain.rollout import NativeRollout
+from keras_posttrain.rollout import NativeRollout, VLLMRollout
+
+ENGINES = {"native": NativeRollout, "vllm": VLLMRollout}
 
 
 class Clock(keras.callbacks.Callback):
@@ -57,6 +59,7 @@ def main():
         action="store_true",
         help="a row is a prompt, once, and its completions",
     )
+    parser.add_argument("--engine", choices=list(ENGINES), default="native")
     args = grpo_steps.arguments(parser)
     work, log = args.work, grpo_steps.Log()
     length = work.group if args.share_prefix else work.longest
@@ -74,7 +77,7 @@ def main():
     def even_share(completion_ids, **columns):
         return [log.reward(ids) for ids in completion_ids]
 
-    engine = NativeRollout()
+    engine = ENGINES[args.engine]()
     engine.generate = functools.partial(counted, log, engine.generate)
     task.compile(
         optimizer=keras.optimizers.AdamW(
@@ -105,7 +108,7 @@ def main():
         first_loss=clock.logs[0]["loss"],
         grad_norm=statistics.median(x["grad_norm"] for x in clock.logs),
         first_gradient=[clock.logs[0][x] for x in ("grad_norm", "projection")],
-        programs=engine.programs,
+        programs=getattr(engine, "programs", None),
     )
 
 

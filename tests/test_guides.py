@@ -86,6 +86,8 @@ def test_a_guide_is_a_tutobook(path):
 
 def test_all_guides_are_run():
     functions = {name.removeprefix("test_") for name in globals()}
+    # `tests/vllm` runs one, which needs vLLM.
+    functions.add("vllm_rollouts")
     assert {path.stem for path in GUIDES} <= functions
 
 
@@ -178,7 +180,7 @@ def test_data_formats(tmp_path):
     assert "Did you mean 'prompt' by 'promt'?" in bad
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_custom_train_step(tmp_path):
     folder = tmp_path / "made"
     text = run("custom_train_step", folder, tmp_path)
@@ -219,7 +221,7 @@ def test_grpo_arithmetic(tmp_path):
     assert {json.loads(line)["step"] for line in lines} == {0, 100, 200, 300}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dpo(tmp_path):
     folder = tmp_path / "made"
     text = run("dpo", folder, tmp_path)
@@ -396,7 +398,7 @@ def test_tpu_pods(tmp_path, monkeypatch):
     assert results["right"] > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_distillation(tmp_path):
     folder = tmp_path / "made"
     text = run("distillation", folder, tmp_path)

@@ -29,7 +29,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Several processes save together, each what its devices hold: they need
     one directory that all of them reach. SIGTERM to one of them saves and
-    ends all.
+    ends all. Where a rollout fails, its engine or a reward, all steps before
+    it are saved as well.
 
     Args:
         directory: str or path, made where missing.
@@ -123,6 +124,14 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         self.close()
         self._end_if_terminated()
+
+    def save_before_error(self):
+        """Saves a run that an error is about to end between two steps."""
+        # Several processes would have to save together.
+        if processes.count() > 1 or self._manager is None:
+            return
+        if self._model.step > (self._saved or 0):
+            self._save(in_epoch=True)
 
     def close(self):
         """Waits for the last checkpoint and gives SIGTERM back."""

@@ -234,7 +234,7 @@ class PromptOrder:
         self.prompts = prompts
         self.batch_size = batch_size
         self.shuffle, self.seed = shuffle, seed
-        self.epoch = self.taken = 0
+        self.epoch = self.taken = self.used = 0
         self.fingerprint = {
             "batch_size": batch_size,
             "shuffle": bool(shuffle),
@@ -250,8 +250,8 @@ class PromptOrder:
 
     @property
     def left(self):
-        """Prompts of the epoch that have not been taken."""
-        return len(self.prompts) - self.taken
+        """Prompts of the epoch that have not been used."""
+        return len(self.prompts) - self.used
 
     def take(self, count):
         """The next prompts of the epoch; fewer or none at its end."""
@@ -264,17 +264,24 @@ class PromptOrder:
         self.taken = last
         return [self.prompts[int(order[i])] for i in places]
 
+    def use(self, taken):
+        """Says that the first `taken` of the epoch have been trained on.
+
+        They may be fewer than were taken: `state` is the place behind them.
+        """
+        self.used = taken
+
     def next_epoch(self):
         self.epoch += 1
-        self.taken = 0
+        self.taken = self.used = 0
 
     def state(self):
         """The place as JSON can hold it."""
         # At an epoch's end it is the beginning of the next one.
-        over = self.taken == len(self.prompts)
+        over = self.used == len(self.prompts)
         place = {
             "epoch": self.epoch + over,
-            "taken": 0 if over else self.taken,
+            "taken": 0 if over else self.used,
         }
         return {"position": place, "data": self.fingerprint}
 
@@ -296,7 +303,7 @@ class PromptOrder:
                 "it, or start a new run directory."
             )
         self.epoch = state["position"]["epoch"]
-        self.taken = state["position"]["taken"]
+        self.taken = self.used = state["position"]["taken"]
 
 
 def _hash(prompts):

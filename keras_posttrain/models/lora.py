@@ -300,15 +300,21 @@ class Adapter(keras.layers.Layer):
         finally:
             self._dropout = None
 
-    def merged_kernel(self, i):
-        """The kernel of layer `i` with the adapter added, in its dtype."""
+    def merged_kernel(self, i, factors=None):
+        """The kernel of layer `i` with the adapter added, in its dtype.
+
+        Args:
+            i: int.
+            factors: two arrays in place of the adapter's own, or `None`.
+        """
         pair = self.pairs[i]
         kernel = pair.layer.kernel.value
         is_split = isinstance(kernel.sharding, jax.sharding.NamedSharding)
+        a, b = factors or (self.a[i].value, self.b[i].value)
         return _merged(
             kernel,
-            self.a[i].value,
-            self.b[i].value,
+            a,
+            b,
             shape=(*pair.in_shape, *pair.out_shape),
             order=tuple(pair.to_kernel),
             scale=self.lora.scale,

@@ -13,7 +13,8 @@ from keras_posttrain.rollout.decoding import Placement, bucket, power_of_two
 from keras_posttrain.rollout.memory import readable
 from keras_posttrain.rollout.sampling import sample, sample_keys
 
-# Columns of one call where somebody reads the tokens as they come.
+# Columns of one call where somebody reads the tokens as they come, or may
+# end it.
 STREAMED_COLUMNS = 16
 LEAST_LENGTH = 64
 
@@ -27,8 +28,10 @@ class _Sample:
     settings: object
     key: np.ndarray
     token_ids: list = dataclasses.field(default_factory=list)
-    logps: np.ndarray | None = None
-    stopped: bool = False
+    logps: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, "float32")
+    )
+    finish_reason: str = "interrupted"
 
     @property
     def prompt(self):
@@ -67,18 +70,23 @@ class LockstepDecoder:
         self._prefill = jax.jit(self._prefill, static_argnums=2)
         self._decode = jax.jit(self._decode, donate_argnums=(1, 2))
 
-    def generate(self, requests, emit=None):
+    def generate(self, requests, emit=None, weights=None, interrupted=None):
         """Samples.
 
         Args:
             requests: list of `Request`s that have seeds.
             emit: `f(request, generation, token_ids)` or `None`: told of new
                 tokens as they come.
+            weights: `(trainable, frozen)`, lists of arrays, or `None` for
+                the task's as they are.
+            interrupted: function or `None`: where it says so, the samples
+                that have not ended are given as they are.
 
         Returns:
             A list with, for each request, a list with a tuple for each
             sample: its token ids (a list), their log-probabilities (float32
-            array) and the reason why it ended, `"stop"` or `"length"`.
+            array) and the reason why it ended, `"stop"`, `"length"` or
+            `"interrupted"`.
         """
         self._check_lengths(requests)
         samples = self._samples(requests)
@@ -89,16 +97,16 @@ class LockstepDecoder:
         self._stop_ids = power_of_two(
             max((len(r.stop_token_ids) for r in requests), default=0)
         )
-        weights = (
-            [v.value for v in self.task.trainable_variables],
-            [v.value for v in self.task.non_trainable_variables],
-        )
+        if weights is None:
+            weights = (
+                [v.value for v in self.task.trainable_variables],
+                [v.value for v in self.task.non_trainable_variables],
+            )
         for batch in self._batches(samples):
-            self._run(weights, batch, emit)
+            self._run(weights, batch, emit, interrupted)
         out = [[] for _ in requests]
         for s in samples:
-            reason = "stop" if s.stopped else "length"
-            out[s.request].append((s.token_ids, s.logps, reason))
+            out[s.request].append((s.token_ids, s.logps, s.finish_reason))
         return out
 
     @property
@@ -176,7 +184,9 @@ class LockstepDecoder:
         rows = power_of_two(-(-count // shards)) * shards
         return min(rows, self._most_rows(length))
 
-    def _run(self, weights, batch, emit):
+    def _run(self, weights, batch, emit, interrupted):
+        if interrupted is not None and interrupted():
+            return
         length = self._capacity(max(s.end for s in batch))
         rows = self._rows_for(len(batch), length)
         state, settings = self._arrays(batch, rows, length)
@@ -192,7 +202,9 @@ class LockstepDecoder:
         told = [0] * len(batch)
         active = True
         while active:
-            until = length if emit is None else index + STREAMED_COLUMNS
+            until = length
+            if emit is not None or interrupted is not None:
+                until = index + STREAMED_COLUMNS
             cache, state = self._decode(
                 weights, cache, state, settings, np.int32(until)
             )
@@ -205,12 +217,16 @@ class LockstepDecoder:
                 if len(new) > told[row]:
                     emit(s.request, s.generation, new[told[row] :].tolist())
                     told[row] = len(new)
+            if interrupted is not None and interrupted():
+                break
         for row, s in enumerate(batch):
             first = len(s.prompt)
             new = slice(first, first + seen["taken"][row])
             s.token_ids = seen["tokens"][row, new].tolist()
             s.logps = seen["logps"][row, new]
-            s.stopped = bool(seen["stopped"][row])
+            if not seen["active"][row]:
+                stopped = seen["stopped"][row]
+                s.finish_reason = "stop" if stopped else "length"
 
     def _note(self, text):
         if text not in self.programs:

@@ -1,6 +1,7 @@
 """The built-in engine: continuous batching on the trainer's own arrays."""
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -22,7 +23,9 @@ class NativeRollout(Rollout):
     at its own length; one whose sample has ended takes the next request
     without waiting for the others. A prompt is computed once for all its
     samples. Families whose attention has no seam (see the README) go through
-    KerasHub's own cached decoding, row by row in step, slower.
+    KerasHub's own cached decoding, row by row in step, slower. Only where
+    rollouts overlap with training (`fit(max_staleness=...)`) is what is
+    trained copied, after every rollout.
 
     Args:
         num_slots: int, the most samples at once.
@@ -69,6 +72,7 @@ class NativeRollout(Rollout):
         self.num_slots = num_slots
         self.cache_bytes = cache_bytes
         self.merge_adapter = merge_adapter
+        self._kept = None
         self._forget()
 
     def _forget(self):
@@ -80,6 +84,7 @@ class NativeRollout(Rollout):
     def set_model(self, model):
         if model is not self._model:
             self._forget()
+            self._kept = None
         super().set_model(model)
 
     @property
@@ -88,8 +93,20 @@ class NativeRollout(Rollout):
         lockstep = self._lockstep.programs if self._lockstep else []
         return [*self._programs, *lockstep]
 
+    def start(self):
+        distribution = keras.distribution.distribution()
+        if self.overlaps and distribution is not None:
+            _one_device(distribution)
+
+    def stop(self):
+        self._kept = None
+
     def sync_weights(self):
-        # The arrays are the trainer's: there is nothing to move.
+        # The arrays are the trainer's: there is nothing to move. While
+        # others sample from them, training gives their memory away.
+        if self.overlaps:
+            variables = self.model.trainable_variables
+            self._kept = [jnp.array(v.value, copy=True) for v in variables]
         self.weight_version += 1
         return self.weight_version
 
@@ -113,7 +130,12 @@ class NativeRollout(Rollout):
             self._lockstep = LockstepDecoder(
                 self.model, self.num_slots, budget
             )
-        out = self._lockstep.generate(requests, on_tokens)
+        out = self._lockstep.generate(
+            requests,
+            on_tokens,
+            self._arrays(),
+            self._interrupted(),
+        )
         done = [
             [Completion(*sample, self.weight_version) for sample in samples]
             for samples in out
@@ -156,18 +178,28 @@ class NativeRollout(Rollout):
 
     # Weights
 
+    def _arrays(self):
+        """The task's arrays; where rollouts overlap those of the last sync."""
+        task = self.model
+        trainable = self._kept
+        if trainable is None:
+            trainable = [v.value for v in task.trainable_variables]
+        return trainable, [v.value for v in task.non_trainable_variables]
+
     def _weights(self):
         task = self.model
-        trainable = [v.value for v in task.trainable_variables]
-        frozen = [v.value for v in task.non_trainable_variables]
+        trainable, frozen = self._arrays()
         adapter = task.adapter
         if adapter is None or adapter.is_merged:
             return decoding.Weights(trainable, frozen, False)
         if not self._merges(adapter):
             return decoding.Weights(trainable, frozen, True)
         place = {id(v): i for i, v in enumerate(task.non_trainable_variables)}
+        value = {id(v): x for v, x in zip(task.trainable_variables, trainable)}
         for i, pair in enumerate(adapter.pairs):
-            frozen[place[id(pair.layer.kernel)]] = adapter.merged_kernel(i)
+            factors = value[id(adapter.a[i])], value[id(adapter.b[i])]
+            kernel = adapter.merged_kernel(i, factors)
+            frozen[place[id(pair.layer.kernel)]] = kernel
         return decoding.Weights(trainable, frozen, False)
 
     def _merges(self, adapter):
@@ -228,7 +260,21 @@ class NativeRollout(Rollout):
 
     def _score(self, sequences, top_k, temperature):
         self._refresh()
-        return self._scorer(sequences, top_k, temperature)
+        return self._scorer(sequences, top_k, temperature, self._arrays())
+
+
+def _one_device(distribution):
+    """Two threads may not send programs to the same several devices: those
+    that exchange data would wait for each other."""
+    count = distribution.device_mesh.backend_mesh.size
+    if count > 1:
+        raise ValueError(
+            "The built-in engine can only sample beside training on one "
+            "device: on several, programs of two threads would wait for each "
+            "other. Use `max_staleness=0`, or vLLM as a server "
+            "(`kpt.rollout.VLLMRollout(python=...)`). Received: "
+            f"max_staleness > 0 and a mesh of {count} devices"
+        )
 
 
 class _Progress:

@@ -3,6 +3,7 @@
 import dataclasses
 import numbers
 import operator
+import threading
 
 import keras
 import numpy as np
@@ -33,6 +34,11 @@ class Request:
         seed: int or `None` for one drawn by the engine. A sample depends on
             the seed, the prompt, its number among the samples of the prompt
             and the weights, and on nothing else.
+        drawn: int, how many of the last `token_ids` were drawn before, of a
+            sample that goes on.
+        first_sample: int or `None`, the number of the first sample among
+            those of its prompt; `None` to count on from equal requests of
+            the same call.
     """
 
     token_ids: tuple
@@ -44,6 +50,8 @@ class Request:
     min_p: float | None = None
     stop_token_ids: tuple = ()
     seed: int | None = None
+    drawn: int = 0
+    first_sample: int | None = None
 
     def __post_init__(self):
         for name in ("token_ids", "stop_token_ids"):
@@ -64,14 +72,26 @@ class Completion:
         per_token_logps: float32 array of shape `(tokens,)`:
             `log_softmax(logits / temperature)` of each, over the whole
             vocabulary; at temperature 0 that of temperature 1.
-        finish_reason: `"stop"` or `"length"`.
-        weight_version: int, the version of the weights that drew it.
+        finish_reason: `"stop"` or `"length"`; `"interrupted"` where
+            `Rollout.interrupt` ended the call before the sample ended.
+        weight_version: int, the version of the weights that drew its last
+            token.
+        token_versions: int32 array of shape `(tokens,)`, the version that
+            drew each token.
     """
 
     token_ids: list
     per_token_logps: np.ndarray
     finish_reason: str
     weight_version: int
+    token_versions: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.token_versions is None:
+            versions = np.full(
+                len(self.token_ids), self.weight_version, "int32"
+            )
+            object.__setattr__(self, "token_versions", versions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +119,28 @@ class Rollout(keras.callbacks.Callback):
     `set_model(task)`. It knows token ids only, no text. A subclass brings
     `_generate`, `_score` and `sync_weights`, and `start` and `stop` where it
     holds something that has to be given back.
+
+    Where rollouts overlap with training (`overlaps`), one thread samples
+    while another trains: `generate` must draw from the weights of the last
+    `sync_weights`, whatever becomes of the task's own, end early where
+    `is_interrupted`, and where the engine has failed return what there is
+    with `needs_weights` set.
+
+    Attributes:
+        weight_version: int, counts `sync_weights`.
+        overlaps: bool, set by a run before `start`.
+        needs_weights: bool, whether nothing can be drawn before the next
+            `sync_weights`.
+        turn: lock that is held by each call of `generate` and `score`.
     """
+
+    overlaps = needs_weights = False
 
     def __init__(self):
         super().__init__()
         self.weight_version = 0
+        self.turn = threading.RLock()
+        self._interruption = threading.Event()
 
     def start(self):
         """Makes the engine ready. Called when training begins."""
@@ -143,7 +180,29 @@ class Rollout(keras.callbacks.Callback):
             dataclasses.replace(r, seed=next(seeds)) if r.seed is None else r
             for r in requests
         ]
-        return self._generate(requests, on_tokens, progress)
+        with self.turn:
+            return self._generate(requests, on_tokens, progress)
+
+    def interrupt(self):
+        """Makes calls of `generate` end soon, also one in another thread.
+
+        Samples that have not ended come back as they are, with the finish
+        reason `"interrupted"`. It holds until `resume`.
+        """
+        self._interruption.set()
+
+    def resume(self):
+        """Lets `generate` sample again."""
+        self._interruption.clear()
+
+    @property
+    def is_interrupted(self):
+        return self._interruption.is_set()
+
+    def _interrupted(self):
+        """Whether samples are to end early, as a function; `None` where
+        nothing overlaps."""
+        return (lambda: self.is_interrupted) if self.overlaps else None
 
     def score(self, sequences, *, top_k=None, temperature=1.0):
         """Log-probabilities of the tokens of sequences.
@@ -174,7 +233,8 @@ class Rollout(keras.callbacks.Callback):
         for i, ids in enumerate(sequences):
             _check_ids(f"sequence {i}", ids, vocabulary)
             _check_fits(f"Sequence {i}", len(ids), 0, self._max_length())
-        return self._score(sequences, top_k, float(temperature or 1.0))
+        with self.turn:
+            return self._score(sequences, top_k, float(temperature or 1.0))
 
     def sync_weights(self):
         """Makes the engine sample from the task's weights as they are now.
@@ -280,6 +340,20 @@ def check_requests(requests, vocabulary_size, max_length=None):
         if r.seed is not None:
             _need(_is_int(r.seed), "`seed` must be an int", seed=r.seed,
                   request=i)  # fmt: skip
+        _need(
+            _is_int(r.drawn) and 0 <= r.drawn < max(len(r.token_ids), 1),
+            "`drawn` must leave a token of the prompt, in "
+            f"[0, {len(r.token_ids)})",
+            drawn=r.drawn,
+            request=i,
+        )
+        _need(
+            r.first_sample is None
+            or (_is_int(r.first_sample) and r.first_sample >= 0),
+            "`first_sample` must be an int of at least 0 or None",
+            first_sample=r.first_sample,
+            request=i,
+        )
         _check_ids(f"the prompt of request {i}", r.token_ids, vocabulary_size)
         wrong = [x for x in r.stop_token_ids if not 0 <= x < vocabulary_size]
         _need(

@@ -35,7 +35,8 @@ def sample_keys(requests):
     """The keys of all samples.
 
     Equal prompts of equal seed are so many samples of one prompt: they do
-    not draw the same.
+    not draw the same. What was drawn before is no part of the prompt: with
+    the same weights a sample that goes on is the one it would have been.
 
     Args:
         requests: list of `Request`s that have seeds.
@@ -45,11 +46,14 @@ def sample_keys(requests):
     """
     seen, keys = collections.Counter(), []
     for r in requests:
-        first = seen[r.seed, r.token_ids]
-        seen[r.seed, r.token_ids] += r.num_generations
+        prompt = r.token_ids[: len(r.token_ids) - r.drawn]
+        first = r.first_sample
+        if first is None:
+            first = seen[r.seed, prompt]
+            seen[r.seed, prompt] += r.num_generations
         keys.append(
             [
-                sample_key(r.seed, r.token_ids, first + g)
+                sample_key(r.seed, prompt, first + g)
                 for g in range(r.num_generations)
             ]
         )

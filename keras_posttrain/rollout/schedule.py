@@ -29,7 +29,8 @@ class _Sample:
     key: np.ndarray
     token_ids: list = dataclasses.field(default_factory=list)
     logps: list = dataclasses.field(default_factory=list)
-    stopped: bool = False
+    # Why it ended; until then what became of it is that the call ended.
+    finish_reason: str = "interrupted"
 
     @property
     def prompt(self):
@@ -50,7 +51,7 @@ class Schedule:
 
     def __init__(self, engine, decoder, requests, on_tokens, progress):
         self.decoder, self.on_tokens = decoder, on_tokens
-        self.progress = progress
+        self.engine, self.progress = engine, progress
         self.version = engine.weight_version
         self.samples = [
             _Sample(i, g, r, key)
@@ -85,7 +86,7 @@ class Schedule:
 
     def __call__(self, weights):
         try:
-            while self.queue or self.active:
+            while self._goes_on():
                 new = {id(self.sitting[i]) for i in self._admit()}
                 self._make_room()
                 # Slots may have moved: what is seated is known by itself.
@@ -101,11 +102,16 @@ class Schedule:
                 Completion(
                     s.token_ids,
                     logps,
-                    "stop" if s.stopped else "length",
+                    s.finish_reason,
                     self.version,
                 )
             )
         return out
+
+    def _goes_on(self):
+        if self.engine.is_interrupted:
+            return False
+        return bool(self.queue or self.active)
 
     def _admit(self):
         """Seats waiting samples; returns the slots that took one."""
@@ -226,7 +232,8 @@ class Schedule:
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
         if not out["active"][slot]:
-            sample.stopped = bool(out["stopped"][slot])
+            stopped = out["stopped"][slot]
+            sample.finish_reason = "stop" if stopped else "length"
             self.sitting[slot] = None
             if self.progress is not None:
                 self.progress.advance()

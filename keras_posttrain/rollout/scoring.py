@@ -28,7 +28,7 @@ class Scorer:
         self.task, self._note = task, note
         self._run = jax.jit(self._run, static_argnums=(0, 1, 2))
 
-    def __call__(self, sequences, top_k, temperature):
+    def __call__(self, sequences, top_k, temperature, weights):
         if not sequences:
             return []
         task = self.task
@@ -41,10 +41,6 @@ class Scorer:
         shards = Placement(1).shards
         per_batch = -(-max(SCORE_TOKENS // length, 1) // shards) * shards
         adapted = task.adapter is not None and not task.adapter.is_merged
-        weights = (
-            [v.value for v in task.trainable_variables],
-            [v.value for v in task.non_trainable_variables],
-        )
         out = [None] * len(sequences)
         for start in range(0, len(rows), per_batch):
             part = rows[start : start + per_batch]

@@ -7,11 +7,16 @@ import uuid
 import keras
 import numpy as np
 
-from keras_posttrain.rollout import vllm_jobs, vllm_settings, vllm_weights
+from keras_posttrain.rollout import (
+    vllm_jobs,
+    vllm_settings,
+    vllm_tpu,
+    vllm_weights,
+)
 from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
 from keras_posttrain.rollout.schedule import check_finite
 from keras_posttrain.rollout.vllm_folder import Folder
-from keras_posttrain.rollout.vllm_jobs import EngineFailure
+from keras_posttrain.rollout.vllm_jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm_local import LocalEngine
 from keras_posttrain.rollout.vllm_server import ServerEngine
 
@@ -35,6 +40,14 @@ class VLLMRollout(Rollout):
     temperature, also under `top_k`, `top_p` and `min_p`. Where the engine
     fails it is made anew and given its weights; what was sampled before is
     kept, the rest is sampled again.
+
+    In a process with TPUs it is KerasHub's own model that vLLM runs, with
+    [tpu-inference](https://github.com/vllm-project/tpu-inference): Keras must
+    have been imported with KERAS_NNX_ENABLED=true, weights go from device to
+    device, an adapter is added on the way, samples are not keyed by their
+    seed, and what does not go by the temperature alone is refused. This way
+    was written against the sources and tested with a stand-in on a CPU; it
+    has not run on a TPU.
 
     Args:
         url: str or `None`, the address of a server that is running (below).
@@ -119,7 +132,9 @@ class VLLMRollout(Rollout):
     def _forget(self):
         # `_good`: the probe's numbers that go with `weight_version`.
         self._good = self._adapter_folder = self._pushed = None
-        self._has_base = False
+        self._has_base = self.needs_weights = False
+        # In a row, with nothing done between them.
+        self._failures = 0
         self._metrics = {}
 
     def set_model(self, model):
@@ -138,10 +153,13 @@ class VLLMRollout(Rollout):
         self._folder = self._place.path
         try:
             task, dtype = self.model, vllm_settings.dtype(self)
-            vllm_weights.write_config(task, self._folder / "model", dtype)
-            self._weights = vllm_weights.Weights(
-                task, dtype, merged=not self._sends_adapter
-            )
+            merged = not self._sends_adapter
+            write, weights = vllm_weights.write_config, vllm_weights.Weights
+            if vllm_tpu.is_here(self):
+                vllm_tpu.check()
+                write, weights = vllm_tpu.write_model, vllm_tpu.TPUWeights
+            write(task, self._folder / "model", dtype)
+            self._weights = weights(task, dtype, merged)
             self._probe = vllm_weights.Probe(task, self._max_length())
             self._engine = self._make_engine()
             self._engine.start()
@@ -159,7 +177,10 @@ class VLLMRollout(Rollout):
         )
         if self.url is None and self.python is None:
             vllm_settings.check_local(self)
-            return LocalEngine(arguments, self.timeout)
+            if not vllm_tpu.is_here(self):
+                return LocalEngine(arguments, self.timeout)
+            arguments = vllm_tpu.arguments(arguments) | self.engine_args
+            return vllm_tpu.TPUEngine(arguments, self.timeout)
         return ServerEngine(
             arguments,
             self.timeout,
@@ -196,7 +217,7 @@ class VLLMRollout(Rollout):
         expected, version = self._probe(), self.weight_version + 1
         for failures in range(MAX_FAILURES):
             try:
-                if failures:
+                if failures or self.needs_weights:
                     self._restart()
                 moved += self._push(version)
                 gap = self._verify(expected)
@@ -207,6 +228,7 @@ class VLLMRollout(Rollout):
         else:
             raise self._given_up(failure)
         self.weight_version, self._good = version, expected
+        self.needs_weights = False
         self._metrics |= {
             "vllm/sync_seconds": time.perf_counter() - started,
             "vllm/sync_bytes": float(moved),
@@ -261,7 +283,7 @@ class VLLMRollout(Rollout):
             bar = keras.utils.Progbar(total, unit_name="sample")
         heard = on_tokens and _Heard(requests, on_tokens)
         started, done = time.perf_counter(), [None] * len(requests)
-        for i, result in self._run(jobs, heard):
+        for i, result in self._run(jobs, heard, self._interrupted()):
             done[i] = self._completions(i, requests[i], result)
             if bar is not None:
                 bar.add(len(done[i]))
@@ -278,6 +300,8 @@ class VLLMRollout(Rollout):
         ):
             logps = np.array(logps, np.float32)
             check_finite(i, logps)
+            if reason not in ("stop", "length"):
+                reason = "interrupted"
             out.append(Completion(ids, logps, reason, self.weight_version))
         while len(out) < request.num_generations:
             # Greedy samples are one.
@@ -299,31 +323,47 @@ class VLLMRollout(Rollout):
         }
         out = [None] * len(sequences)
         for i, result in self._run(jobs):
+            if result.prompt is None:
+                raise RuntimeError(
+                    "vLLM has failed, and gets weights again at the next "
+                    "`sync_weights`; score after that."
+                )
             out[i] = Scores(
                 *vllm_jobs.score_arrays(jobs[i], result.prompt, top_k)
             )
         return out
 
-    def _run(self, jobs, on_tokens=None):
-        """Yields each job's result once, whatever befalls the engine."""
+    def _run(self, jobs, on_tokens=None, interrupted=None):
+        """Yields each job's result once, whatever befalls the engine.
+
+        Where the task's weights change meanwhile, an engine that has failed
+        cannot be given those it had: `needs_weights` says so then, and jobs
+        that had not ended are given as if nothing had been drawn.
+        """
         if self._good is None:
             self.sync_weights()
-        pending, failures = dict(jobs), 0
-        while pending:
+        pending = dict(jobs)
+        if not self.overlaps:
+            self._failures = 0
+        while pending and not self.needs_weights:
             try:
-                if failures:
+                if self._failures and not self.overlaps:
                     self._recover()
                     if on_tokens is not None:
                         on_tokens.again()
-                for key, result in self._engine.run(pending, on_tokens):
+                run = self._engine.run(dict(pending), on_tokens, interrupted)
+                for key, result in run:
                     self._check_version(result)
                     del pending[key]
-                    failures = 0
+                    self._failures = 0
                     yield key, result
             except EngineFailure as error:
-                failures += 1
-                if failures == MAX_FAILURES:
+                self._failures += 1
+                if self._failures >= MAX_FAILURES:
                     raise self._given_up(error) from error
+                self.needs_weights = self.overlaps
+        for key, job in pending.items():
+            yield key, Result(job.params["n"])
 
     def _check_version(self, result):
         if result.versions - {self._pushed}:

@@ -105,7 +105,8 @@ def sample_seed(request):
     """
     ids = np.array(request.token_ids, "int64").tobytes()
     digest = hashlib.sha256(f"{request.seed}/".encode() + ids).digest()
-    return int.from_bytes(digest[:8], "little") >> 2
+    first = request.first_sample or 0
+    return (int.from_bytes(digest[:8], "little") >> 2) + first
 
 
 def scoring_job(token_ids, top_k, temperature):

@@ -54,16 +54,22 @@ class LocalEngine:
         # vLLM seeds the generators of the process it runs in.
         states = random.getstate(), np.random.get_state()
         try:
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            arguments = EngineArgs(
-                **self.arguments, worker_extension_cls=EXTENSION
-            )
-            self._engine = LLMEngine.from_engine_args(arguments)
+            self._engine = self._make()
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+        self._prepare()
+
+    def _make(self):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = EngineArgs(
+            **self.arguments, worker_extension_cls=EXTENSION
+        )
+        return LLMEngine.from_engine_args(arguments)
+
+    def _prepare(self):
         [state, *_] = self._engine.collective_rpc("kpt_prepare")
         self.device = state["device"]
 
@@ -118,18 +124,20 @@ class LocalEngine:
 
     # Sampling
 
-    def run(self, jobs, on_tokens=None):
+    def run(self, jobs, on_tokens=None, interrupted=None):
         """Yields `(key, Result)` as jobs end.
 
         Args:
             jobs: dict of `Job`s.
             on_tokens: `f(key, generation, token_ids)` or `None`.
+            interrupted: function or `None`: where it says so, the jobs that
+                have not ended are given as they are.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.FINAL_ONLY
-        if on_tokens is not None:
+        if on_tokens is not None or interrupted is not None:
             kind = RequestOutputKind.DELTA
         engine, names, results = self._engine, {}, {}
         last = time.monotonic()
@@ -145,7 +153,7 @@ class LocalEngine:
                     )
                 names[str(key)] = key
                 results[key] = Result(job.params["n"])
-            while names:
+            while names and not (interrupted is not None and interrupted()):
                 with failing("a step"):
                     outputs = engine.step()
                 for output in outputs:
@@ -160,6 +168,8 @@ class LocalEngine:
                         f"No request has ended in {self.timeout} seconds; "
                         f"{len(names)} are open."
                     )
+            for key in names.values():
+                yield key, results[key]
         finally:
             # One that has failed may not even do this.
             with contextlib.suppress(Exception):

@@ -25,6 +25,8 @@ STOP_SECONDS = 15
 TRACKER_SECONDS = 5
 # Samples in flight; more wait here, where they cost vLLM nothing.
 IN_FLIGHT = 256
+# How often it is seen whether samples are to be interrupted.
+LOOK_SECONDS = 0.05
 MODULE = "kpt_vllm_worker"
 # The kernel ends the server when the thread that started it ends, as it does
 # with its process, however that ends.
@@ -212,13 +214,15 @@ class ServerEngine:
 
     # Sampling
 
-    def run(self, jobs, on_tokens=None):
+    def run(self, jobs, on_tokens=None, interrupted=None):
         """Yields `(key, Result)` as jobs end.
 
         Args:
             jobs: dict of `Job`s.
             on_tokens: `f(key, generation, token_ids)` or `None`; told of a
                 sample's tokens when its job has ended.
+            interrupted: function or `None`: where it says so, the jobs that
+                have not ended are given as they are.
         """
         most = max([job.params["n"] for job in jobs.values()], default=1)
         workers = max(1, min(IN_FLIGHT // most, len(jobs)))
@@ -229,8 +233,12 @@ class ServerEngine:
                 pool.submit(self._one, job, open_ones): key
                 for key, job in jobs.items()
             }
-            for future in concurrent.futures.as_completed(keys):
-                key, result = keys[future], future.result()
+            for future in self._ended(list(keys), interrupted):
+                key = keys[future]
+                if future.cancelled():
+                    yield key, Result(jobs[key].params["n"])
+                    continue
+                result = future.result()
                 if on_tokens is not None:
                     for g, ids in enumerate(result.token_ids):
                         on_tokens(key, g, ids)
@@ -242,6 +250,26 @@ class ServerEngine:
                 with contextlib.suppress(OSError, AttributeError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             pool.shutdown(wait=True)
+
+    def _ended(self, futures, interrupted):
+        """Yields futures as they end; once interrupted, all soon do."""
+        if interrupted is None:
+            yield from concurrent.futures.as_completed(futures)
+            return
+        while futures:
+            if interrupted():
+                for future in [f for f in futures if f.cancel()]:
+                    futures.remove(future)
+                    yield future
+                # The server answers with what there is. One that is on its
+                # way to it is ended the next time.
+                self._call("POST", "/abort_requests", {})
+            done, _ = concurrent.futures.wait(
+                futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                futures.remove(future)
+                yield future
 
     def _one(self, job, open_ones):
         body = {

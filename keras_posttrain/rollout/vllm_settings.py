@@ -4,6 +4,7 @@ import pathlib
 
 import jax
 
+from keras_posttrain.rollout import vllm_tpu
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.vllm_local import is_installed
 from keras_posttrain.rollout.vllm_weights import (
@@ -67,6 +68,11 @@ def check_task(rollout):
         )
     adapter = rollout.model.adapter
     lora = adapter.lora if adapter is not None else None
+    if rollout.adapter is True and vllm_tpu.is_here(rollout):
+        raise ValueError(
+            "In a process with TPUs vLLM's KerasHub model takes no adapter: "
+            "it is added to the weights. Received: adapter=True"
+        )
     if rollout.adapter is True and (
         lora is None or room_for_rank(lora.rank) is None
     ):
@@ -101,6 +107,8 @@ def sends_adapter(rollout):
     """Whether a LoRA adapter is given to vLLM as such."""
     adapter = rollout.model.adapter
     if adapter is None or rollout.adapter is False:
+        return False
+    if vllm_tpu.is_here(rollout):
         return False
     return room_for_rank(adapter.lora.rank) is not None
 
@@ -152,6 +160,9 @@ def arguments(rollout, directory, weights):
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:
         found["enforce_eager"] = True
+        # Where part of a prompt is computed vLLM takes the sample's generator
+        # back, which torch's for CPUs cannot do.
+        found["enable_chunked_prefill"] = False
     if rollout.cache_bytes != "auto":
         found["kv_cache_memory_bytes"] = rollout.cache_bytes
     elif on_cpu:

@@ -35,6 +35,32 @@ RESERVED = (
 
 
 @dataclasses.dataclass
+class Drawn:
+    """What was sampled for one rollout; nothing where there is no prompt.
+
+    Attributes:
+        step: int, steps of the run before its first one.
+        prompts: list of `Prompt`s that its steps are for.
+        taken: int, prompts of the epoch that were taken for it and before.
+        sample: `Sampler`.
+        completions: list of lists of the engine's completions, one a prompt
+            that was sampled from.
+        groups: list of `Group`s to train on, once judged.
+        sampled: list of all `Group`s, those left out among them.
+        metrics: dict of floats.
+    """
+
+    step: int
+    prompts: list = dataclasses.field(default_factory=list)
+    taken: int = 0
+    sample: Sampler | None = None
+    completions: list = dataclasses.field(default_factory=list)
+    groups: list = dataclasses.field(default_factory=list)
+    sampled: list = dataclasses.field(default_factory=list)
+    metrics: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class Collected:
     """What one rollout gives.
 
@@ -61,39 +87,53 @@ class Collector:
         self.task, self.layout = task, layout
         self._programs = {}
 
-    def __call__(self, prompts):
-        """A `Collected`."""
+    def draw(self, prompts, step):
+        """What is sampled first: a `Drawn`, to be judged."""
         task = self.task
-        sample = Sampler(task, task.num_generations, task.temperature)
-        sampled, groups = self._groups(sample, prompts)
+        many, temperature = task.num_generations, task.temperature
+        sample = Sampler(task, many, temperature, step)
+        completions = sample.drawn(prompts, request_seed(task._seed, step))
+        return Drawn(step, prompts, task.order.taken, sample, completions)
+
+    def build(self, drawn):
+        """A `Collected` of what was sampled and judged."""
+        groups = drawn.groups
         rewards = np.concatenate([g.rewards for g in groups])
         completions = [c for g in groups for c in g.completions]
         batches = self.layout.batches(list(self._sequences(groups)))
         advantages = self._fill(batches, completions, rewards)
-        metrics = self._metrics(sampled) | sample.seconds
+        metrics = self._metrics(drawn.sampled)
+        metrics |= drawn.sample.seconds | drawn.metrics
         table = self._table(groups, rewards, advantages)
         return Collected([b.arrays for b in batches], metrics, table)
 
     # Sampling
 
-    def _groups(self, sample, prompts):
-        """All groups that were sampled, and those to train on."""
-        task, wanted = self.task, len(prompts)
-        sampled, useful, equal = [], [], []
-        for attempt in range(1 + task.max_resamples):
-            if not prompts:
-                break
-            seed = request_seed(task._seed, task.step, attempt)
-            for group in sample(prompts, seed):
-                sampled.append(group)
+    def judge(self, drawn):
+        """Judges what was sampled, and samples in place of what is equal."""
+        task, wanted = self.task, len(drawn.prompts)
+        groups = drawn.sample.judged(drawn.prompts, drawn.completions)
+        drawn.sampled = drawn.groups = groups
+        if not task.max_resamples:
+            return drawn
+        useful, equal, attempt = [], [], 0
+        while True:
+            for group in groups:
                 idle = zero_spread(group, task.reward_weights)
                 (equal if idle else useful).append(group)
-            if attempt < task.max_resamples:
+            attempt += 1
+            prompts = []
+            if attempt <= task.max_resamples:
                 prompts = task.order.take(wanted - len(useful))
-        if not task.max_resamples:
-            return sampled, sampled
+            if not prompts:
+                break
+            seed = request_seed(task._seed, drawn.step, attempt)
+            groups = drawn.sample(prompts, seed)
+            drawn.sampled = drawn.sampled + groups
+        drawn.taken = task.order.taken
         # Where the bound was reached, groups that teach nothing fill up.
-        return sampled, (useful + equal)[:wanted]
+        drawn.groups = (useful + equal)[:wanted]
+        return drawn
 
     # Arrays
 

@@ -12,11 +12,7 @@ from keras_posttrain.tasks.collect import (
     Collected,
     Collector,
 )
-from keras_posttrain.tasks.sampler import (
-    Sampler,
-    length_metrics,
-    request_seed,
-)
+from keras_posttrain.tasks.sampler import length_metrics
 from keras_posttrain.tasks.teacher_cache import (
     heard,
     placed,
@@ -41,13 +37,20 @@ class DistillCollector(Collector):
         layout: `TaughtLayout` of a minibatch.
     """
 
-    def __call__(self, prompts):
-        """A `Collected`."""
-        task = self.task
-        sample = Sampler(task, task.num_generations, task.temperature)
-        own, given = self._split(prompts)
-        seed = request_seed(task._seed, task.step)
-        groups = sample(own, seed) if own else []
+    def draw(self, prompts, step):
+        own, _ = self._split(prompts, step)
+        drawn = super().draw(own, step)
+        drawn.prompts = prompts
+        return drawn
+
+    def judge(self, drawn):
+        own, _ = self._split(drawn.prompts, drawn.step)
+        drawn.groups = drawn.sample.judged(own, drawn.completions)
+        return drawn
+
+    def build(self, drawn):
+        task, groups = self.task, drawn.groups
+        _, given = self._split(drawn.prompts, drawn.step)
         taught = [
             task.taught(group.prompt, completion)
             for group in groups
@@ -55,7 +58,7 @@ class DistillCollector(Collector):
         ]
         completions = [c for g in groups for c in g.completions]
         taught += [task.stored[prompt.row] for prompt in given]
-        metrics = dict(sample.seconds)
+        metrics = drawn.sample.seconds | drawn.metrics
         if groups:
             metrics |= length_metrics(groups)
         if task.given.engine is not None and not task.by_policy_loss:
@@ -67,13 +70,13 @@ class DistillCollector(Collector):
         arrays = [batch.arrays for batch in batches]
         return Collected(arrays, metrics, self._table(groups))
 
-    def _split(self, prompts):
+    def _split(self, prompts, step):
         """Those that are sampled from, and those taken as they are given."""
         task = self.task
         count = round(task.on_policy * len(prompts))
         if count == len(prompts):
             return prompts, []
-        rng = np.random.default_rng([task._seed % 2**32, task.step])
+        rng = np.random.default_rng([task._seed % 2**32, step])
         chosen = set(rng.permutation(len(prompts))[:count].tolist())
         own = [p for i, p in enumerate(prompts) if i in chosen]
         return own, [p for i, p in enumerate(prompts) if i not in chosen]

@@ -326,6 +326,12 @@ class DistillTask(DistillData, RolloutTask):
                 "`share_prefix` is for groups of many completions a prompt; "
                 "here use packing=True."
             )
+        if not self.on_policy and kwargs.pop("max_staleness", 0):
+            raise ValueError(
+                "`max_staleness` is for the student's own samples: here rows "
+                "are given, and nothing is sampled. Leave it out, or "
+                "`compile` with on_policy=True."
+            )
         self._began, self._packs = True, bool(packing)
         self._shows = bool(kwargs.get("verbose", True))
         with self._served():

@@ -25,7 +25,8 @@ def evaluate_prompts(
     seed,
 ):
     """The metrics of `RolloutTask.evaluate`, which see."""
-    sample, groups = Sampler(task, num_generations, temperature), []
+    sample = Sampler(task, num_generations, temperature, task.step)
+    groups = []
     for first in range(0, len(prompts), batch_size):
         part = prompts[first : first + batch_size]
         groups += sample(part, request_seed(seed, first))

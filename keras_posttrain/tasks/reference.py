@@ -9,6 +9,7 @@ import keras
 from keras_posttrain.models import presets
 from keras_posttrain.models.loading import repair
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.tasks import step as steps
 
 
 class Reference:
@@ -84,6 +85,10 @@ class Reference:
     @contextlib.contextmanager
     def using(self, values, trainable, frozen):
         """A scope in which `self.policy` has the reference's weights."""
+        with steps.TRACING:
+            yield from self._using(values, trainable, frozen)
+
+    def _using(self, values, trainable, frozen):
         task = self.task
         if self.kind == "model":
             mapping = list(zip(self.variables, values))

@@ -1,16 +1,20 @@
 """What a task with rollouts may be compiled and fitted with."""
 
+import dataclasses
 import inspect
 import numbers
 
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import (
     DrGRPOLoss,
     GroupAdvantages,
+    ImportanceCorrection,
     LeaveOneOutAdvantages,
     PolicyLoss,
     ReinforceLoss,
+    SumLoss,
 )
 from keras_posttrain.rewards import reward as reward_lib
 from keras_posttrain.rewards import run
@@ -37,6 +41,41 @@ def sampling(temperature):
             "all completions of a prompt are one. "
             f"Received: temperature={temperature!r}"
         )
+
+
+def staleness(max_staleness):
+    is_int = isinstance(max_staleness, numbers.Integral)
+    if not is_int or isinstance(max_staleness, bool) or max_staleness < 0:
+        raise ValueError(
+            "`max_staleness` must be an int of at least 0, how many rollouts "
+            "may be begun before their turn. "
+            f"Received: max_staleness={max_staleness!r}"
+        )
+    if max_staleness and processes.count() > 1:
+        raise ValueError(
+            "Rollouts overlap with training in one process only: several "
+            "would not agree on which weights draw a token. Use "
+            f"max_staleness=0. Received: max_staleness={max_staleness}, "
+            f"{processes.count()} processes"
+        )
+
+
+def corrected(loss, old_log_probs):
+    """A policy loss that makes up for samples of earlier weights.
+
+    Where the engine's log-probabilities are the old ones, the loss's own
+    ratio does.
+    """
+    if isinstance(loss, SumLoss):
+        losses = [corrected(part, old_log_probs) for part in loss.losses]
+        if all(new is old for new, old in zip(losses, loss.losses)):
+            return loss
+        return dataclasses.replace(loss, losses=losses)
+    if not isinstance(loss, PolicyLoss) or loss.correction is not None:
+        return loss
+    if old_log_probs == "rollout":
+        return loss
+    return dataclasses.replace(loss, correction=ImportanceCorrection())
 
 
 def whole_distribution(top_k, top_p, min_p):

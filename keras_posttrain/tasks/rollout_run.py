@@ -21,7 +21,7 @@ from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.tasks import padding, rollout_checks
-from keras_posttrain.tasks.collect import Collector
+from keras_posttrain.tasks.collect import Collector, Drawn
 from keras_posttrain.tasks.means import Means
 from keras_posttrain.tasks.reference import Reference
 from keras_posttrain.tasks.rollout_batch import Layout
@@ -51,6 +51,7 @@ class RolloutRun(Task):
     )
     # Set by `compile` and `fit`.
     rewards = rollout = reference = order = last_rollout = None
+    ahead, max_staleness = None, 0
     kl_in_reward = False
     collector = Collector
     _means = None
@@ -225,26 +226,90 @@ class RolloutRun(Task):
 
     # The parts of a rollout
 
-    def next_prompts(self, count):
-        """The prompts of the next rollout; none at the end of the epoch."""
-        while prompts := self.order.take(count):
-            steps = self._num_steps(len(prompts))
-            numbers = range(self.step + 1, self.step + steps + 1)
-            if self._skip_steps.isdisjoint(numbers):
-                return prompts
-            self.step += steps
-        return []
+    @contextlib.contextmanager
+    def _overlapping(self, max_staleness):
+        """A run whose rollouts may be begun before their turn."""
+        loss, corrected = self.objective, self.objective
+        if max_staleness:
+            corrected = rollout_checks.corrected(loss, self.old_log_probs)
+        if corrected is not loss:
+            self._set_objective(corrected)
+        self.max_staleness = max_staleness
+        self.rollout.overlaps = max_staleness > 0
+        try:
+            yield
+        finally:
+            ahead, self.ahead = self.ahead, None
+            if ahead is not None:
+                ahead.close()
+            self.rollout.overlaps = False
+            if corrected is not loss:
+                self._set_objective(loss)
 
-    def collect(self, prompts):
-        """Samples, judges and puts together.
+    def next_rollout(self):
+        """The next rollout, sampled and judged: a `Drawn`, or `None` at the
+        end of the epoch."""
+        if self.ahead is not None:
+            drawn = self.ahead.next()
+        else:
+            drawn = self.judge(self.draw(self.step))
+        self.step = drawn.step
+        self.order.use(drawn.taken)
+        return drawn if drawn.prompts else None
+
+    def _next_or_saved(self):
+        """The next rollout; one that fails costs no step before it."""
+        states = random.getstate(), np.random.get_state()
+        try:
+            return self.next_rollout()
+        except Exception:
+            # What its rewards have drawn they draw again.
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            for callback in self.fit_callbacks:
+                if hasattr(callback, "save_before_error"):
+                    callback.save_before_error()
+            raise
+
+    def draw(self, step):
+        """Samples for the next prompts.
 
         Args:
-            prompts: list of `Prompt`s.
+            step: int, steps of the run before.
+
+        Returns:
+            A `Drawn`, without prompts at the end of the epoch.
+        """
+        while prompts := self.order.take(self.order.batch_size):
+            steps = self.steps_of(prompts)
+            if self._skip_steps.isdisjoint(range(step + 1, step + steps + 1)):
+                return self._collector.draw(prompts, step)
+            step += steps
+        return Drawn(step, taken=self.order.taken)
+
+    def judge(self, drawn):
+        """Judges what was sampled."""
+        return self._collector.judge(drawn) if drawn.prompts else drawn
+
+    def generate_samples(self, requests):
+        """The engine's completions of requests, a list of lists."""
+        engine = self.rollout if self.ahead is None else self.ahead
+        return engine.generate(requests)
+
+    def steps_of(self, prompts):
+        """Optimizer steps of a rollout of these prompts."""
+        return self._num_steps(len(prompts))
+
+    def collect(self, drawn):
+        """Puts together what was sampled.
+
+        Args:
+            drawn: `Drawn`, judged.
 
         Returns:
             List of batches, one for each optimizer step.
         """
-        collected = self._collector(prompts)
+        collected = self._collector.build(drawn)
         self.at_rest = False
         self.last_rollout = collected.table
         self._rollout_metrics = collected.metrics
@@ -290,7 +355,10 @@ class RolloutRun(Task):
     def sync(self):
         """Gives the engine the new weights: the rollout is done with."""
         start = time.perf_counter()
-        self.rollout.sync_weights()
+        if self.ahead is None:
+            self.rollout.sync_weights()
+        else:
+            self.ahead.sync()
         self.at_rest = True
         seconds = time.perf_counter() - start
         return {"time/sync": seconds, **self.rollout.metrics()}
@@ -325,10 +393,10 @@ class RolloutRun(Task):
         finally:
             self.rollout.stop()
 
-    def note_skipped_rewards(self, name, entry):
+    def note_skipped_rewards(self, name, entry, step):
         """Says that rewards were left out."""
         print(
-            f"Step {self.step + 1}: {entry['skipped']} rewards of {name!r} "
+            f"Step {step + 1}: {entry['skipped']} rewards of {name!r} "
             f"were left out. {entry['error']}",
             flush=True,
         )
@@ -378,22 +446,27 @@ class RolloutRun(Task):
         self._means = Means(meta["means"])
 
     def fingerprint(self):
-        return super().fingerprint() | {
-            "rewards": list(self.reward_names),
-            "reward_weights": None
-            if self.reward_weights is None
-            else self.reward_weights.tolist(),
-            "advantages": _settings_of(self.advantages),
-            "num_generations": self.num_generations,
-            "max_completion_length": self.max_completion_length,
-            "temperature": self.temperature,
-            "stop_token_ids": sorted(self.stop_token_ids),
-            "num_minibatches": self.num_minibatches,
-            "num_iterations": self.num_iterations,
-            "old_log_probs": self.old_log_probs,
-            "mask_truncated_completions": self.mask_truncated_completions,
-            "max_resamples": self.max_resamples,
-        }
+        # First: the loss of runs that overlap is another too.
+        return (
+            {"max_staleness": self.max_staleness}
+            | super().fingerprint()
+            | {
+                "rewards": list(self.reward_names),
+                "reward_weights": None
+                if self.reward_weights is None
+                else self.reward_weights.tolist(),
+                "advantages": _settings_of(self.advantages),
+                "num_generations": self.num_generations,
+                "max_completion_length": self.max_completion_length,
+                "temperature": self.temperature,
+                "stop_token_ids": sorted(self.stop_token_ids),
+                "num_minibatches": self.num_minibatches,
+                "num_iterations": self.num_iterations,
+                "old_log_probs": self.old_log_probs,
+                "mask_truncated_completions": self.mask_truncated_completions,
+                "max_resamples": self.max_resamples,
+            }
+        )
 
 
 def _settings_of(function):

@@ -7,6 +7,7 @@ import keras
 from keras_posttrain.data.prompts import Prompt
 from keras_posttrain.distribution import processes
 from keras_posttrain.tasks import checks, rollout_checks
+from keras_posttrain.tasks.ahead import Ahead
 from keras_posttrain.tasks.evaluation import evaluate_prompts
 from keras_posttrain.tasks.rollout_run import RolloutRun, show
 
@@ -161,6 +162,7 @@ class RolloutTask(RolloutRun):
         callbacks=None,
         verbose="auto",
         skip_steps=(),
+        max_staleness=0,
     ):
         """Samples from prompts and trains on what was sampled.
 
@@ -188,6 +190,16 @@ class RolloutTask(RolloutRun):
             skip_steps: ints, steps that are left out, counted as `step` in
                 the metrics log: the rollouts that they belong to, with all
                 their steps.
+            max_staleness: int, how many rollouts old the weights may be that
+                drew a token when it is trained on. At 0 sampling, judging
+                and training take turns, and a run is the same whenever it
+                is run. Above, up to so many rollouts of an epoch are sampled
+                and judged while earlier ones are trained on: rewards are
+                called from several threads at once, a sample that is being
+                drawn when the weights change goes on with the new ones, the
+                loss gets an `ImportanceCorrection` where it has none, and
+                two runs are not the same. A run that goes on from a
+                checkpoint samples anew what was not trained on yet.
 
         Returns:
             A Keras `History` of the means over each epoch.
@@ -206,6 +218,7 @@ class RolloutTask(RolloutRun):
         checks.may_train(self, packing or share_prefix, callbacks)
         order = {"shuffle": shuffle, "seed": seed}
         self._begin(dataset, batch_size, order, packing, share_prefix, verbose)
+        rollout_checks.staleness(max_staleness)
         held_out = None
         if validation_data is not None:
             held_out, report = self.prepare_held_out(validation_data)
@@ -221,29 +234,32 @@ class RolloutTask(RolloutRun):
         }
         logs, self._running = {}, True
         try:
-            callbacks.on_train_begin()
-            self.rollout.sync_weights()
-            for epoch in range(self._initial_epoch or 0, epochs):
-                self.reset_metrics()
-                callbacks.on_epoch_begin(epoch)
-                while prompts := self.next_prompts(batch_size):
-                    batches = self.collect(prompts)
-                    for i, batch in enumerate(batches):
-                        callbacks.on_train_batch_begin(i)
-                        logs = self.update(batch)
-                        if i + 1 == len(batches):
-                            logs |= self.sync()
-                        self._record(logs)
-                        callbacks.on_train_batch_end(i, logs)
+            with self._overlapping(max_staleness):
+                callbacks.on_train_begin()
+                self.rollout.sync_weights()
+                if max_staleness:
+                    self.ahead = Ahead(self, max_staleness)
+                for epoch in range(self._initial_epoch or 0, epochs):
+                    self.reset_metrics()
+                    callbacks.on_epoch_begin(epoch)
+                    while drawn := self._next_or_saved():
+                        batches = self.collect(drawn)
+                        for i, batch in enumerate(batches):
+                            callbacks.on_train_batch_begin(i)
+                            logs = self.update(batch)
+                            if i + 1 == len(batches):
+                                logs |= self.sync()
+                            self._record(logs)
+                            callbacks.on_train_batch_end(i, logs)
+                        if self.stop_training:
+                            break
+                    logs = self._epoch_logs()
+                    if held_out is not None:
+                        logs |= self._validate(held_out, callbacks, validation)
+                    callbacks.on_epoch_end(epoch, logs)
                     if self.stop_training:
                         break
-                logs = self._epoch_logs()
-                if held_out is not None:
-                    logs |= self._validate(held_out, callbacks, validation)
-                callbacks.on_epoch_end(epoch, logs)
-                if self.stop_training:
-                    break
-                self.order.next_epoch()
+                    self.order.next_epoch()
             callbacks.on_train_end(logs)
         except BaseException:
             self.rollout.stop()

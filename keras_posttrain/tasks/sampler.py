@@ -37,16 +37,21 @@ class Sampler:
         task: `RolloutTask`, compiled.
         num_generations: int, completions a prompt.
         temperature: float.
+        step: int, of the run, for messages.
     """
 
-    def __init__(self, task, num_generations, temperature):
-        self.task = task
+    def __init__(self, task, num_generations, temperature, step=0):
+        self.task, self.step = task, step
         self.num_generations = num_generations
         self.temperature = temperature
         self.seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
     def __call__(self, prompts, seed):
         """A list of `Group`s, one a prompt."""
+        return self.judged(prompts, self.drawn(prompts, seed))
+
+    def drawn(self, prompts, seed):
+        """A list with the list of completions of each prompt."""
         task, start = self.task, time.perf_counter()
         requests = [
             Request(
@@ -59,15 +64,19 @@ class Sampler:
             )
             for prompt in prompts
         ]
-        completions = task.rollout.generate(requests)
-        sampled = time.perf_counter()
+        completions = task.generate_samples(requests)
+        self.seconds["time/rollout"] += time.perf_counter() - start
+        return completions
+
+    def judged(self, prompts, completions):
+        """A list of `Group`s, one a prompt."""
+        start = time.perf_counter()
         texts = [
             [self._text(prompt, c.token_ids) for c in group]
             for prompt, group in zip(prompts, completions)
         ]
         rewards = self._rewards(prompts, completions, texts)
-        self.seconds["time/rollout"] += sampled - start
-        self.seconds["time/reward"] += time.perf_counter() - sampled
+        self.seconds["time/reward"] += time.perf_counter() - start
         return [
             Group(*parts)
             for parts in zip(prompts, completions, texts, rewards)
@@ -120,7 +129,7 @@ class Sampler:
         )
         for name, entry in report.items():
             if entry["skipped"]:
-                task.note_skipped_rewards(name, entry)
+                task.note_skipped_rewards(name, entry, self.step)
         return rewards.reshape(len(prompts), many, -1)
 
 

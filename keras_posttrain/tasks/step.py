@@ -1,5 +1,7 @@
 """The jitted steps: one batch to gradients, metrics and new state."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -15,6 +17,11 @@ POLICY_OUTPUTS = (
     "entropies",
     "collision_entropies",
 )
+
+
+# Held while a program of a task's model is made: what scopes turn on or off,
+# such as an adapter, is the model's, and several threads may make programs.
+TRACING = threading.RLock()
 
 
 def split_rows(batch, count):

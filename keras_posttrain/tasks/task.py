@@ -33,7 +33,8 @@ class Task(Trainer):
         chat_template_kwargs: dict of variables for the template, such as
             `{"enable_thinking": False}`, in training and in `generate`.
         remat: `"none"`, or `"full"` to keep only the inputs of decoder
-            layers for the backward pass.
+            layers for the backward pass; over a mesh's model axis also what
+            devices have added up, about as much again.
         chunk_size: int or `None`, tokens whose logits exist at once.
     """
 

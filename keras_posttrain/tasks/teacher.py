@@ -1,10 +1,13 @@
 """The models that a student learns from: frozen, and never trained."""
 
+import contextlib
 import functools
 import os
 
 import keras_hub
 
+from keras_posttrain import optimizers
+from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
 from keras_posttrain.rollout import Rollout
 from keras_posttrain.tasks.reference import Reference
@@ -102,7 +105,12 @@ class GivenTeachers:
             return given
         if name not in self._loaded:
             dtype = self._student.backbone.dtype_policy
-            self._loaded[name] = presets.load_causal_lm(given, dtype=dtype)
+            # Beside a student of shapes a teacher has no values either.
+            bare = optimizers.holds_shapes(self._student.variables)
+            with shapes_only() if bare else contextlib.nullcontext():
+                self._loaded[name] = presets.load_causal_lm(
+                    given, dtype=dtype, load_weights=not bare
+                )
         return self._loaded[name]
 
     def models(self):

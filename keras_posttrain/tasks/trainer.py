@@ -100,7 +100,7 @@ class Trainer(Resumable):
             run_eagerly=run_eagerly,
             auto_scale_loss=False,
         )
-        self.objective = loss
+        self._set_objective(loss)
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         with contextlib.ExitStack() as stack:
@@ -109,10 +109,14 @@ class Trainer(Resumable):
             self._masters = optimizers.build(
                 optimizer, self.trainable_variables
             )
+
+    def _set_objective(self, loss):
+        self.objective = loss
         names = list(steps.STEP_METRICS) + list(loss.metric_names)
         self._train_trackers = [keras.metrics.Mean(name=n) for n in names]
         names = ["loss"] + list(loss.metric_names)
         self._test_trackers = [keras.metrics.Mean(name=n) for n in names]
+        self.train_function = self.test_function = None
 
     @property
     def trainable_variables(self):
@@ -604,11 +608,16 @@ class Trainer(Resumable):
             **settings,
         )
 
+    @contextlib.contextmanager
     def using_weights(self, trainable, frozen):
-        """A scope in which the task's variables have these values."""
+        """A scope in which the task's variables have these values.
+
+        One thread at a time is in it.
+        """
         mapping = list(zip(self.trainable_variables, trainable))
         mapping += list(zip(self.non_trainable_variables, frozen))
-        return keras.StatelessScope(state_mapping=mapping)
+        with steps.TRACING, keras.StatelessScope(state_mapping=mapping):
+            yield
 
     def _dropout_key(self, state):
         if self.adapter is None or not self.adapter.lora.dropout:

@@ -1,10 +1,13 @@
 """What every rollout engine promises; each engine's tests call this."""
 
+import threading
+
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request
+from keras_posttrain.rollout.continued import generate_whole
 
 PROMPTS = [[5, 17, 101], [9], [33, 8, 250, 71, 12, 90, 14, 200, 3]]
 
@@ -69,21 +72,24 @@ def check_log_probs(engine, out, temperature, tolerance, expected=None):
         np.testing.assert_allclose(found, row[-count:], rtol=0, atol=limit)
 
 
+def rows_of(out):
+    """Completions of PROMPTS as rows, all of whose tokens count."""
+    sequences = [
+        [*p, *c.token_ids] for p, samples in zip(PROMPTS, out) for c in samples
+    ]
+    return [
+        {"token_ids": ids, "completion_mask": [1] * len(ids)}
+        for ids in sequences
+    ]
+
+
 def log_probs_are_the_policys(engine, task, tolerance):
     for temperature in (0.0, 0.3, 1.0, 1.7):
         out = sampled(engine, temperature=temperature, num_generations=2)
         check_log_probs(engine, out, temperature, tolerance)
         if temperature in (0.0, 1.0):
-            rows = [
-                {"token_ids": [*p, *c.token_ids], "completion_mask": None}
-                for p, samples in zip(PROMPTS, out)
-                for c in samples
-            ]
-            for row in rows:
-                row["completion_mask"] = [1] * len(row["token_ids"])
-            check_log_probs(
-                engine, out, temperature, tolerance, task.log_probs(rows)
-            )
+            expected = task.log_probs(rows_of(out))
+            check_log_probs(engine, out, temperature, tolerance, expected)
     # What is drawn from fewer tokens keeps the whole distribution's numbers.
     out = sampled(engine, top_k=3, top_p=0.9, min_p=0.01)
     check_log_probs(engine, out, 1.0, tolerance)
@@ -154,6 +160,79 @@ def new_weights_are_used(engine, task, tolerance):
     assert ids(before) != ids(after)
     assert after[0][0].weight_version == version + 1
     check_log_probs(engine, after, 0, tolerance)
+
+
+class NowAndThen(threading.Event):
+    """Set at every so many-th look."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.every, self.looks = every, 0
+
+    def is_set(self):
+        self.looks += 1
+        return self.looks % self.every == 0
+
+
+def check_overlap(engine, task, tolerance=2e-5, every=3):
+    """Interrupts an engine again and again, and changes the weights.
+
+    Each token's log-probability must be that of the weights that drew it.
+
+    Args:
+        engine: `Rollout` that `set_model(task)` was called on, not started.
+        task: a task with room for 256 tokens whose weights may be changed.
+        tolerance: as in `check_engine`.
+        every: int, how many looks at `is_interrupted` it takes.
+    """
+    engine.overlaps = True
+    engine.start()
+    engine.sync_weights()
+    engine._interruption = NowAndThen(every)
+    kept = {engine.weight_version: values_of(task)}
+
+    def update():
+        # The trainer's arrays are given away and replaced.
+        for variable in task.trainable_variables:
+            rng = np.random.default_rng(len(kept))
+            noise = rng.normal(0, 0.02, variable.shape)
+            old = variable.value
+            variable.assign(old + noise.astype("float32"))
+            old.delete()
+        engine.sync_weights()
+        kept[engine.weight_version] = values_of(task)
+
+    requests = [
+        Request(p, 3, max_tokens=200, seed=i) for i, p in enumerate(PROMPTS)
+    ]
+    out = generate_whole(engine, requests, update)
+    assert len(kept) > 2
+    completions = [c for samples in out for c in samples]
+    assert [len(samples) for samples in out] == [3, 3, 3]
+    for c in completions:
+        assert len(c.token_ids) == len(c.token_versions) == 200
+        assert c.finish_reason == "length"
+        assert (np.diff(c.token_versions) >= 0).all()
+        assert c.weight_version == c.token_versions[-1]
+    assert max(len(set(c.token_versions.tolist())) for c in completions) > 1
+    rows, seen = rows_of(out), 0
+    for version, values in kept.items():
+        for variable, value in zip(task.trainable_variables, values):
+            variable.assign(value)
+        for c, logps in zip(completions, task.log_probs(rows)):
+            drawn = c.token_versions == version
+            expected = np.asarray(logps)[-len(c.token_ids) :][drawn]
+            np.testing.assert_allclose(
+                c.per_token_logps[drawn], expected, rtol=0, atol=tolerance
+            )
+            seen += drawn.sum()
+    assert seen == 9 * 200
+    engine.stop()
+    engine.overlaps = False
+
+
+def values_of(task):
+    return [np.array(v.value) for v in task.trainable_variables]
 
 
 def bad_input_is_refused(engine):

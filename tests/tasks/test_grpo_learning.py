@@ -91,7 +91,7 @@ class Solved(keras.callbacks.Callback):
         self.model.stop_training = logs["reward"] > 0.95
 
 
-def learn(name, seed):
+def learn(name, seed, rollout="auto", max_staleness=0):
     """Shares of right answers on unseen prompts, before and after."""
     train, unseen = split(seed)
     loss, advantages = ALGORITHMS[name]
@@ -101,6 +101,7 @@ def learn(name, seed):
         loss,
         rewards=[middle],
         advantages=advantages,
+        rollout=rollout,
         stop_token_ids=[END],
         max_completion_length=4,
     )
@@ -116,6 +117,7 @@ def learn(name, seed):
         seed=seed,
         verbose=0,
         callbacks=[Solved()],
+        max_staleness=max_staleness,
     )
     return before, solved()
 
@@ -130,6 +132,15 @@ def check(name, seed):
 @pytest.mark.parametrize("name, seed", FAST)
 def test_it_learns(name, seed):
     check(name, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("max_staleness", [2, 4])
+def test_it_learns_from_samples_of_earlier_weights(max_staleness, seed):
+    before, after = learn("grpo", seed, max_staleness=max_staleness)
+    assert before <= 0.2
+    assert after >= 0.8
 
 
 @pytest.mark.full

@@ -158,6 +158,15 @@ def test_what_vllm_would_change_is_refused(engine):
         engine.generate([Request([1, 2], max_tokens=63)])
 
 
+def test_more_prompts_than_a_step_of_vllm_takes(engine):
+    """A prompt in parts would need a generator that goes back."""
+    ids, restarts = list(range(3, 53)), engine.restarts
+    requests = [Request([*ids, i], 8, max_tokens=2, seed=i) for i in range(24)]
+    out = engine.generate(requests)
+    assert [len(samples) for samples in out] == [8] * 24
+    assert engine.restarts == restarts
+
+
 def test_wrong_weights_stop_the_run(engine, monkeypatch):
     """What vLLM is given is not what the trainer has: both numbers."""
     weights, version = engine._weights, engine.weight_version
@@ -205,8 +214,8 @@ def test_failures_lose_nothing(engine, monkeypatch):
     run, push = LocalEngine.run, LocalEngine.push
     failures = ["run", "push"]
 
-    def failing_run(self, jobs, on_tokens=None):
-        for n, pair in enumerate(run(self, jobs, on_tokens)):
+    def failing_run(self, jobs, *args):
+        for n, pair in enumerate(run(self, jobs, *args)):
             if n == 2 and "run" in failures:
                 failures.remove("run")
                 raise EngineFailure("as if out of memory")

@@ -1,0 +1,87 @@
+"""Samples that go on across updates of the weights."""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.rollout.rollout import Completion
+
+
+def generate_whole(engine, requests, wait):
+    """Samples to their end, through interruptions.
+
+    A sample that was interrupted goes on from the tokens that it has, which
+    the weights of then read anew: each token's log-probability is that of
+    the weights that drew it, for all that precedes it.
+
+    Args:
+        engine: `Rollout`.
+        requests: list of `Request`s that have seeds.
+        wait: function, called after each interruption; it returns when the
+            engine may sample again.
+
+    Returns:
+        A list with, for each request, the list of its `Completion`s.
+    """
+    parts = [[[] for _ in range(r.num_generations)] for r in requests]
+    # What is still to be drawn: a request, and whose samples they are.
+    pending = [
+        (request, [(i, g) for g in range(request.num_generations)])
+        for i, request in enumerate(_numbered(requests))
+    ]
+    while pending:
+        drawn = engine.generate([request for request, _ in pending])
+        rest = []
+        for (request, places), samples in zip(pending, drawn):
+            for (i, g), completion in zip(places, samples):
+                parts[i][g].append(completion)
+            rest += _rest(request, places, samples)
+        pending = rest
+        if pending:
+            wait()
+    return [[_joined(pieces) for pieces in samples] for samples in parts]
+
+
+def _numbered(requests):
+    """Each sample with its number among those of its prompt."""
+    seen = collections.Counter()
+    for r in requests:
+        key = r.seed, r.token_ids
+        yield dataclasses.replace(r, first_sample=seen[key])
+        seen[key] += r.num_generations
+
+
+def _rest(request, places, samples):
+    """What has to be drawn yet of a request."""
+    cut = [c.finish_reason == "interrupted" for c in samples]
+    if all(cut) and not any(c.token_ids for c in samples):
+        return [(request, places)]
+    return [
+        (
+            dataclasses.replace(
+                request,
+                token_ids=(*request.token_ids, *c.token_ids),
+                num_generations=1,
+                max_tokens=request.max_tokens - len(c.token_ids),
+                drawn=request.drawn + len(c.token_ids),
+                first_sample=request.first_sample + n,
+            ),
+            [place],
+        )
+        for n, (place, c) in enumerate(zip(places, samples))
+        if cut[n]
+    ]
+
+
+def _joined(pieces):
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    return Completion(
+        [x for piece in pieces for x in piece.token_ids],
+        np.concatenate([piece.per_token_logps for piece in pieces]),
+        last.finish_reason,
+        last.weight_version,
+        np.concatenate([piece.token_versions for piece in pieces]),
+    )

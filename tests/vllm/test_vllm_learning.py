@@ -1,0 +1,49 @@
+"""GRPO with vLLM learns what it learns with the native engine."""
+
+import importlib.util
+
+import keras
+import keras_hub
+import pytest
+
+from keras_posttrain.rollout import NativeRollout, VLLMRollout
+from tests.tasks import test_grpo_learning as arithmetic
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not importlib.util.find_spec("vllm"), reason="vLLM is not installed"
+    ),
+    # What vLLM's and torch's own files warn of.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def tiny_model(seed):
+    """With heads of a size that vLLM's CPU kernels know."""
+    keras.utils.set_random_seed(seed)
+    backbone = keras_hub.models.Qwen3Backbone(
+        vocabulary_size=16,
+        num_layers=2,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        hidden_dim=64,
+        intermediate_dim=128,
+        tie_word_embeddings=False,
+    )
+    return keras_hub.models.Qwen3CausalLM(backbone)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("engine", [NativeRollout, VLLMRollout])
+def test_it_learns(monkeypatch, engine, seed):
+    monkeypatch.setattr(arithmetic, "tiny_model", tiny_model)
+    rollout = engine()
+    try:
+        before, after = arithmetic.learn("grpo", seed, rollout)
+    finally:
+        rollout.stop()
+    print(engine.__name__, seed, before, after)
+    assert before <= 0.2
+    assert after >= 0.8
