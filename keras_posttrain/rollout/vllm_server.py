@@ -7,7 +7,6 @@ import os
 import pathlib
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -15,28 +14,17 @@ import weakref
 
 import jax
 
-from keras_posttrain.rollout import vllm_http, vllm_worker
+from keras_posttrain.rollout import vllm_http, vllm_process, vllm_worker
 from keras_posttrain.rollout.vllm_jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm_local import ENVIRONMENT, FORCED, threads
 
 # Of vLLM's process; loading its libraries is most of it.
 START_SECONDS = 900
-STOP_SECONDS = 15
-TRACKER_SECONDS = 5
 # Samples in flight; more wait here, where they cost vLLM nothing.
 IN_FLIGHT = 256
 # How often it is seen whether samples are to be interrupted.
 LOOK_SECONDS = 0.05
 MODULE = "kpt_vllm_worker"
-# The kernel ends the server when the thread that started it ends, as it does
-# with its process, however that ends.
-LAUNCH = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("The process that started this one has ended.")
-os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
-"""
 
 
 class ServerEngine:
@@ -91,7 +79,8 @@ class ServerEngine:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [
-            str(self.python), "-c", LAUNCH, str(os.getpid()),
+            # It ends the server, however this process ends.
+            str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
             "vllm.entrypoints.openai.api_server",
             *_flags(self.arguments), "--host", "127.0.0.1",
             "--port", str(port), "--served-model-name", "policy",
@@ -109,7 +98,7 @@ class ServerEngine:
                 # So that all it starts can be ended together.
                 start_new_session=True,
             )
-        self._kill = weakref.finalize(self, _end, self.process)
+        self._kill = weakref.finalize(self, vllm_process.end, self.process)
 
     def _environment(self, extension):
         environment = dict(os.environ)
@@ -159,7 +148,7 @@ class ServerEngine:
         process, self.process = self.process, None
         if process is not None:
             self._kill.detach()
-            _end(process)
+            vllm_process.end(process)
 
     def restart(self):
         self.stop()
@@ -315,38 +304,3 @@ def _flags(arguments):
         elif value is not None:
             yield f"--{flag}"
             yield json.dumps(value) if isinstance(value, dict) else str(value)
-
-
-def _end(process):
-    """Ends a server and all that it has started."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    # Last the one that removes what the others have left in shared memory.
-    for pid, command in _group(process.pid):
-        if b"resource_tracker" not in command:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        # It may have been halted.
-        os.killpg(process.pid, signal.SIGCONT)
-    end = time.monotonic() + TRACKER_SECONDS
-    while time.monotonic() < end and any(_group(process.pid)):
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-
-
-def _group(group):
-    """Yields `(id, command line)` of the processes of a group that run."""
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(state[2]) == group and state[0] != "Z":
-            yield int(folder.name), command

@@ -125,7 +125,8 @@ def kill_in_rollouts(monkeypatch, numbers):
             if rollouts[-1] == 2 and number in wanted:
                 wanted.remove(number)
                 if number % 3 == 1:
-                    os.kill(pid, signal.SIGKILL)
+                    server = ["pkill", "-KILL", "-P", str(pid)]
+                    subprocess.run(server, check=True)
                 elif number % 3 == 2:
                     os.killpg(pid, signal.SIGSTOP)
                 else:
