@@ -6,7 +6,7 @@
 Nothing is trained and no TPU is needed: each run is a `task.plan`, in a
 process of its own, whose time and memory are noted too. Every chip has one row
 of 4,096 tokens a step. The table goes to `results/scale.md`, the figures to
-`results/scale.json`.
+`results/scale.json`; runs that are not named keep what is there.
 """
 
 import argparse
@@ -91,15 +91,16 @@ V5P = ("v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8")
 
 
 def all_runs():
-    """Names `model/mode/topology` of all runs."""
+    """Names `model/mode/topology` of all runs, some with `/exact`."""
     runs = [
         f"{model}/{mode}/{topology}"
         for model in ("llama3-8b", "gemma2-9b", "qwen3-8b")
         for mode in ("full", "lora")
         for topology in V5E + V5P
     ]
-    small = "llama3-8b/lora/v5e:2x2"
-    return [*runs, small, "qwen3-32b/lora/v5e:4x8"]
+    runs += ["llama3-8b/lora/v5e:2x2", "qwen3-32b/lora/v5e:4x8"]
+    # Every layer is compiled, where the others are lines through two depths.
+    return [*runs, "llama3-8b/full/v5e:4x4/exact"]
 
 
 def chips(topology):
@@ -120,7 +121,7 @@ def plan(name):
 
     import keras_posttrain as kpt
 
-    model, mode, topology = name.split("/")
+    model, mode, topology, *exact = name.split("/")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "config.json"
@@ -135,7 +136,7 @@ def plan(name):
                 lora=kpt.LoRA(rank=16) if mode == "lora" else None,
             )
     task.compile(keras.optimizers.AdamW(1e-5))
-    found = task.plan(topology, batch_size=chips(topology))
+    found = task.plan(topology, batch_size=chips(topology), exact=bool(exact))
     print(found, file=sys.stderr)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
@@ -210,7 +211,11 @@ def main():
     if arguments.list:
         print("\n".join(names))
         return
-    records = []
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    kept = arguments.out / "scale.json"
+    records = {}
+    if kept.exists():
+        records = {r["run"]: r for r in json.loads(kept.read_text())}
     for name in names:
         print(f"== {name}", file=sys.stderr, flush=True)
         done = subprocess.run(
@@ -219,12 +224,12 @@ def main():
             text=True,
             check=True,
         )
-        records.append(json.loads(done.stdout.splitlines()[-1]))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(records, indent=1)
-    (arguments.out / "scale.json").write_text(text + "\n")
-    (arguments.out / "scale.md").write_text(table(records))
-    print(table(records))
+        records[name] = json.loads(done.stdout.splitlines()[-1])
+        # After each, so that a run that is stopped keeps what it has.
+        found = [records[n] for n in all_runs() if n in records]
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+        (arguments.out / "scale.md").write_text(table(found))
+    print(table([records[name] for name in names]))
 
 
 if __name__ == "__main__":

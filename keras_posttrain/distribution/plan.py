@@ -134,7 +134,9 @@ class Plan:
         num_layers: int, decoder layers of the model.
         compiled_layers: tuple of ints: the depths that were compiled. Where
             these are two, all numbers but the arguments' lie on a line
-            through both.
+            through both. For all 32 layers of Llama-3-8B on v5e:4x4 FLOPs
+            and bytes sent are those of the line, memory 5 % above it: the
+            compiler chooses otherwise where memory is short.
         parameters, trainable_parameters: ints, of the whole model.
         arguments: dict of floats, bytes by kind that are there before the
             step: `"weights"`, `"optimizer"` (with float32 masters),
@@ -150,7 +152,7 @@ class Plan:
             the book; a program may send less.
         refusal: str or `None`, what the compiler said.
         refused_bytes: float or `None`, the memory it asked for.
-        advice: tuple of str, what to change where it does not fit.
+        advice: tuple of str, what to change where it does not fit, or may not.
     """
 
     name: str

@@ -11,6 +11,9 @@ def table(plan):
             ("trainable parameters", f"{plan.trainable_parameters:,}"),
         ]
     )
+    if len(plan.compiled_layers) > 1:
+        few = " and ".join(map(str, plan.compiled_layers))
+        lines += _rows([("layers compiled", f"{few} of {plan.num_layers}")])
     lines += _memory(plan)
     if plan.measured is not None:
         lines += _work(plan) + _network(plan) + _time(plan)

@@ -296,6 +296,14 @@ def test_a_plan_changes_nothing():
     assert all((weights(task)[k] == v).all() for k, v in before.items())
     logs = task.fit(random_rows(4), batch_size=4, verbose=0).history
     assert np.isfinite(logs["loss"]).all()
+    # A line through two depths is no proof where little memory is left.
+    full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
+    line = dataclasses.replace(full, compiled_layers=(1, 2))
+    roomy = dataclasses.replace(line, capacity=plan.needed / 0.8)
+    assert planning._advice(task, full) == planning._advice(task, roomy) == ()
+    assert "layers compiled" not in str(full) and "1 and 2 of 2" in str(line)
+    (advice,) = planning._advice(task, line)
+    assert advice.startswith("exact=True") and "95%" in advice
 
 
 @pytest.mark.slow
