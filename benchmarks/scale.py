@@ -1,6 +1,6 @@
 """What fine-tuning needs of TPU pods, by the compiler for them.
 
-    python benchmarks/scale.py                  # all, over an hour
+    python benchmarks/scale.py                  # all, some hours
     python benchmarks/scale.py --only 'llama.*full.*v5e' --list
 
 Nothing is trained and no TPU is needed: each run is a `task.plan`, in a
