@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from tests.conftest import only_in_full
+
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "keras_posttrain"
 LEVELS = {
@@ -136,10 +138,7 @@ def test_a_sound_import_is_not_reported(tmp_path, file, line):
 
 def test_what_ci_leaves_out_exists():
     """A test that was renamed would be in CI again, unseen."""
-    folder = pathlib.Path(__file__).parent
-    lines = (folder / "only_in_full.txt").read_text().splitlines()
-    for line in lines:
-        if line and not line.startswith("#"):
-            path, _, name = line.partition("::")
-            source = (folder.parent / path).read_text(encoding="utf-8")
-            assert f"def {name.partition('[')[0]}(" in source, line
+    for line in only_in_full():
+        path, _, name = line.partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {name.partition('[')[0]}(" in source, line
