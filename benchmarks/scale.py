@@ -100,7 +100,8 @@ def all_runs():
     ]
     runs += ["llama3-8b/lora/v5e:2x2", "qwen3-32b/lora/v5e:4x8"]
     # Every layer is compiled, where the others are lines through two depths.
-    return [*runs, "llama3-8b/full/v5e:4x4/exact"]
+    exact = [f"llama3-8b/full/{topology}/exact" for topology in V5E[:2]]
+    return runs + exact
 
 
 def chips(topology):
