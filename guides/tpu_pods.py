@@ -113,6 +113,9 @@ parameters all 32 layers took 0.1 % more than the line says on 64 chips, 5 %
 more on 16, nearly full. So a plan that comes within 10 % of a chip's memory
 asks for `exact=True`.
 
+Rows are as long as they may be. `packing` and `share_prefix` are those of
+`fit`, for tasks whose rows they change.
+
 A step that does not fit is no error. Its plan says by how much, and what to
 change:
 

@@ -12,7 +12,9 @@ from keras_posttrain.tasks.rollout_batch import Sampled
 from keras_posttrain.tasks.rollout_task import RolloutTask
 
 
-def dummy_batch(task, batch_size, prompt_length=None):
+def dummy_batch(
+    task, batch_size, prompt_length=None, packing=False, share_prefix=False
+):
     """A batch as `fit` would build it, of the longest rows there may be.
 
     Args:
@@ -22,6 +24,8 @@ def dummy_batch(task, batch_size, prompt_length=None):
         prompt_length: int, tokens of a prompt, or `None`: half of the row,
             or what a completion leaves of it. All tokens of an `SFTTask`
             and a `DistillTask` carry loss.
+        packing, share_prefix: as in `fit`. A task on preferences has the
+            latter as its attribute.
 
     Returns:
         Dict of numpy arrays.
@@ -34,13 +38,15 @@ def dummy_batch(task, batch_size, prompt_length=None):
         _check_teachers(task)
     elif isinstance(task, RolloutTask):
         _check_value_model(task)
-        return _of_rollout(task, batch_size, prompt_length)
+        given = batch_size, prompt_length, packing, share_prefix
+        return _of_rollout(task, *given)
     if isinstance(task, PreferenceTask):
-        return _of_pairs(task, batch_size, prompt_length)
+        return _of_pairs(task, batch_size, prompt_length, packing)
     length = task.sequence_length
     mask = np.ones(length, "float32")
     examples = [Example(_ids(length), mask, i) for i in range(batch_size)]
-    return _first(task._batches(examples, batch_size, shuffle=False))
+    how = {"packing": packing, "shuffle": False}
+    return _first(task._batches(examples, batch_size, **how))
 
 
 def _check_teachers(task):
@@ -81,7 +87,7 @@ def _first(batches):
     return next(iter(batches.get_jax_iterator()))
 
 
-def _of_pairs(task, batch_size, prompt_length):
+def _of_pairs(task, batch_size, prompt_length, packing):
     length = task.sequence_length
     before = length // 2 if prompt_length is None else prompt_length
     sides = 1 if task.labelled else 2
@@ -98,10 +104,11 @@ def _of_pairs(task, batch_size, prompt_length):
         )
         for i in range(batch_size)
     ]
-    return _first(task._batches(examples, batch_size, shuffle=False))
+    how = {"packing": packing, "shuffle": False}
+    return _first(task._batches(examples, batch_size, **how))
 
 
-def _of_rollout(task, batch_size, prompt_length):
+def _of_rollout(task, batch_size, prompt_length, packing, share_prefix):
     completion = task.max_completion_length
     if prompt_length is None:
         prompt_length = task.sequence_length - completion
@@ -109,7 +116,7 @@ def _of_rollout(task, batch_size, prompt_length):
         Prompt((1,) * prompt_length, None, {}, i) for i in range(batch_size)
     ]
     mask = np.ones(completion, "float32")
-    layout = task._layout(prompts, batch_size, False, False)
+    layout = task._layout(prompts, batch_size, packing, share_prefix)
     sampled = [
         Sampled(i, _ids(prompt_length), _ids(completion), mask, i)
         for i in range(batch_size)

@@ -19,16 +19,35 @@ from keras_posttrain.distribution.plan import (
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
 from keras_posttrain.models.sharding import shared_axis, split_of
-from keras_posttrain.tasks import checks
+from keras_posttrain.tasks import checks, preference_checks
 from keras_posttrain.tasks import plan as core
 from keras_posttrain.tasks.distill_task import DistillTask
 from keras_posttrain.tasks.plan_batch import dummy_batch
+from keras_posttrain.tasks.preference_task import PreferenceTask
+from keras_posttrain.tasks.rollout_task import RolloutTask
 
 
-def check(task, batch_size, **settings):
-    """Refuses what `plan` cannot be given, before anything is compiled."""
+def check(task, batch_size, layout, **settings):
+    """Refuses what `plan` cannot be given, before anything is compiled.
+
+    Args:
+        task: `Task`.
+        batch_size: as in `Task.plan`.
+        layout: dict of its `packing` and `share_prefix`.
+        **settings: its `sequence_length`, `micro_batch_size` and `remat`.
+    """
     task._assert_compile_called("plan")
     checks.positive_int("batch_size", batch_size)
+    preference_checks.layout_arguments(task, **layout)
+    completes = isinstance(task, (PreferenceTask, RolloutTask))
+    completes = completes and not isinstance(task, DistillTask)
+    if layout["share_prefix"] and not completes:
+        raise ValueError(
+            f"Rows of {type(task).__name__} have no prompt that several "
+            "completions share. Received: share_prefix=True. Use "
+            "packing=True."
+        )
+    checks.may_train(task, layout["packing"], [])
     if settings.get("micro_batch_size") is not None:
         checks.positive_int("micro_batch_size", settings["micro_batch_size"])
     length = settings.get("sequence_length", task.sequence_length)
@@ -37,17 +56,26 @@ def check(task, batch_size, **settings):
     guards.check_model(task.causal_lm, length)
 
 
-def make_plan(
-    task, hardware, strategy, batch_size, prompt_length, exact, **settings
-):
-    """A `Plan` of a training step; see `Task.plan`."""
+def make_plan(task, hardware, strategy, rows, exact, **settings):
+    """A `Plan` of a training step; see `Task.plan`.
+
+    Args:
+        task: compiled `Task`.
+        hardware, strategy, exact, **settings: as `Task.plan` has them.
+        rows: dict, the arguments of `dummy_batch`.
+    """
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
+    if isinstance(task, PreferenceTask):
+        # What its `fit` would remember.
+        share = rows["share_prefix"]
+        packs = share or bool(rows["packing"])
+        settings |= {"share_prefix": share, "packs": packs}
     with core.planned(task, distribution, **settings):
-        batch = dummy_batch(task, batch_size, prompt_length)
+        batch = dummy_batch(task, **rows)
         facts = _facts(task, batch)
         asked = {
-            "batch_size": batch_size,
+            "batch_size": rows["batch_size"],
             "sequence_length": task.sequence_length,
             "micro_batch_size": task.micro_batch_size,
             "remat": task.policy.remat,
@@ -64,7 +92,7 @@ def make_plan(
     def one(depth, other):
         depths = {"layers": depth, "others": other}
         with core.planned(task, distribution, **depths, **settings):
-            batch = dummy_batch(task, batch_size, prompt_length)
+            batch = dummy_batch(task, **rows)
             lowered = core.lower_step(task, batch)
             program = topology.compiled(lowered)
             return measure(program, len(hardware.devices), trips)
@@ -337,6 +365,10 @@ def _model_flops(task, batch):
     lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
     tokens = sum(int(x.sum()) for x in lengths)
     squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
+    # A segment that goes on from another is the rest of a longer square.
+    for x, before in zip(lengths, batch.get("prefix_segments", ())):
+        own, known = np.asarray(before[: len(x)]), np.append(0, x)
+        squares += 2.0 * float((x[: len(own)] * known[own]).sum())
     _, both, width = _products(task.policy, weights_of(task), trained)
     found = both * tokens + 12 * width * squares
     for reference in core.references(task):

@@ -271,6 +271,8 @@ class Task(Trainer):
         micro_batch_size="compiled",
         remat=None,
         prompt_length=None,
+        packing=False,
+        share_prefix=False,
         exact=False,
     ):
         """What a training step would need of hardware that is not there.
@@ -296,6 +298,10 @@ class Task(Trainer):
             prompt_length: int, tokens of a prompt in tasks on completions,
                 or `None` for half of a row, or what a rollout's completion
                 leaves.
+            packing: as in `fit`.
+            share_prefix: bool, as in `fit` of tasks on completions: a
+                prompt is computed once for those of its completions that
+                are in a row with it.
             exact: bool, whether all layers are compiled. By default one and
                 two of them are (or one and two rounds of a pattern, as
                 Gemma's), and numbers of all lie on a line through both:
@@ -331,11 +337,14 @@ class Task(Trainer):
             settings["micro_batch_size"] = micro_batch_size
         if remat is not None:
             settings["remat"] = remat
-        planning.check(self, batch_size, **settings)
+        layout = {"packing": packing, "share_prefix": share_prefix}
+        planning.check(self, batch_size, layout, **settings)
+        batch = {
+            "batch_size": batch_size, "prompt_length": prompt_length, **layout
+        }  # fmt: skip
         return planning.make_plan(
-            self, topology, strategy, batch_size, prompt_length, exact,
-            **settings,
-        )  # fmt: skip
+            self, topology, strategy, batch, exact, **settings
+        )
 
     def plan_decode(
         self,

@@ -359,6 +359,33 @@ def test_other_steps(kind):
     assert plan.tokens == 8 * 32 and plan.fits
 
 
+@pytest.mark.parametrize("kind", [kpt.DPOTask, kpt.GRPOTask])
+def test_rows_as_fit_lays_them_out(kind):
+    """Eight prompts of 24 tokens, each with two completions of 40."""
+    task = shaped(kind=kind)
+    settings = {"batch_size": 8, "prompt_length": 24}
+    if kind is kpt.GRPOTask:
+        sampled = SAMPLED | {"max_completion_length": 40}
+        task.compile(**sampled, num_generations=2)
+    else:
+        task.compile(keras.optimizers.AdamW(1e-4))
+    apart = task.plan("v5e:2x2", **settings)
+    shared = task.plan("v5e:2x2", packing=128, share_prefix=True, **settings)
+    assert apart.settings["rows x tokens of a batch"] == "16 x 64"
+    assert shared.settings["rows x tokens of a batch"] == "8 x 128"
+    assert (apart.tokens, shared.tokens) == (16 * 64, 8 * (24 + 2 * 40))
+    # The model's 2 layers of 4 heads of 16 are 12 * 2 * 64 operations for
+    # each pair of a token and one before or after it.
+    squares = 16 * 64**2, 8 * (2 * 64**2 - 24**2)
+    products = [
+        plan.model_flops - 12 * 2 * 64 * pairs * (4 / 3 if compares else 1)
+        for plan, pairs in zip((apart, shared), squares)
+        for compares in [kind is kpt.DPOTask]
+    ]
+    assert products[0] / products[1] == pytest.approx(1024 / 832)
+    assert not getattr(task, "share_prefix", False)
+
+
 def test_what_does_not_fit_is_a_plan():
     """The compiler's own complaint about a product of 34 GB."""
 
@@ -502,6 +529,19 @@ def test_what_plan_refuses():
         task.plan("v5e:2x2", batch_size=0)
     with pytest.raises(ValueError, match="remat='some'"):
         task.plan("v5e:2x2", remat="some")
+
+
+def test_what_plan_refuses_of_layouts():
+    task = shaped()
+    task.compile(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="SFTTask have no prompt"):
+        task.plan("v5e:2x2", share_prefix=True)
+    with pytest.raises(ValueError, match="`packing` must be a positive int"):
+        task.plan("v5e:2x2", packing=-1)
+    task = shaped(kind=kpt.DPOTask)
+    task.compile(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="room for every pair"):
+        task.plan("v5e:2x2", packing=8)
 
 
 def test_what_plan_refuses_of_a_distillation():
