@@ -11,10 +11,14 @@ SETUP := pyproject.toml constraints.txt
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export KERAS_BACKEND := jax
 
-.PHONY: quickstart test test-full test-vllm lint bench clean
+.PHONY: quickstart vllm test test-full test-vllm lint bench clean
 
 quickstart: .venv/.installed
 	$(BIN)/python guides/quickstart.py
+
+# For work with a real vLLM: its environment, with this checkout in it.
+vllm: $(VLLM_ENV)/.installed
+	$(VLLM_PIP) install -q --no-deps -e .
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full"

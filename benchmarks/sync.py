@@ -1,6 +1,6 @@
 """What it takes to give vLLM the trainer's weights, and steps of GRPO with it.
 
-    .venv-vllm/bin/python benchmarks/sync.py        # `make test-vllm` made it
+    .venv-vllm/bin/python benchmarks/sync.py        # `make vllm` made it
     .venv-vllm/bin/python benchmarks/sync.py --only 'adapter|grpo' --list
 
 Each run is a process of its own. A push is `VLLMRollout.sync_weights` with

@@ -24,10 +24,11 @@ nothing says so: learning just goes wrong. Here every set of weights that vLLM
 is given is checked: it must give a probe sequence the log-probabilities that
 the trainer gives it, or the run stops with both numbers.
 
-This guide needs an environment with vLLM: `make test-vllm` makes one in
-`.venv-vllm`. It runs in about two minutes on two CPU cores, and most of that
-is vLLM's start. For a real model change one line: set `preset` to a KerasHub
-preset such as `"qwen3_0.6b_en"`, or to `"hf://Qwen/Qwen3-0.6B"`.
+This guide needs an environment with vLLM: `make vllm` makes one, and
+`.venv-vllm/bin/python guides/vllm_rollouts.py` runs it there. It takes about
+two minutes on two CPU cores, and most of that is vLLM's start. For a real model
+change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or
+to `"hf://Qwen/Qwen3-0.6B"`.
 """
 
 import json
