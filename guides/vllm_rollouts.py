@@ -26,9 +26,9 @@ the trainer gives it, or the run stops with both numbers.
 
 This guide needs an environment with vLLM: `make vllm` makes one, and
 `.venv-vllm/bin/python guides/vllm_rollouts.py` runs it there. It takes about
-two minutes on two CPU cores, and most of that is vLLM's start. For a real model
-change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or
-to `"hf://Qwen/Qwen3-0.6B"`.
+two minutes on two CPU cores, and most of that is vLLM's start. For a real
+model change one line: set `preset` to a KerasHub preset such as
+`"qwen3_0.6b_en"`, or to `"hf://Qwen/Qwen3-0.6B"`.
 """
 
 import json
