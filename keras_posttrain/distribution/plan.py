@@ -135,7 +135,7 @@ class Plan:
         compiled_layers: tuple of ints: the depths that were compiled. Where
             these are two, all numbers but the arguments' lie on a line
             through both. For all 32 layers of Llama-3-8B FLOPs and bytes
-            sent are those of the line, to 0.3 %; memory is 0.1 % above it
+            sent are those of the line, to 0.3 %; memory is 0.4 % above it
             on v5e:8x8, 44 % full, and 5 % on v5e:4x4, 88 % full: the
             compiler chooses otherwise where memory is short.
         parameters, trainable_parameters: ints, of the whole model.
