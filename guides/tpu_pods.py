@@ -108,10 +108,10 @@ the chip's published rates allow at best.
 
 Only one and two layers were compiled. Layers are alike, so that all numbers of
 28 lie on a line through both; `exact=True` compiles them all. FLOPs and what
-is sent are the same then. Memory is, until it gets short: for 8 billion
-parameters all 32 layers took 0.4 % more than the line says on 64 chips, 5 %
-more on 16, nearly full. So a plan that comes within 10 % of a chip's memory
-asks for `exact=True`.
+is sent are the same then, to 0.3 %. So is memory until it gets short: for 8
+billion parameters all 32 layers took 0.4 % more than the line says on 64
+chips, 5 % more on 16, nearly full. So a plan that comes within 10 % of a
+chip's memory asks for `exact=True`.
 
 Rows are as long as they may be. `packing` and `share_prefix` are those of
 `fit`, for tasks whose rows they change.

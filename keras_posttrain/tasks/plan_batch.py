@@ -38,15 +38,19 @@ def dummy_batch(
         _check_teachers(task)
     elif isinstance(task, RolloutTask):
         _check_value_model(task)
-        given = batch_size, prompt_length, packing, share_prefix
-        return _of_rollout(task, *given)
+        return _of_rollout(
+            task, batch_size, prompt_length, packing, share_prefix
+        )
     if isinstance(task, PreferenceTask):
-        return _of_pairs(task, batch_size, prompt_length, packing)
-    length = task.sequence_length
-    mask = np.ones(length, "float32")
-    examples = [Example(_ids(length), mask, i) for i in range(batch_size)]
-    how = {"packing": packing, "shuffle": False}
-    return _first(task._batches(examples, batch_size, **how))
+        examples = _pairs(task, batch_size, prompt_length)
+    else:
+        ids = _ids(task.sequence_length)
+        mask = ids.astype("float32")
+        examples = [Example(ids, mask, i) for i in range(batch_size)]
+    batches = task._batches(
+        examples, batch_size, packing=packing, shuffle=False
+    )
+    return next(iter(batches.get_jax_iterator()))
 
 
 def _check_teachers(task):
@@ -83,17 +87,13 @@ def _ids(length):
     return np.ones(length, "int32")
 
 
-def _first(batches):
-    return next(iter(batches.get_jax_iterator()))
-
-
-def _of_pairs(task, batch_size, prompt_length, packing):
+def _pairs(task, batch_size, prompt_length):
     length = task.sequence_length
     before = length // 2 if prompt_length is None else prompt_length
     sides = 1 if task.labelled else 2
     completions = [_ids(length - before)] * sides
     masks = [np.ones(length - before, "float32")] * sides
-    examples = [
+    return [
         Preference(
             _ids(before),
             completions,
@@ -104,8 +104,6 @@ def _of_pairs(task, batch_size, prompt_length, packing):
         )
         for i in range(batch_size)
     ]
-    how = {"packing": packing, "shuffle": False}
-    return _first(task._batches(examples, batch_size, **how))
 
 
 def _of_rollout(task, batch_size, prompt_length, packing, share_prefix):

@@ -367,8 +367,8 @@ def _model_flops(task, batch):
     squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
     # A segment that goes on from another is the rest of a longer square.
     for x, before in zip(lengths, batch.get("prefix_segments", ())):
-        own, known = np.asarray(before[: len(x)]), np.append(0, x)
-        squares += 2.0 * float((x[: len(own)] * known[own]).sum())
+        prefixes = np.append(0, x)[before[: len(x)]]
+        squares += 2.0 * float((x * prefixes).sum())
     _, both, width = _products(task.policy, weights_of(task), trained)
     found = both * tokens + 12 * width * squares
     for reference in core.references(task):

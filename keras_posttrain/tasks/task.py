@@ -305,7 +305,7 @@ class Task(Trainer):
             exact: bool, whether all layers are compiled. By default one and
                 two of them are (or one and two rounds of a pattern, as
                 Gemma's), and numbers of all lie on a line through both:
-                exact for FLOPs and what is sent, some percent off for
+                right for FLOPs and what is sent, some percent off for
                 memory where a chip is nearly full, which is told.
 
         Returns:
