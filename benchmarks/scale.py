@@ -100,7 +100,11 @@ def all_runs():
     ]
     runs += ["llama3-8b/lora/v5e:2x2", "qwen3-32b/lora/v5e:4x8"]
     # Every layer is compiled, where the others are lines through two depths.
-    exact = [f"llama3-8b/full/{topology}/exact" for topology in V5E[:2]]
+    exact = [
+        *(f"llama3-8b/full/{topology}/exact" for topology in V5E[:2]),
+        "llama3-8b/full/v5p:2x2x4/exact",
+        "gemma2-9b/full/v5e:4x4/exact",
+    ]
     return runs + exact
 
 

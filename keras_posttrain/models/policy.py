@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -260,9 +261,24 @@ class Policy:
     def _flat(self, batch, dropout_key, hidden=None):
         if hidden is None:
             hidden = self.hidden_states(batch, dropout_key)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        kernel = self.kernel.value
-        return hidden, kernel.astype(hidden.dtype)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _projection(self, hidden, temperature=1.0, axis=None):
+        """What `hidden` is projected with: `(head, kernel, its split)`.
+
+        A kernel that is gathered along its second axis is turned: along its
+        first it comes to lie as the products read it. XLA would make a copy
+        of the whole kernel otherwise, 1 GiB of Llama-3's, and one of its
+        gradient.
+        """
+        head = self.head(temperature, axis)
+        kernel = self.kernel.value.astype(hidden.dtype)
+        split = sharding.split_of(self.kernel)
+        if split is not None and split.axes[1] in split.to_save_memory:
+            head = dataclasses.replace(head, transposed=not head.transposed)
+            split = dataclasses.replace(split, axes=split.axes[::-1])
+            kernel = kernel.T
+        return head, kernel, split
 
     def _shaped(self, values, batch):
         shape = batch["token_ids"].shape
@@ -298,7 +314,8 @@ class Policy:
         """
         extras = _extras(needs)
         axis = self._shared_axis(batch)
-        head = self.head(temperature, axis)
+        hidden = self._flat(batch, dropout_key, hidden)
+        head, kernel, split = self._projection(hidden, temperature, axis)
 
         def sweep(kernel, hidden, batch, mask):
             tokens = _select(batch, mask)
@@ -311,9 +328,8 @@ class Policy:
                 head, hidden, kernel, tokens, probe, extras
             )
 
-        hidden, kernel = self._flat(batch, dropout_key, hidden)
-        _, values = self._over_rows(
-            sweep, kernel, hidden, batch, mask, shared=axis
+        _, values = _over_rows(
+            sweep, kernel, split, hidden, batch, mask, shared=axis
         )
         values = self._shaped(values, batch)
         return {name: values[name] for name in needs}
@@ -322,18 +338,6 @@ class Policy:
         """The axis of the mesh over which the head's vocabulary is split."""
         split = sharding.split_of(self.kernel)
         return sharding.shared_axis(split, batch["token_ids"].shape[0])
-
-    def _over_rows(self, sweep, kernel, hidden, batch, *rows, shared=None):
-        """`sweep(kernel, hidden, batch, *rows)`, by device."""
-        return sharding.over_rows(
-            lambda kernels, *rows: sweep(*kernels, *rows),
-            [kernel],
-            [sharding.split_of(self.kernel)],
-            hidden,
-            _selected_by(batch),
-            *rows,
-            shared=shared,
-        )
 
     def top_tokens(self, batch, mask, k, temperature=1.0):
         """The most probable tokens where those of `mask` stand.
@@ -346,14 +350,14 @@ class Policy:
             Dict of `top_ids` (int32) and `top_logps` (float32) of shape
             `(rows, length, k)`, best first, 0 as in `token_outputs`.
         """
-        head = self.head(temperature)
+        hidden = self._flat(batch, None)
+        head, kernel, split = self._projection(hidden, temperature)
 
         def sweep(kernel, hidden, batch, mask):
             tokens = _select(batch, mask)
             return (), top_tokens(head, hidden, kernel, tokens, k)
 
-        hidden, kernel = self._flat(batch, None)
-        _, values = self._over_rows(sweep, kernel, hidden, batch, mask)
+        _, values = _over_rows(sweep, kernel, split, hidden, batch, mask)
         shape = (*batch["token_ids"].shape, k)
         return {name: v.reshape(shape) for name, v in values.items()}
 
@@ -372,8 +376,9 @@ class Policy:
         Returns:
             `(sum, outputs)`, the sum differentiable, the outputs not.
         """
-        axis = self._shared_axis(batch)
-        head, extras = self.head(axis=axis), _extras(needs)
+        axis, extras = self._shared_axis(batch), _extras(needs)
+        hidden = self._flat(batch, dropout_key)
+        head, kernel, split = self._projection(hidden, axis=axis)
 
         def sweep(kernel, hidden, batch, weights):
             tokens = _select(batch, weights != 0)
@@ -382,9 +387,8 @@ class Policy:
                 head, hidden, kernel, tokens, by_slot, token_loss, extras
             )
 
-        hidden, kernel = self._flat(batch, dropout_key)
-        total, values = self._over_rows(
-            sweep, kernel, hidden, batch, weights, shared=axis
+        total, values = _over_rows(
+            sweep, kernel, split, hidden, batch, weights, shared=axis
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
@@ -404,7 +408,8 @@ class Policy:
         Returns:
             A `models/divergence_head.py:FullTeacher`, without gradients.
         """
-        hidden, kernel = jax.lax.stop_gradient(self._flat(batch, None, hidden))
+        hidden = jax.lax.stop_gradient(self._flat(batch, None, hidden))
+        head, kernel, split = self._projection(hidden)
         rows, length = batch["token_ids"].shape
         if source is None:
             source = batch.get("predicted_by")
@@ -415,11 +420,11 @@ class Policy:
         # The first token of a row has none, and is never compared.
         source = row_start + jnp.clip(source, 0, length - 1)
         return divergence_head.FullTeacher(
-            self.head(),
+            head,
             hidden,
-            kernel,
+            jax.lax.stop_gradient(kernel),
             source.reshape(-1),
-            sharding.split_of(self.kernel),
+            split,
         )
 
     def divergence_sum(
@@ -460,7 +465,8 @@ class Policy:
             `(sum, outputs)`: the sum differentiable, the outputs not; a dict
             of float32 arrays of shape `(rows, length)`.
         """
-        hidden, kernel = self._flat(batch, dropout_key, hidden)
+        hidden = self._flat(batch, dropout_key, hidden)
+        head, kernel, split = self._projection(hidden)
         used = functools.reduce(
             jnp.logical_or,
             [w != 0 for w in weights if w is not None],
@@ -480,7 +486,7 @@ class Policy:
 
             ours, *theirs = kernels
             return divergence_head.divergence_sum(
-                self.head(),
+                head,
                 hidden,
                 ours,
                 tokens,
@@ -497,7 +503,7 @@ class Policy:
         total, values = sharding.over_rows(
             sweep,
             [kernel, *theirs],
-            [sharding.split_of(self.kernel), *splits],
+            [split, *splits],
             hidden,
             _selected_by(batch),
             used,
@@ -511,6 +517,19 @@ class Policy:
 
 def _extras(needs):
     return tuple(name for name in heads.EXTRAS if name in needs)
+
+
+def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
+    """`sweep(kernel, hidden, batch, *rows)`, by device."""
+    return sharding.over_rows(
+        lambda kernels, *rows: sweep(*kernels, *rows),
+        [kernel],
+        [split],
+        hidden,
+        _selected_by(batch),
+        *rows,
+        shared=shared,
+    )
 
 
 def _prefix_ids(batch):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -298,6 +299,7 @@ def over_rows(function, kernels, splits, *rows, shared=None):
     Returns:
         `(sums, values)`.
     """
+    kernels, rows = finished_together((kernels, rows))
     mesh, name, size = data_axis()
     leading = {x.shape[0] for x in jax.tree.leaves(rows)}
     if shared is not None:
@@ -335,6 +337,49 @@ def over_rows(function, kernels, splits, *rows, shared=None):
         check_vma=False,
     )(kernels, *rows)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
+
+
+def finished_together(arrays):
+    """`arrays`, whose gradients are all there before one of them is used.
+
+    Nothing waits for the gradient of the head's kernel but the update: XLA
+    would leave its sum over chunks in float32 and whole, 2 GiB for Llama-3,
+    beside the backward pass of all layers, and then send it to the devices
+    that keep it.
+
+    Args:
+        arrays: a pytree of arrays.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, _finished_together(*leaves))
+
+
+@jax.custom_vjp
+def _finished_together(*arrays):
+    return arrays
+
+
+def _finished_together_forward(*arrays):
+    # Of what is not trained nobody reads the gradient, nor should it be made.
+    is_read = tuple(() if x.perturbed else None for x in arrays)
+    return tuple(x.value for x in arrays), is_read
+
+
+def _finished_together_backward(is_read, gradients):
+    read = {
+        i: gradient
+        for i, gradient in enumerate(gradients)
+        if is_read[i] is not None and not isinstance(gradient, SymbolicZero)
+    }
+    read = jax.lax.optimization_barrier(read)
+    return tuple(read.get(i) for i in range(len(gradients)))
+
+
+_finished_together.defvjp(
+    _finished_together_forward,
+    _finished_together_backward,
+    symbolic_zeros=True,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
