@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import topology
 from keras_posttrain.models import sharding
+from keras_posttrain.tasks import plan as core
 from keras_posttrain.tasks import step as steps
+from keras_posttrain.tasks.plan_batch import dummy_batch
 
 pytest.importorskip("libtpu")
 
@@ -37,6 +40,19 @@ SIZES = {
 }
 BOTH = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
 MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
+
+
+def shaped(folder, sizes, length, lora=None):
+    (folder / "config.json").write_text(json.dumps(SIZES | sizes))
+    with kpt.distribution.shapes_only():
+        return kpt.SFTTask.from_preset(
+            str(folder),
+            load_weights=False,
+            dtype="bfloat16",
+            sequence_length=length,
+            remat="full",
+            lora=lora,
+        )
 
 
 @pytest.mark.parametrize(
@@ -70,17 +86,7 @@ MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
 def test_a_step_sends_what_it_must(
     tmp_path, chips, strategy, layers, lora, micro
 ):
-    sizes = SIZES | {"num_hidden_layers": layers}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    with kpt.distribution.shapes_only():
-        task = kpt.SFTTask.from_preset(
-            str(tmp_path),
-            load_weights=False,
-            dtype="bfloat16",
-            sequence_length=512,
-            remat="full",
-            lora=lora,
-        )
+    task = shaped(tmp_path, {"num_hidden_layers": layers}, 512, lora)
     task.compile(keras.optimizers.AdamW(1e-5))
     with jax.default_matmul_precision("default"):
         plan = task.plan(
@@ -144,3 +150,31 @@ def test_no_chip_keeps_whole_gradients():
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     kernel, inputs = 2 * width * width, 2 * tokens * width
     assert layers * inputs < most < layers * inputs + 3 * kernel
+
+
+@pytest.mark.slow
+def test_the_head_leaves_nothing_whole_behind(tmp_path):
+    """What it sums up whole is gone before the layers' backward pass.
+
+    XLA would keep the float32 sum of its kernel's gradient until the update,
+    and copy kernel and gradient to another layout: 2 GiB each of Llama-3-8B.
+    """
+    width, vocabulary = 512, 65536
+    sizes = {"hidden_size": width, "vocab_size": vocabulary}
+    sizes |= {"intermediate_size": 8192, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    task = shaped(tmp_path, sizes, 2048)
+    task.compile(keras.optimizers.SGD(1e-5))
+    devices = list(topology.get("v5p:2x2x2").devices)
+    with core.planned(task, kpt.distribution.fsdp(devices=devices)):
+        batch = dummy_batch(task, len(devices))
+        program = topology.compiled(core.lower_step(task, batch))
+    memory = program.memory_analysis()
+    most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    # Kernel and sum are three of these, the layers' backward pass four; with
+    # the sum beside it that would be six.
+    assert most < 5 * 2 * width * vocabulary
+    whole = f"{width},{vocabulary}|{vocabulary},{width}"
+    assert not re.findall(
+        rf"= \w+\[(?:{whole})\]\S* copy\(", program.as_text()
+    )

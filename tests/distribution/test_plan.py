@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.ideal import Weight, ideal_bytes
-from keras_posttrain.distribution.plan import out_of_memory
+from keras_posttrain.distribution.plan import Measured, out_of_memory
 from keras_posttrain.models import attention
 from keras_posttrain.tasks import plan as core
 from keras_posttrain.tasks import planning
@@ -296,14 +296,23 @@ def test_a_plan_changes_nothing():
     assert all((weights(task)[k] == v).all() for k, v in before.items())
     logs = task.fit(random_rows(4), batch_size=4, verbose=0).history
     assert np.isfinite(logs["loss"]).all()
-    # A line through two depths is no proof where little memory is left.
+    # A line through two depths is no proof where memory must be packed close.
+    numbers = plan.measured.numbers
+    loose = {"set aside": numbers["temporaries"] + 2 * plan.needed}
+    plan = dataclasses.replace(plan, measured=Measured(numbers | loose))
+    assert plan.set_aside == 3 * plan.needed
     full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
     line = dataclasses.replace(full, compiled_layers=(1, 2))
-    roomy = dataclasses.replace(line, capacity=plan.needed / 0.8)
+    roomy = dataclasses.replace(line, capacity=plan.set_aside / 0.9)
     assert planning._advice(task, full) == planning._advice(task, roomy) == ()
     assert "layers compiled" not in str(full) and "1 and 2 of 2" in str(line)
     (advice,) = planning._advice(task, line)
     assert advice.startswith("exact=True") and "95%" in advice
+    assert "285% when packed loosely" in advice
+    lacking = dataclasses.replace(line, capacity=plan.needed / 1.05)
+    assert planning._advice(task, lacking)[-1].startswith("exact=True")
+    lacking = dataclasses.replace(line, capacity=plan.needed / 1.2)
+    assert "exact" not in str(planning._advice(task, lacking))
 
 
 @pytest.mark.slow
