@@ -157,7 +157,7 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     """What it sums up whole is gone before the layers' backward pass.
 
     XLA would keep the float32 sum of its kernel's gradient until the update,
-    and copy kernel and gradient to another layout: 2 GiB each of Llama-3-8B.
+    2 GiB of Llama-3-8B, and copy kernel and gradient to another layout.
     """
     width, vocabulary = 512, 65536
     sizes = {"hidden_size": width, "vocab_size": vocabulary}
