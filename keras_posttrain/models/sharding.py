@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
@@ -111,6 +112,64 @@ def by_rows(x):
 
 
 @dataclasses.dataclass(frozen=True)
+class Stages:
+    """An axis of a mesh as two, one after the other on the way.
+
+    Args:
+        mesh: `jax.sharding.Mesh` of the same devices in the same order.
+        names: tuple of the two axes' names, the outer first.
+        to_gather: bool, whether gathering needs them too.
+    """
+
+    mesh: jax.sharding.Mesh
+    names: tuple
+    to_gather: bool
+
+    def groups(self):
+        """Places along the axis that exchange: in the inner, the outer."""
+        outer, inner = (self.mesh.shape[name] for name in self.names)
+        places = np.arange(outer * inner).reshape(outer, inner)
+        return places.tolist(), places.T.tolist()
+
+
+# Over more chips at once the TPU compiler makes an all-reduce of the whole, of
+# twice the bytes, of what scatters, and where they lie along three axes of the
+# network of what gathers too.
+MOST_AT_ONCE = 32
+
+
+@functools.lru_cache(maxsize=16)
+def two_stages(mesh, name):
+    """How to go along an axis of the mesh that is too long for one go.
+
+    Args:
+        mesh: `jax.sharding.Mesh`.
+        name: str, one of its axes.
+
+    Returns:
+        `Stages`, the inner of them along one axis of the TPUs' network; or
+        `None`, where one go does, or the network is not known.
+    """
+    place = mesh.axis_names.index(name)
+    line = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[name], -1)
+    at = [getattr(device, "coords", None) for device in line[:, 0]]
+    if len(at) <= MOST_AT_ONCE or None in at:
+        return None
+    # Along how many axes of the network the first of them, 1 to all, lie.
+    moved = np.array(at) != at[0]
+    across = np.logical_or.accumulate(moved).sum(axis=1)
+    inner = int((across <= 1).sum())
+    if inner in (1, len(at)) or len(at) % inner:
+        return None
+    shape, names = list(mesh.devices.shape), list(mesh.axis_names)
+    shape[place : place + 1] = [len(at) // inner, inner]
+    both = (f"{name}_outer", f"{name}_inner")
+    names[place : place + 1] = both
+    finer = jax.sharding.Mesh(mesh.devices.reshape(shape), names)
+    return Stages(finer, both, bool(across[-1] > 2))
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """How a weight is split over the mesh.
 
@@ -169,36 +228,70 @@ def _gather(split, dtype):
     names, axes = split.to_save_memory, split.axes
     whole = P(*(None if axis in names else axis for axis in axes))
     summed = P(*(None if a in names and a != rows else a for a in axes))
-    layouts = [NamedSharding(mesh, x) for x in (whole, summed, P(*axes))]
-    return functools.partial(_cast_and_gather, tuple(layouts), dtype)
+    gathered = [NamedSharding(mesh, whole)]
+    kept = (NamedSharding(mesh, summed), NamedSharding(mesh, P(*axes)))
+    scattered, place = [], 0
+    stages = two_stages(mesh, rows) if rows in axes else None
+    if stages is not None:
+        place = axes.index(rows)
+        others = (*summed[:place], *summed[place + 1 :])
+        outer, both = stages.names[0], stages.names
+        for axis in (outer, both):
+            scattered.append(NamedSharding(stages.mesh, P(axis, *others)))
+        if stages.to_gather:
+            parts = P(*(outer if axis == rows else axis for axis in summed))
+            gathered.insert(0, NamedSharding(stages.mesh, parts))
+    way = _Way(tuple(gathered), tuple(scattered), place, kept)
+    return functools.partial(_cast_and_gather, way, dtype)
 
 
-def _cast_and_gather(layouts, dtype, x):
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """The layouts of a weight on its way to where it is used, and back.
+
+    `scattered` are those of its gradient with the axis `place` first.
+    """
+
+    gathered: tuple
+    scattered: tuple
+    place: int
+    kept: tuple
+
+
+def _cast_and_gather(way, dtype, x):
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     if is_float and jnp.dtype(dtype).itemsize < x.dtype.itemsize:
         x = x.astype(dtype)
-    return _gathered(layouts, x)
+    return _gathered(way, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(layouts, x):
-    x = jax.lax.with_sharding_constraint(x, layouts[0])
-    return checkpoint_name(x, GATHERED)
+def _gathered(way, x):
+    for layout in way.gathered:
+        x = jax.lax.with_sharding_constraint(x, layout)
+        x = checkpoint_name(x, GATHERED)
+    return x
 
 
-def _gathered_forward(layouts, x):
-    return _gathered(layouts, x), None
+def _gathered_forward(way, x):
+    return _gathered(way, x), None
 
 
-def _gathered_backward(layouts, _, gradient):
+def _gathered_backward(way, _, gradient):
+    # Of an axis that is not the first the TPU compiler scatters only what
+    # divides into pairs of its tiles.
+    gradient = jnp.moveaxis(gradient, way.place, 0)
+    for layout in way.scattered:
+        gradient = jax.lax.with_sharding_constraint(gradient, layout)
+    gradient = jnp.moveaxis(gradient, 0, way.place)
     # Only its own part of the sum over rows comes to each device. Of another
     # axis the part is cut out afterwards: wanting no more than it, XLA would
     # split the activations as well.
-    for layout in layouts[1:]:
+    for layout in way.kept:
         gradient = jax.lax.with_sharding_constraint(gradient, layout)
-    # Over 64 chips XLA makes it an all-reduce and a cut, and would fuse the
-    # cut into what uses it: the whole of all gradients would wait for their
-    # norm and the update, 16 GiB of an 8B model.
+    # XLA may make it an all-reduce and a cut, and would fuse the cut into
+    # what uses it: the whole of all gradients would wait for their norm and
+    # the update, 16 GiB of an 8B model over 64 chips.
     return (jax.lax.optimization_barrier(gradient),)
 
 
@@ -306,6 +399,8 @@ def over_rows(function, kernels, splits, *rows, shared=None):
         mesh, name, size, *_ = axes()
     if mesh is None or any(n % size for n in leading):
         return function(kernels, *rows)
+    stages = two_stages(mesh, name)
+    groups = stages.groups() if stages and stages.to_gather else (None,)
     dtypes = [kernel.dtype for kernel in kernels]
     lie = [_along({name, shared}, split) for split in splits]
     manual = {name, shared} - {None}
@@ -321,7 +416,7 @@ def over_rows(function, kernels, splits, *rows, shared=None):
         kernel = kernel.astype(dtype)
         if name not in axes:
             return kernel
-        return _gather_along(name, axes.index(name), kernel)
+        return _gather_along(name, axes.index(name), groups, kernel)
 
     def local(kernels, *rows):
         kernels = [at_hand(*parts) for parts in zip(kernels, dtypes, lie)]
@@ -382,16 +477,20 @@ _finished_together.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_along(name, axis, x):
-    return jax.lax.all_gather(x, name, axis=axis, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather_along(name, axis, groups, x):
+    for group in groups:
+        x = jax.lax.all_gather(
+            x, name, axis=axis, tiled=True, axis_index_groups=group
+        )
+    return x
 
 
-def _gather_along_forward(name, axis, x):
-    return _gather_along(name, axis, x), None
+def _gather_along_forward(name, axis, groups, x):
+    return _gather_along(name, axis, groups, x), None
 
 
-def _gather_along_backward(name, axis, _, gradient):
+def _gather_along_backward(name, axis, groups, _, gradient):
     # Each device is sent its part by all others and adds up in float32. The
     # bytes are those of a reduce-scatter, which the TPU compiler makes an
     # all-reduce, of twice as many, on grids such as 4x4.

@@ -2,8 +2,9 @@
 
 `same_numbers.py CASE...`, a case being `task:family:mode:mesh,mesh`: the task
 one of `TASKS`; the mode `full` or `lora`; a mesh `8x1` (FSDP), `4x2`, `1x8`
-and so on, `tp2` (tensor parallelism alone) or `dp`. `optimizers` is a case of
-its own, and so is `sent:task:family:mesh`.
+and so on, `tp2` (tensor parallelism alone), `dp`, or `stages`, FSDP that
+gathers and scatters in two stages, as over many TPUs. `optimizers` is a case
+of its own, and so is `sent:task:family:mesh`.
 """
 
 import functools
@@ -19,13 +20,25 @@ import numpy as np
 import optax
 
 import keras_posttrain as kpt
+from keras_posttrain.models import sharding
 from tests.support import REFERENCE, load_json, random_rows, weights
 
 PAIRS = load_json("dpo.json")["datasets"]["llama3"][:8]
 PROMPTS = [{"prompt_ids": row["token_ids"]} for row in random_rows(8, 3, 6)]
 
 
+def in_two_stages(mesh, name):
+    finer = jax.sharding.Mesh(mesh.devices.reshape(4, 2), ("outer", "inner"))
+    return sharding.Stages(finer, ("outer", "inner"), to_gather=True)
+
+
+TWO_STAGES = sharding.two_stages
+
+
 def mesh(name):
+    sharding.two_stages = in_two_stages if name == "stages" else TWO_STAGES
+    if name == "stages":
+        return kpt.distribution.fsdp()
     if name == "dp":
         return kpt.distribution.data_parallel()
     if name.startswith("tp"):

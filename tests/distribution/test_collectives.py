@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -68,6 +69,16 @@ def shaped(folder, sizes, length, lora=None):
             None,
             marks=pytest.mark.full,
         ),
+        # Over 64 chips, and along three axes of the network, it would make
+        # an all-reduce of a gather as well: twice the ideal's bytes.
+        pytest.param(
+            "v5p:4x4x4",
+            kpt.distribution.fsdp,
+            2,
+            None,
+            None,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "v5e:2x2",
             kpt.distribution.fsdp,
@@ -92,7 +103,7 @@ def test_a_step_sends_what_it_must(
         plan = task.plan(
             chips,
             strategy,
-            batch_size=16 if chips == "v5e:4x4" else 8,
+            batch_size=len(topology.get(chips).devices),
             micro_batch_size=micro,
             exact=True,
         )
@@ -101,12 +112,42 @@ def test_a_step_sends_what_it_must(
     assert 0.5 < ratio <= 1.25, plan
 
 
-def test_no_chip_keeps_whole_gradients():
+@pytest.mark.parametrize(
+    "chips, stages, gathers",
+    [
+        ("v5e:4x8", None, False),
+        ("v5e:8x8", (8, 8), False),
+        ("v5e:16x16", (16, 16), False),
+        ("v5p:2x4x4", None, False),
+        ("v5p:4x4x4", (16, 4), True),
+        ("v5p:4x4x8", (16, 8), True),
+    ],
+)
+def test_long_axes_are_gone_along_in_two_stages(chips, stages, gathers):
+    devices = list(topology.get(chips).devices)
+    distribution = kpt.distribution.fsdp(devices=devices)
+    mesh = distribution.device_mesh.backend_mesh
+    found = sharding.two_stages(mesh, "batch")
+    if stages is None:
+        assert found is None
+        return
+    assert tuple(found.mesh.shape.values()) == stages
+    assert found.to_gather == gathers
+    assert list(found.mesh.devices.flat) == list(mesh.devices.flat)
+    # The inner stage lies along one axis of the network.
+    inner = np.array([d.coords for d in found.mesh.devices[0]])
+    assert ((inner != inner[0]).any(axis=0)).sum() == 1
+
+
+@pytest.mark.parametrize("in_stages", [True, False])
+def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
     """Of what 64 chips add up each keeps its part, not all until the update.
 
-    XLA adds gradients up whole there, and cuts where they are used next:
-    32 layers of Llama-3-8B would have kept 16 GiB.
+    In one go XLA adds gradients up whole there, and cuts where they are used
+    next: 32 layers of Llama-3-8B would have kept 16 GiB.
     """
+    if not in_stages:
+        monkeypatch.setattr(sharding, "two_stages", lambda mesh, name: None)
     layers, width, tokens = 8, 8192, 2048
     devices = list(topology.get("v5e:8x8").devices)
     distribution = kpt.distribution.fsdp(devices=devices)

@@ -41,7 +41,7 @@ def test_rows_that_are_given():
     run(
         "packed:gemma2:lora:1x8",
         "dpo:qwen3:lora:4x2",
-        "distill:llama3:full:8x1",
+        "distill:llama3:full:8x1,stages",
         "uneven:llama3:full:8x1",
     )
 
