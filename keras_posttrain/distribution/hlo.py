@@ -28,6 +28,8 @@ STILL = (
     "while", "call", "conditional", "iota", "partition-id",
 )  # fmt: skip
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+# Those of a TPU's other cores say so behind it.
+_TAIL = re.compile(r"^\}(, execution_thread=\"[^\"]*\")?$")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|true_computation|false_computation)="
@@ -129,7 +131,7 @@ class _Module:
                     name = head[2]
                     if head[1]:
                         self.entry = name
-            elif line == "}":
+            elif _TAIL.match(line):
                 current = None
             else:
                 found = _instruction(line)

@@ -39,14 +39,14 @@ def shaped(preset=LLAMA, kind=kpt.SFTTask, **kwargs):
         )
 
 
-def four():
-    devices = topology.get("v5e:2x2").devices
+def four(chips="v5e:2x2"):
+    devices = topology.get(chips).devices
     return kpt.distribution.fsdp(devices=list(devices))
 
 
-def on_four(function, *shapes):
+def on_four(function, *shapes, chips="v5e:2x2"):
     """A function of arrays split over four TPU chips, compiled."""
-    mesh = four().device_mesh.backend_mesh
+    mesh = four(chips).device_mesh.backend_mesh
     given = [
         jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(mesh, P(*axes))
@@ -144,6 +144,24 @@ def test_a_loop_that_data_end():
     counts = hlo.count(compiled.as_text(), 4, data_dependent_trips=10)
     assert counts.unknown_loops == 1
     assert counts.flops == 10 * 2 * 128**3
+
+
+def test_what_other_cores_of_a_chip_do_is_read():
+    """A v5p adds up pairs on its sparse cores, beside the rest."""
+
+    def function(mesh, x, places):
+        sums = jnp.zeros(2).at[places].add(jnp.diag(x @ x))
+        return sums[0] * sums[1]
+
+    compiled = on_four(
+        function,
+        ((128, 128), "float32", ()),
+        ((128,), "int32", ()),
+        chips="v5p:2x2x1",
+    )
+    text = compiled.as_text()
+    assert '}, execution_thread="sparsecore"' in text
+    assert hlo.count(text, 4).flops == 2 * 128**3
 
 
 def test_products_are_counted_as_by_xla():
