@@ -148,15 +148,16 @@ def two_stages(mesh, name):
 
     Returns:
         `Stages`, the inner of them along one axis of the TPUs' network; or
-        `None`, where one go does, or the network is not known.
+        `None`, where one go does, or the devices are no TPUs.
     """
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    if mesh.shape[name] <= MOST_AT_ONCE or not is_tpu:
+        return None
     place = mesh.axis_names.index(name)
     line = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[name], -1)
-    at = [getattr(device, "coords", None) for device in line[:, 0]]
-    if len(at) <= MOST_AT_ONCE or None in at:
-        return None
+    at = np.array([device.coords for device in line[:, 0]])
     # Along how many axes of the network the first of them, 1 to all, lie.
-    moved = np.array(at) != at[0]
+    moved = at != at[0]
     across = np.logical_or.accumulate(moved).sum(axis=1)
     inner = int((across <= 1).sum())
     if inner in (1, len(at)) or len(at) % inner:
