@@ -25,7 +25,7 @@ from keras_posttrain import (
     rewards,  # noqa: E402
     rollout,  # noqa: E402
 )
-from keras_posttrain.data.tokenizer import Tokenizer  # noqa: E402
+from keras_posttrain.data.chat.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
 from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain import optimizers
-from keras_posttrain.tasks.step import apply_optimizer
+from keras_posttrain.training.step import apply_optimizer
 from tests.support import REFERENCE, random_rows, read_log, weights
 
 SHAPES = {

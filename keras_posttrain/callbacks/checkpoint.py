@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain.callbacks import others
+from keras_posttrain.callbacks import callback_state
 from keras_posttrain.callbacks.metrics_log import make_directory
 from keras_posttrain.distribution import processes
 
@@ -194,7 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
             if hasattr(callback, "flush"):
                 callback.flush()
         arrays, meta = task.training_state()
-        arrays["best"] = others.best_weights(task.fit_callbacks, task)
+        arrays["best"] = callback_state.best_weights(task.fit_callbacks, task)
         if jax.default_backend() == "cpu":
             # An array on the CPU is written from where it lies, and the next
             # step is given that memory.
@@ -202,7 +202,7 @@ class Checkpoint(keras.callbacks.Callback):
         meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
         stopped = task.stop_training and not self._stopped_in_epoch
         meta["stopped"] = bool(stopped)
-        meta["callbacks"] = others.counters(task.fit_callbacks)
+        meta["callbacks"] = callback_state.counters(task.fit_callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
         self._checked(
@@ -250,8 +250,10 @@ class Checkpoint(keras.callbacks.Callback):
                 failures.append((step, error))
                 continue
             task.restore_training_state(arrays, meta)
-            others.set_counters(task.fit_callbacks, meta["callbacks"])
-            others.set_best_weights(task.fit_callbacks, task, arrays["best"])
+            callback_state.set_counters(task.fit_callbacks, meta["callbacks"])
+            callback_state.set_best_weights(
+                task.fit_callbacks, task, arrays["best"]
+            )
             if meta["in_epoch"]:
                 self._scalars = [
                     (v, np.array(v.value))

@@ -1,6 +1,6 @@
 """What a program needs of some hardware, before that is rented.
 
-It knows no task: `keras_posttrain/tasks/planning.py` tells what was compiled.
+It knows no task: `planning/train_plan.py` passes in what was compiled.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.models import comparison
+from keras_posttrain.models import token_divergence
 from keras_posttrain.models.head import Head
 from keras_posttrain.models.sharding import Split
 
@@ -214,7 +214,10 @@ def _sweep(
         (tokens.index, tokens.source, tokens.targets, weights,
          tuple(teacher_weights)),
     )  # fmt: skip
-    names = ["divergences", *(n for n in comparison.COMPANIONS if n in needs)]
+    names = [
+        "divergences",
+        *(n for n in token_divergence.COMPANIONS if n in needs),
+    ]
     # Slots without a token write to a place behind the last, cut off below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
     carry["sum"] = jnp.zeros((), "float32")
@@ -238,9 +241,13 @@ def _sweep(
         logits, _ = head.logits(h, kernel)
         theirs = [teacher.rows(index, used) for teacher in teachers]
         rows = (logits, theirs, targets, weights, shares)
-        values, d_logits = comparison.by_block(
+        values, d_logits = token_divergence.by_block(
             functools.partial(
-                comparison.compare, head.soft_cap, settings, names, gradients
+                token_divergence.compare,
+                head.soft_cap,
+                settings,
+                names,
+                gradients,
             ),
             rows,
         )
@@ -294,7 +301,7 @@ def _chunk(head, kernel, teachers, slots):
             size = _vocabulary(teacher.head, teacher.kernel)
             sizes.append(head.chunk(size, slots))
     size = min(sizes)
-    block = comparison.BLOCK
+    block = token_divergence.BLOCK
     return size - size % block if size > block else size
 
 

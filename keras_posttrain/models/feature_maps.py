@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.losses import AttentionLoss
-from keras_posttrain.models.taps import Taps
+from keras_posttrain.models.activation_capture import Taps
 
 
 class FeatureMap(keras.layers.Layer):

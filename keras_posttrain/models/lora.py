@@ -14,8 +14,9 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
-from keras_posttrain.models import huggingface, placing, sharding
-from keras_posttrain.models.adapter_files import (
+from keras_posttrain.models import device_transfer, sharding
+from keras_posttrain.models.hf import exchange
+from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
     WEIGHTS_FILE,
@@ -197,7 +198,7 @@ class Adapter(keras.layers.Layer):
     def __init__(self, causal_lm, lora, name="lora"):
         super().__init__(name=name, dtype="float32")
         self.lora = lora
-        layers = huggingface.linear_layers(causal_lm)
+        layers = exchange.linear_layers(causal_lm)
         self.pairs = [
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
@@ -368,8 +369,10 @@ class Adapter(keras.layers.Layer):
         directory = pathlib.Path(directory)
         tensors = {}
         for tensor in self._tensors():
-            array = placing.to_host(tensor.variable.value)
-            tensors[tensor.name] = placing.contiguous(tensor.to_hf(array))
+            array = device_transfer.to_host(tensor.variable.value)
+            tensors[tensor.name] = device_transfer.contiguous(
+                tensor.to_hf(array)
+            )
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -392,7 +395,7 @@ class Adapter(keras.layers.Layer):
             text = json.dumps(config, indent=2, sort_keys=True)
             (directory / CONFIG_FILE).write_text(text + "\n")
 
-        placing.on_first(write)
+        device_transfer.on_first(write)
 
     def _tensors(self):
         """The factors under PEFT's names, which has them transposed."""
@@ -400,7 +403,7 @@ class Adapter(keras.layers.Layer):
         for pair, *factors in zip(self.pairs, self.a, self.b):
             for part, variable in zip("AB", factors):
                 name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                yield huggingface.Tensor(name, variable, transposed)
+                yield exchange.Tensor(name, variable, transposed)
 
     def _target_modules(self):
         """Last parts of the names where these alone say which, else names."""
@@ -442,7 +445,7 @@ class Adapter(keras.layers.Layer):
         for tensor in self._tensors():
             with stored.open(tensor.name) as opened:
                 read = functools.partial(tensor.read, opened)
-                placing.fill(tensor.variable, read)
+                device_transfer.fill(tensor.variable, read)
 
     def _check_names(self, stored):
         """Refuses an adapter of other layers than the task's."""

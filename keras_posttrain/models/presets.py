@@ -6,10 +6,11 @@ import tempfile
 import keras_hub
 import numpy as np
 
-from keras_posttrain.data.tokenizer import Tokenizer
-from keras_posttrain.models import huggingface, loading, placing
-from keras_posttrain.models.checkpoint_files import read_json, write_json
-from keras_posttrain.models.families import family_of
+from keras_posttrain.data.chat.tokenizer import Tokenizer
+from keras_posttrain.models import device_transfer
+from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf.checkpoint_files import read_json, write_json
+from keras_posttrain.models.hf.families import family_of
 
 # What KerasHub's preset has no place for lies in this folder beside it: the
 # model's config in Hugging Face's terms, and the tokenizer's own files.
@@ -25,8 +26,8 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     """`loading.load_causal_lm`, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
     kwargs = {"dtype": dtype, "load_weights": load_weights}
-    if own is not None and (own / huggingface.CONFIG).exists():
-        config = read_json(own / huggingface.CONFIG)
+    if own is not None and (own / exchange.CONFIG).exists():
+        config = read_json(own / exchange.CONFIG)
         return loading.load_saved(own.parent, config, **kwargs)
     return loading.load_causal_lm(preset, **kwargs)
 
@@ -43,7 +44,7 @@ def load_tokenizer(preset):
         directory or a saved preset has no tokenizer.
     """
     own = _own_folder(preset)
-    directory = own or huggingface.resolve(preset)
+    directory = own or exchange.resolve(preset)
     if directory is not None:
         files = ("tokenizer.json", "tokenizer.model")
         if not any((directory / f).exists() for f in files):
@@ -71,13 +72,13 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
         tokenizer: `Tokenizer` or `None`.
     """
     directory = pathlib.Path(directory)
-    placing.on_first(lambda: _check_new(directory))
+    device_transfer.on_first(lambda: _check_new(directory))
     values = adapter.merged_values() if adapter else lambda v: v.value
     order = _order_of_saving(causal_lm)
-    arrays = (placing.to_host(values(variable)) for variable in order)
+    arrays = (device_transfer.to_host(values(variable)) for variable in order)
 
     def write():
-        with placing.Values(lambda variable: next(arrays)):
+        with device_transfer.Values(lambda variable: next(arrays)):
             causal_lm.save_to_preset(str(directory))
         _keep_tied(causal_lm.backbone, directory)
         own = directory / OWN_FOLDER
@@ -87,10 +88,10 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
             stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
             write_json(own / "generation_config.json", stop)
         if family_of(causal_lm) is not None:
-            config = huggingface.hf_config(causal_lm)
-            write_json(own / huggingface.CONFIG, config)
+            config = exchange.hf_config(causal_lm)
+            write_json(own / exchange.CONFIG, config)
 
-    placing.on_first(write, arrays)
+    device_transfer.on_first(write, arrays)
 
 
 def _check_new(directory):
@@ -109,7 +110,10 @@ def _order_of_saving(causal_lm):
         order.append(variable)
         return np.zeros((), variable.dtype)
 
-    with tempfile.TemporaryDirectory() as unused, placing.Values(value):
+    with (
+        tempfile.TemporaryDirectory() as unused,
+        device_transfer.Values(value),
+    ):
         causal_lm.save_to_preset(unused)
     return order
 

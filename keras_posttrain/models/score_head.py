@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
-from keras_posttrain.models import adapter_files, checkpoint_files
+from keras_posttrain.models.hf import adapter_files, checkpoint_files
 
 # As transformers' models for sequence classification name it.
 TENSOR = "score.weight"

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import keras
 
-from keras_posttrain.models import guards, loading
+from keras_posttrain.models import guards
+from keras_posttrain.models.hf import loading
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter
 from keras_posttrain.models.policy import Policy

@@ -1,11 +1,11 @@
-from keras_posttrain.rollout.native import NativeRollout
+from keras_posttrain.rollout.native.engine import NativeRollout
 from keras_posttrain.rollout.rollout import (
     Completion,
     Request,
     Rollout,
     Scores,
 )
-from keras_posttrain.rollout.vllm import VLLMRollout
+from keras_posttrain.rollout.vllm.engine import VLLMRollout
 
 __all__ = [
     "Completion",

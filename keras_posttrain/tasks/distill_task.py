@@ -1,15 +1,17 @@
 import contextlib
 
+from keras_posttrain.distill import checks as distill_checks
+from keras_posttrain.distill import step
+from keras_posttrain.distill.collector import DistillCollector
+from keras_posttrain.distill.data import DistillData
+from keras_posttrain.distill.teachers import GivenTeachers, Teacher
 from keras_posttrain.losses import ForwardKLLoss, PolicyLoss, ReverseKLLoss
 from keras_posttrain.losses.features import FeatureLoss
 from keras_posttrain.models.feature_maps import FeatureMap, taps_of
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.tasks import checks, distill_checks, distill_step
-from keras_posttrain.tasks.distill_data import DistillData
-from keras_posttrain.tasks.distill_rollout import DistillCollector
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.tasks.teacher import GivenTeachers, Teacher
+from keras_posttrain.training import checks
 
 
 class DistillTask(DistillData, RolloutTask):
@@ -240,7 +242,7 @@ class DistillTask(DistillData, RolloutTask):
         return None
 
     def _make_feature_maps(self, loss):
-        losses = [part for _, _, part in distill_step.parts(loss)]
+        losses = [part for _, _, part in step.parts(loss)]
         losses = [x for x in losses if isinstance(x, FeatureLoss)]
         if self.feature_maps:
             known = self._feature_losses()
@@ -389,7 +391,7 @@ class DistillTask(DistillData, RolloutTask):
             return super().row_terms(
                 state, rows, normalizers, key, differentiable
             )
-        return distill_step.row_terms(
+        return step.row_terms(
             self, state, rows, normalizers, key, differentiable
         )
 

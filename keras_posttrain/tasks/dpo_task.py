@@ -4,11 +4,11 @@ import gc
 import jax
 
 from keras_posttrain.losses import DPOLoss
-from keras_posttrain.tasks import preference_checks as checks
-from keras_posttrain.tasks import step as steps
 from keras_posttrain.tasks.preference_task import PreferenceTask
-from keras_posttrain.tasks.reference import Reference
-from keras_posttrain.tasks.reference_cache import ReferenceCache, logps_of
+from keras_posttrain.training import preference_checks as checks
+from keras_posttrain.training import step as steps
+from keras_posttrain.training.frozen import Reference
+from keras_posttrain.training.reference_cache import ReferenceCache, logps_of
 
 
 class DPOTask(PreferenceTask):

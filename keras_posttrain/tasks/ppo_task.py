@@ -8,8 +8,8 @@ import keras_hub
 from keras_posttrain.losses import Loss, PPOLoss, SumLoss, ValueLoss
 from keras_posttrain.models import presets
 from keras_posttrain.models.value_head import ValueHead
-from keras_posttrain.tasks import rollout_checks
-from keras_posttrain.tasks.ppo_collect import PPOCollector, TokenAdvantages
+from keras_posttrain.rl import checks
+from keras_posttrain.rl.ppo import PPOCollector, TokenAdvantages
 from keras_posttrain.tasks.rollout_task import RolloutTask
 
 
@@ -126,7 +126,7 @@ class PPOTask(RolloutTask):
                     f"it out. Received: {name}={kwargs[name]!r}"
                 )
         loss = self.default_loss() if loss == "auto" else loss
-        rollout_checks.policy_loss(loss)
+        checks.policy_loss(loss)
         value_loss = ValueLoss() if value_loss == "auto" else value_loss
         _check_value_loss(value_loss)
         _check_kl(loss, kl_coef, kl_in)

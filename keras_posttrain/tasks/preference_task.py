@@ -1,11 +1,11 @@
 import dataclasses
 
-from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.preference import prepare_preferences
-from keras_posttrain.data.preference_batch import PreferenceLayout
-from keras_posttrain.tasks import padding
-from keras_posttrain.tasks import preference_checks as checks
+from keras_posttrain.data.batches.preference_batch import PreferenceLayout
+from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.preference import prepare_preferences
 from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import padding
+from keras_posttrain.training import preference_checks as checks
 
 
 class PreferenceTask(Task):

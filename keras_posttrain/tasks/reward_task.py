@@ -4,9 +4,10 @@ import jax
 
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import BradleyTerryLoss
-from keras_posttrain.models import huggingface, placing, score_head
-from keras_posttrain.tasks import checks
+from keras_posttrain.models import device_transfer, score_head
+from keras_posttrain.models.hf import exchange
 from keras_posttrain.tasks.preference_task import PreferenceTask
+from keras_posttrain.training import checks
 
 
 class RewardTask(PreferenceTask):
@@ -60,7 +61,7 @@ class RewardTask(PreferenceTask):
     @classmethod
     def from_preset(cls, preset, *, load_weights=True, **kwargs):
         task = super().from_preset(preset, load_weights=load_weights, **kwargs)
-        directory = huggingface.resolve(preset)
+        directory = exchange.resolve(preset)
         if load_weights and directory is not None:
             tensor = score_head.read_score(directory)
             if tensor is not None:
@@ -147,7 +148,9 @@ class RewardTask(PreferenceTask):
         """Writes the adapter and the head in PEFT's format."""
         super().save_adapter(path)
         tensor = self.score_head.tensor()
-        placing.on_first(lambda: score_head.add_to_adapter(path, tensor))
+        device_transfer.on_first(
+            lambda: score_head.add_to_adapter(path, tensor)
+        )
 
     def load_adapter(self, path):
         """Takes the weights of a PEFT adapter, and the head it may have.
@@ -170,7 +173,9 @@ class RewardTask(PreferenceTask):
         """
         super().export(path, **kwargs)
         tensor = self.score_head.tensor()
-        placing.on_first(lambda: score_head.add_to_export(path, tensor))
+        device_transfer.on_first(
+            lambda: score_head.add_to_export(path, tensor)
+        )
 
     def save_to_preset(self, path):
         raise ValueError(

@@ -12,20 +12,21 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.process_group import Together
 from keras_posttrain.callbacks.progress import Progress
-from keras_posttrain.callbacks.together import Together
-from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
-from keras_posttrain.tasks import padding, rollout_checks
-from keras_posttrain.tasks.collect import Collector, Drawn
-from keras_posttrain.tasks.means import Means
-from keras_posttrain.tasks.reference import Reference
-from keras_posttrain.tasks.rollout_batch import Layout
+from keras_posttrain.rl import checks
+from keras_posttrain.rl.batches import Layout
+from keras_posttrain.rl.collector import Collector, Drawn
 from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import padding
+from keras_posttrain.training.frozen import Reference
+from keras_posttrain.training.means import Means
 
 
 class RolloutRun(Task):
@@ -79,7 +80,7 @@ class RolloutRun(Task):
 
     def prepare_prompts(self, dataset, name="dataset"):
         """Rows to prompts: `(prompts, report)`."""
-        length, limit = rollout_checks.room(self, self.max_completion_length)
+        length, limit = checks.room(self, self.max_completion_length)
         prompts, report = prepare_prompts(
             dataset,
             self.tokenizer,
@@ -113,20 +114,20 @@ class RolloutRun(Task):
         mask_truncated_completions,
     ):
         """What `compile` says of the samples, checked and kept."""
-        rollout_checks.counts(
+        checks.counts(
             num_generations=num_generations,
             max_completion_length=max_completion_length,
             num_minibatches=num_minibatches,
             num_iterations=num_iterations,
         )
-        rollout_checks.sampling(temperature)
-        rollout_checks.old_log_probs(old_log_probs)
-        rollout_checks.room(self, max_completion_length)
-        self.rollout = rollout_checks.engine(rollout)
+        checks.sampling(temperature)
+        checks.old_log_probs(old_log_probs)
+        checks.room(self, max_completion_length)
+        self.rollout = checks.engine(rollout)
         self.num_generations = num_generations
         self.max_completion_length = max_completion_length
         self.temperature = float(temperature)
-        self.stop_token_ids = rollout_checks.stop_token_ids(
+        self.stop_token_ids = checks.stop_token_ids(
             stop_token_ids,
             self.tokenizer,
             self.causal_lm.backbone.vocabulary_size,
@@ -161,7 +162,7 @@ class RolloutRun(Task):
         return Layout(
             num_sequences=sequences,
             sequence_length=self.sequence_length,
-            token_budget=rollout_checks.token_budget(
+            token_budget=checks.token_budget(
                 packing or share,
                 self.sequence_length,
                 longest + self.max_completion_length,
@@ -177,7 +178,7 @@ class RolloutRun(Task):
 
     def _sequences(self, batch_size):
         """Completions of an optimizer step."""
-        return rollout_checks.minibatches(
+        return checks.minibatches(
             batch_size, self.num_generations, self.num_minibatches
         )
 
@@ -231,7 +232,7 @@ class RolloutRun(Task):
         """A run whose rollouts may be begun before their turn."""
         loss, corrected = self.objective, self.objective
         if max_staleness:
-            corrected = rollout_checks.corrected(loss, self.old_log_probs)
+            corrected = checks.corrected(loss, self.old_log_probs)
         if corrected is not loss:
             self._set_objective(corrected)
         self.max_staleness = max_staleness

@@ -4,12 +4,13 @@ import dataclasses
 
 import keras
 
-from keras_posttrain.data.prompts import Prompt
+from keras_posttrain.data.rows.prompts import Prompt
 from keras_posttrain.distribution import processes
-from keras_posttrain.tasks import checks, rollout_checks
-from keras_posttrain.tasks.ahead import Ahead
-from keras_posttrain.tasks.evaluation import evaluate_prompts
+from keras_posttrain.rl import checks as rollout_checks
+from keras_posttrain.rl.async_sampler import Ahead
+from keras_posttrain.rl.evaluation import evaluate_prompts
 from keras_posttrain.tasks.rollout_run import RolloutRun, show
+from keras_posttrain.training import checks
 
 
 class RolloutTask(RolloutRun):

@@ -1,4 +1,4 @@
-from keras_posttrain.data.formats import prepare_sft
+from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.losses import SFTLoss
 from keras_posttrain.tasks.task import Task
 

@@ -1,14 +1,15 @@
 import jax
 
 from keras_posttrain.distribution import fsdp, processes
-from keras_posttrain.models import guards, huggingface, loading, presets
-from keras_posttrain.models.adapter_files import read_config
+from keras_posttrain.models import guards, presets
+from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.tasks import checks
-from keras_posttrain.tasks.generation import Generator
 from keras_posttrain.tasks.trainer import Trainer
+from keras_posttrain.training import checks
+from keras_posttrain.training.generation import Generator
 
 
 class Task(Trainer):
@@ -328,7 +329,7 @@ class Task(Trainer):
         ```
         """
         # It knows the tasks, which begin here.
-        from keras_posttrain.tasks import planning
+        from keras_posttrain.planning import train_plan
 
         settings = {}
         if sequence_length is not None:
@@ -338,11 +339,11 @@ class Task(Trainer):
         if remat is not None:
             settings["remat"] = remat
         layout = {"packing": packing, "share_prefix": share_prefix}
-        planning.check(self, batch_size, layout, **settings)
+        train_plan.check(self, batch_size, layout, **settings)
         batch = {
             "batch_size": batch_size, "prompt_length": prompt_length, **layout
         }  # fmt: skip
-        return planning.make_plan(
+        return train_plan.make_plan(
             self, topology, strategy, batch, exact, **settings
         )
 
@@ -371,9 +372,9 @@ class Task(Trainer):
         Raises:
             ValueError: as in `plan`.
         """
-        from keras_posttrain.tasks import plan_decode
+        from keras_posttrain.planning import decode_plan
 
-        return plan_decode.make_plan(
+        return decode_plan.make_plan(
             self, topology, strategy, num_slots, num_tokens, exact
         )
 
@@ -453,7 +454,7 @@ class Task(Trainer):
             max_shard_bytes: int, the most bytes in a safetensors file.
         """
         values = self.adapter.merged_values() if self.adapter else None
-        huggingface.export(
+        exchange.export(
             self.causal_lm,
             path,
             dtype=dtype,

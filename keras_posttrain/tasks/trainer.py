@@ -9,14 +9,14 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.process_group import Together
 from keras_posttrain.callbacks.progress import Progress
-from keras_posttrain.callbacks.together import Together
-from keras_posttrain.data.pipeline import BatchAdapter
+from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss, reductions
-from keras_posttrain.tasks import checks, coupled, padding
-from keras_posttrain.tasks import step as steps
-from keras_posttrain.tasks.resume import Resumable
+from keras_posttrain.training import batch_coupled, checks, padding
+from keras_posttrain.training import step as steps
+from keras_posttrain.training.run_state import Resumable
 
 
 class Trainer(Resumable):
@@ -494,7 +494,7 @@ class Trainer(Resumable):
 
         count = self._micro_batches(batch)
         if count > 1 and self.objective.batch_coupled:
-            loss, gradients, metrics = coupled.loss_and_gradients(
+            loss, gradients, metrics = batch_coupled.loss_and_gradients(
                 self, state, batch, key, count
             )
         else:
@@ -557,7 +557,7 @@ class Trainer(Resumable):
 
         count = self._micro_batches(batch)
         if count > 1 and self.objective.batch_coupled:
-            loss, metrics = coupled.loss_alone(self, state, batch, count)
+            loss, metrics = batch_coupled.loss_alone(self, state, batch, count)
         else:
             loss, metrics = steps.over_micro_batches(share, batch, count)
         logs = {k: reductions.metric_value(m) for k, m in metrics.items()}

@@ -5,9 +5,9 @@ import pathlib
 import pytest
 import transformers
 
-from keras_posttrain.data import chat
-from keras_posttrain.data.conversion import read_template
-from keras_posttrain.data.tokenizer import Tokenizer
+from keras_posttrain.data.chat import chat
+from keras_posttrain.data.chat.conversion import read_template
+from keras_posttrain.data.chat.tokenizer import Tokenizer
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference" / "models"
 MODELS = ["llama3", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]

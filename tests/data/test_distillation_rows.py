@@ -9,12 +9,16 @@ import pytest
 import tokenizers
 
 import keras_posttrain as kpt
-from keras_posttrain.data import alignment, encoding
-from keras_posttrain.data.distillation import prepare_distillation
-from keras_posttrain.data.distillation_batch import DistillationLayout
-from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.pipeline import BatchAdapter
-from keras_posttrain.data.taught import Taught, behind_prompt
+from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.chat import alignment
+from keras_posttrain.data.rows import encoding
+from keras_posttrain.data.rows.distillation import prepare_distillation
+from keras_posttrain.data.rows.distillation_example import (
+    Taught,
+    behind_prompt,
+)
+from keras_posttrain.data.rows.examples import prepare_sft
 from tests.support import REFERENCE, random_rows
 
 TOKENIZERS = {

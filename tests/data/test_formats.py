@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.tokenizer import Tokenizer
+from keras_posttrain.data.chat.tokenizer import Tokenizer
+from keras_posttrain.data.rows.examples import prepare_sft
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference" / "models"
 MODELS = ["llama3", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]
@@ -190,7 +190,7 @@ def test_prompt_and_completion_may_be_messages(qwen2):
 
 
 def test_text_from_a_tool_is_not_trained(qwen2):
-    from keras_posttrain.data.conversion import read_template
+    from keras_posttrain.data.chat.conversion import read_template
 
     tokenizer = qwen2.with_chat_template(read_template("qwen2_5"))
     call = {"function": {"name": "add", "arguments": {"a": 1}}}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from keras_posttrain.data.formats import Example
-from keras_posttrain.data.packing import assemble, buckets, pack
+from keras_posttrain.data.batches.packing import assemble, buckets, pack
+from keras_posttrain.data.rows.examples import Example
 
 
 def example(ids, mask=None, row=0):

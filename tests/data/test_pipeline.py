@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_posttrain.data import pipeline
-from keras_posttrain.data.formats import prepare_sft
-from keras_posttrain.data.pipeline import BatchAdapter
+from keras_posttrain.data.batches import pipeline
+from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.rows.examples import prepare_sft
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
 NUM_ROWS = 37

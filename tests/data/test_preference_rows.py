@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.data.preference import prepare_preferences
-from keras_posttrain.data.preference_batch import PreferenceLayout, buckets
+from keras_posttrain.data.batches.preference_batch import (
+    PreferenceLayout,
+    buckets,
+)
+from keras_posttrain.data.rows.preference import prepare_preferences
 from tests.support import REFERENCE
 
 TOKENIZER = kpt.Tokenizer.from_directory(REFERENCE / "models/qwen3")

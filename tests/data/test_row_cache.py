@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from keras_posttrain.data.row_cache import RowCache, row_key
+from keras_posttrain.data.batches.row_cache import RowCache, row_key
 
 HEADER = {"model": "tiny", "weights": 17, "temperature": 1.0, "config": (1,)}
 

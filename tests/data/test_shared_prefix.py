@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.data.formats import Example
-from keras_posttrain.data.packing import assemble
-from keras_posttrain.data.shared_prefix import (
+from keras_posttrain.data.batches.packing import assemble
+from keras_posttrain.data.batches.shared_prefix import (
     Group,
     assemble_groups,
     pack_groups,
 )
+from keras_posttrain.data.rows.examples import Example
 from tests.support import FAMILIES, REFERENCE
 
 

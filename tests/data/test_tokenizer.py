@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 import transformers
 
-from keras_posttrain.data import chat
-from keras_posttrain.data.conversion import read_template
-from keras_posttrain.data.tokenizer import Tokenizer
+from keras_posttrain.data.chat import chat
+from keras_posttrain.data.chat.conversion import read_template
+from keras_posttrain.data.chat.tokenizer import Tokenizer
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
 CASES = {
@@ -171,7 +171,7 @@ def test_a_sentencepiece_file_without_legacy_spaces(tmp_path):
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_converted_merges_are_the_published_ones(name):
     """The merges derived from scores are those of `tokenizer.json`."""
-    from keras_posttrain.data import sentencepiece
+    from keras_posttrain.data.chat import sentencepiece
 
     data = (directory(name) / "tokenizer.model").read_bytes()
     model = sentencepiece.parse_model(data)
@@ -188,7 +188,7 @@ def test_a_unigram_model_is_converted():
 
     import sentencepiece as spm
 
-    from keras_posttrain.data import sentencepiece
+    from keras_posttrain.data.chat import sentencepiece
 
     words = "the cat sat on the mat while another cat ran after a rat"
     lines = [" ".join(words.split()[i:]) for i in range(10)] * 20

@@ -15,7 +15,8 @@ import keras
 import numpy as np
 
 import keras_posttrain as kpt
-from keras_posttrain.models import checkpoint_files, huggingface, presets
+from keras_posttrain.models import presets
+from keras_posttrain.models.hf import checkpoint_files, exchange
 from keras_posttrain.models.lora import Adapter, LoRA
 from tests.distribution.same_numbers import mesh
 from tests.support import REFERENCE
@@ -81,8 +82,8 @@ def check_export(family):
         for name, model in models(path, ["4x2"]):
             out = folder / str(name)
             out.mkdir()
-            huggingface.export(model, out / "plain", max_shard_bytes=100_000)
-            huggingface.export(model, out / "half", dtype="bfloat16")
+            exchange.export(model, out / "plain", max_shard_bytes=100_000)
+            exchange.export(model, out / "half", dtype="bfloat16")
             adapter = filled_adapter(model)
             adapter.save(out / "adapter")
             values = adapter.merged_values()
@@ -92,7 +93,7 @@ def check_export(family):
                 assert lies.is_equivalent_to(
                     kernel.value.sharding, kernel.ndim
                 )
-            huggingface.export(model, out / "merged", values=values)
+            exchange.export(model, out / "merged", values=values)
             tensors = checkpoint_files.Reader(out / "merged")
             merged[name] = {x: tensors.get(x) for x in tensors.shapes}
             before = [np.asarray(v.value) for v in adapter.variables]
@@ -213,7 +214,7 @@ def check_memory(folder):
         "load": most / size,
         "devices": held / size,
         "export": peak(
-            lambda: huggingface.export(
+            lambda: exchange.export(
                 model, folder / "out", values=adapter.merged_values()
             )
         )[1]

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import topology
 from keras_posttrain.models import sharding
-from keras_posttrain.tasks import plan as core
-from keras_posttrain.tasks import step as steps
-from keras_posttrain.tasks.plan_batch import dummy_batch
+from keras_posttrain.planning import lowering as core
+from keras_posttrain.planning.example_batches import dummy_batch
+from keras_posttrain.training import step as steps
 
 pytest.importorskip("libtpu")
 

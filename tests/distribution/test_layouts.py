@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_posttrain.distribution import layouts
-from keras_posttrain.models.families import FAMILIES
+from keras_posttrain.models.hf.families import FAMILIES
 
 MODELS = keras_hub.models
 SIZES = dict(

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from keras_posttrain.models.huggingface import export
-from keras_posttrain.models.loading import load_causal_lm
+from keras_posttrain.models.hf.exchange import export
+from keras_posttrain.models.hf.loading import load_causal_lm
 from tests.support import REFERENCE, run_on_eight_devices
 
 DIRECTORIES = sorted(p.name for p in (REFERENCE / "models").iterdir())

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
-from keras_posttrain.distribution.ideal import Weight, ideal_bytes
+from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
 from keras_posttrain.distribution.plan import Measured, out_of_memory
 from keras_posttrain.models import attention
-from keras_posttrain.tasks import plan as core
-from keras_posttrain.tasks import planning
-from keras_posttrain.tasks.plan_batch import dummy_batch
+from keras_posttrain.planning import lowering as core
+from keras_posttrain.planning import train_plan
+from keras_posttrain.planning.example_batches import dummy_batch
 from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
 
 LLAMA = REFERENCE / "models" / "llama3"
@@ -322,15 +322,17 @@ def test_a_plan_changes_nothing():
     full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
     line = dataclasses.replace(full, compiled_layers=(1, 2))
     roomy = dataclasses.replace(line, capacity=plan.set_aside / 0.9)
-    assert planning._advice(task, full) == planning._advice(task, roomy) == ()
+    assert (
+        train_plan._advice(task, full) == train_plan._advice(task, roomy) == ()
+    )
     assert "layers compiled" not in str(full) and "1 and 2 of 2" in str(line)
-    (advice,) = planning._advice(task, line)
+    (advice,) = train_plan._advice(task, line)
     assert advice.startswith("exact=True") and "95%" in advice
     assert "285% when packed loosely" in advice
     lacking = dataclasses.replace(line, capacity=plan.needed / 1.05)
-    assert planning._advice(task, lacking)[-1].startswith("exact=True")
+    assert train_plan._advice(task, lacking)[-1].startswith("exact=True")
     lacking = dataclasses.replace(line, capacity=plan.needed / 1.2)
-    assert "exact" not in str(planning._advice(task, lacking))
+    assert "exact" not in str(train_plan._advice(task, lacking))
 
 
 @pytest.mark.slow
@@ -424,7 +426,7 @@ def test_what_does_not_fit_is_a_plan():
     def compiled(depth):
         return on_four(too_large, ((128, 131072), "bfloat16", ()))
 
-    found, refusal = planning._measured(compiled, 2, (2,))
+    found, refusal = train_plan._measured(compiled, 2, (2,))
     assert found is None
     assert "RESOURCE_EXHAUSTED" in refusal["refusal"]
     assert refusal["refused_bytes"] == pytest.approx(2 * 131072**2, rel=0.05)
@@ -529,7 +531,7 @@ def test_a_head_that_is_split_takes_more_tokens_at_once(tmp_path, strategy):
     devices = topology.get("v5e:2x2").devices
     with core.planned(task, strategy(devices=list(devices))):
         batch = dummy_batch(task, 32)
-        assert planning._head_trips(task, batch, 1) == 4
+        assert train_plan._head_trips(task, batch, 1) == 4
 
 
 # --- Errors ------------------------------------------------------------------

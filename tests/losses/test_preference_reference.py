@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.models.loading import load_causal_lm
+from keras_posttrain.models.hf.loading import load_causal_lm
 from keras_posttrain.models.policy import Policy
 from tests.support import REFERENCE, load_json
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_posttrain.models import loading, tpu_attention
+from keras_posttrain.models import tpu_attention
 from keras_posttrain.models.attention import BLOCK, segment_attention
+from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
 from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import FAMILIES, REFERENCE

@@ -15,13 +15,13 @@ from keras_posttrain.losses.divergence import (
     sorted_distance,
     with_tail,
 )
-from keras_posttrain.models.comparison import COMPANIONS
 from keras_posttrain.models.divergence_head import (
     FullTeacher,
     TopTeacher,
     divergence_sum,
 )
 from keras_posttrain.models.head import Head, select_tokens
+from keras_posttrain.models.token_divergence import COMPANIONS
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 13, 8, 29
 TEACHER_WIDTH, TEACHER_LENGTH, OTHER_VOCABULARY, K = 5, 17, 23, 4

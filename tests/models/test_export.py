@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from keras_posttrain.models import huggingface
-from keras_posttrain.models.huggingface import export, hf_config
-from keras_posttrain.models.loading import load_causal_lm, repair
+from keras_posttrain.models.hf import exchange as huggingface
+from keras_posttrain.models.hf.exchange import export, hf_config
+from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from tests.models.tiny_checkpoints import (
     BASES,
     assert_equal_logits,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from keras_posttrain.models.loading import load_causal_lm, repair
+from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from tests.models.tiny_checkpoints import (
     BASES,
     TOKEN_IDS,

@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from keras_posttrain._variables import without_values
-from keras_posttrain.models import checkpoint_files, placing
+from keras_posttrain.models import device_transfer
+from keras_posttrain.models.hf import checkpoint_files
 
 
 def test_variables_without_values_take_them_later():
@@ -47,21 +48,21 @@ def test_contiguous_copies(dtype):
     x = np.arange(3 * 300 * 520).reshape(3, 300, 520).astype(dtype)
     for order in [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0), (2, 1, 0)]:
         for view in (x.transpose(order), x[:, 5:290, 3:].transpose(order)):
-            got = placing.contiguous(view)
+            got = device_transfer.contiguous(view)
             assert got.flags.c_contiguous and got.dtype == view.dtype
             assert (got == view).all()
-    assert placing.contiguous(np.ones((), dtype)).shape == ()
+    assert device_transfer.contiguous(np.ones((), dtype)).shape == ()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_host_copies_do_not_stay(dtype, monkeypatch):
     """JAX keeps a copy with each array that NumPy has looked at."""
-    monkeypatch.setattr(placing, "CHUNK", 1000)
+    monkeypatch.setattr(device_transfer, "CHUNK", 1000)
     array = keras.ops.reshape(keras.ops.arange(1230, dtype=dtype), (41, 30))
-    got = placing.to_host(array)
+    got = device_transfer.to_host(array)
     assert array._npy_value is None
     assert got.dtype == array.dtype and (got == np.array(array)).all()
-    assert placing.to_host(array[0, 1]) == array[0, 1]
+    assert device_transfer.to_host(array[0, 1]) == array[0, 1]
 
 
 DTYPES = {"b": "bfloat16", "a": "float32", "c\u00e9": "float16"}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from keras_posttrain.losses.divergence import forward_kl
-from keras_posttrain.models import loading
+from keras_posttrain.models.activation_capture import Taps
 from keras_posttrain.models.divergence_head import TopTeacher
+from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.models.taps import Taps
 from tests.support import REFERENCE
 
 LENGTH = 12

@@ -7,7 +7,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request
-from keras_posttrain.rollout.continued import generate_whole
+from keras_posttrain.rollout.interrupted import generate_whole
 
 PROMPTS = [[5, 17, 101], [9], [33, 8, 250, 71, 12, 90, 14, 200, 3]]
 

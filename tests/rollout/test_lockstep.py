@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.rollout.lockstep import LockstepDecoder
+from keras_posttrain.rollout.native.batch_decoder import LockstepDecoder
 from keras_posttrain.rollout.rollout import Request
 
 M = keras_hub.models

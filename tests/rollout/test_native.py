@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.rollout import NativeRollout, Request, decoding
+from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.native import decoding
 from tests.rollout import contract
 from tests.support import FAMILIES, REFERENCE, load_json, random_rows
 

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_posttrain.rollout import sampling
-from keras_posttrain.rollout.sampling import block_shape, sample, sample_key
+from keras_posttrain.rollout.native import sampling
+from keras_posttrain.rollout.native.sampling import (
+    block_shape,
+    sample,
+    sample_key,
+)
 
 draw = jax.jit(sample)
 

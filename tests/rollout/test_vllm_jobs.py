@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.rollout import (
-    Request,
-    VLLMRollout,
-    vllm_folder,
-    vllm_weights,
-)
-from keras_posttrain.rollout import vllm_jobs as jobs
-from keras_posttrain.rollout.vllm import _Heard
-from keras_posttrain.rollout.vllm_server import _flags
+from keras_posttrain.rollout import Request, VLLMRollout
+from keras_posttrain.rollout.vllm import folder, jobs, weights
+from keras_posttrain.rollout.vllm.engine import _Heard
+from keras_posttrain.rollout.vllm.server import _flags
 from tests.support import REFERENCE
 
 
@@ -62,10 +57,10 @@ def test_requests_to_vllms_parameters():
 
 def test_a_probe_that_differs_gives_both_numbers():
     expected = np.array([0.0, -1.0, -2.5])
-    assert vllm_weights.compare(expected + 1e-4, expected, "float32") < 2e-4
+    assert weights.compare(expected + 1e-4, expected, "float32") < 2e-4
     for wrong in (-2.75, np.nan):
         with pytest.raises(RuntimeError) as error:
-            vllm_weights.compare([0.0, -1.0, wrong], expected, "float32")
+            weights.compare([0.0, -1.0, wrong], expected, "float32")
         for part in ("token 2", f"{wrong:.6f}"[:4], "-2.500000"):
             assert part in str(error.value)
 
@@ -99,7 +94,7 @@ def test_folders_go_with_their_owner(tmp_path):
     """What a killed process left is removed; what is in use is not."""
     script = (
         "import runpy, sys, os\n"
-        f"module = runpy.run_path({vllm_folder.__file__!r})\n"
+        f"module = runpy.run_path({folder.__file__!r})\n"
         f"folder = module['Folder']({str(tmp_path)!r})\n"
         "print(folder.path, flush=True)\n"
         "sys.stdin.readline()\n"
@@ -111,11 +106,11 @@ def test_folders_go_with_their_owner(tmp_path):
     )  # fmt: skip
     with process:
         path = process.stdout.readline().strip()
-        own = vllm_folder.Folder(tmp_path)
+        own = folder.Folder(tmp_path)
         assert os.path.isdir(path)
         process.stdin.write("\n")
     assert os.path.isdir(path)
-    other = vllm_folder.Folder(tmp_path)
+    other = folder.Folder(tmp_path)
     assert not os.path.isdir(path) and own.path.is_dir()
     own.remove()
     del other
@@ -132,7 +127,7 @@ def test_weights_are_those_of_an_export(tmp_path):
     for b in task.adapter.b:
         b.assign(np.random.default_rng(1).normal(0, 0.1, b.shape))
     task.export(tmp_path / "export")
-    merged = vllm_weights.Weights(task, "float32", merged=True)
+    merged = weights.Weights(task, "float32", merged=True)
     merged.write(tmp_path / "merged")
     base = load_file(REFERENCE / "models/qwen3/model.safetensors")
     files = [
@@ -140,7 +135,7 @@ def test_weights_are_those_of_an_export(tmp_path):
         for name in ("export", "merged")
     ]
     assert files[0].keys() == files[1].keys() == merged.table.keys()
-    plain = vllm_weights.Weights(task, "float32", merged=False)
+    plain = weights.Weights(task, "float32", merged=False)
     task.merge_adapter()
     for name, array in plain.arrays():
         np.testing.assert_array_equal(files[0][name], files[1][name])
@@ -164,6 +159,6 @@ def test_without_vllm_it_says_what_to_install():
 
 
 def vllm_is_there():
-    from keras_posttrain.rollout.vllm_local import is_installed
+    from keras_posttrain.rollout.vllm.local import is_installed
 
     return is_installed()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from keras_posttrain.rollout import vllm_process
+from keras_posttrain.rollout.vllm import process as vllm_process
 
 # A server that will not end when asked to, and a process of its own.
 STUBBORN = """

@@ -14,13 +14,9 @@ import pytest
 from keras_hub.src.vllm import registry
 
 import keras_posttrain as kpt
-from keras_posttrain.models.checkpoint_files import read_json
-from keras_posttrain.rollout import (
-    Request,
-    VLLMRollout,
-    vllm_jobs,
-    vllm_tpu,
-)
+from keras_posttrain.models.hf.checkpoint_files import read_json
+from keras_posttrain.rollout import Request, VLLMRollout
+from keras_posttrain.rollout.vllm import jobs, tpu
 from tests.support import FAMILIES, REFERENCE
 
 IDS = {
@@ -128,15 +124,15 @@ def test_weights_in_the_runners_state(tmp_path, family, lora):
     """The runner computes with the trainer's weights, of a copy of them."""
     directory = REFERENCE / "models" / FAMILIES[family]
     task = kpt.SFTTask.from_preset(directory, lora=lora, sequence_length=32)
-    vllm_tpu.write_model(task, tmp_path / "model", "float32")
+    tpu.write_model(task, tmp_path / "model", "float32")
     check_config(tmp_path / "model")
     runner = Runner(tmp_path / "model", "float32")
-    weights = vllm_tpu.TPUWeights(task, "float32", merged=True)
-    found = vllm_tpu._variables(runner.state)
+    weights = tpu.TPUWeights(task, "float32", merged=True)
+    found = tpu._variables(runner.state)
     weights.check({path: list(x.shape) for path, x in found.items()})
     before, old = runner.logits(), runner.state_leaves
     change(task)
-    moved = vllm_tpu.write_state(runner, weights.arrays())
+    moved = tpu.write_state(runner, weights.arrays())
     assert moved == weights.num_bytes == sum(x.nbytes for x in old)
     after, expected = runner.logits(), logits(task)
     np.testing.assert_allclose(after, expected, atol=2e-4, rtol=2e-5)
@@ -156,12 +152,12 @@ def test_weights_in_the_runners_state(tmp_path, family, lora):
 
 def test_dtypes_and_shardings_are_the_runners(tmp_path):
     task = kpt.SFTTask.from_preset(REFERENCE / "models/qwen3")
-    vllm_tpu.write_model(task, tmp_path / "model", "bfloat16")
+    tpu.write_model(task, tmp_path / "model", "bfloat16")
     runner = Runner(tmp_path / "model", "bfloat16")
     shardings = [x.sharding for x in runner.state_leaves]
-    weights = vllm_tpu.TPUWeights(task, "bfloat16", merged=True)
+    weights = tpu.TPUWeights(task, "bfloat16", merged=True)
     change(task)
-    assert vllm_tpu.write_state(runner, weights.arrays()) == weights.num_bytes
+    assert tpu.write_state(runner, weights.arrays()) == weights.num_bytes
     assert {x.dtype.name for x in runner.state_leaves} == {"bfloat16"}
     assert [x.sharding for x in runner.state_leaves] == shardings
     values = reversed(task.causal_lm.backbone.variables)
@@ -172,9 +168,9 @@ def test_dtypes_and_shardings_are_the_runners(tmp_path):
 
 def test_other_variables_are_refused(tmp_path):
     task = kpt.SFTTask.from_preset(REFERENCE / "models/qwen3")
-    vllm_tpu.write_model(task, tmp_path / "model", "float32")
+    tpu.write_model(task, tmp_path / "model", "float32")
     runner = Runner(tmp_path / "model", "float32")
-    weights = vllm_tpu.TPUWeights(task, "float32", merged=True)
+    weights = tpu.TPUWeights(task, "float32", merged=True)
     shapes = weights.shapes()
     path = next(iter(shapes))
     with pytest.raises(ValueError, match=f"1 only here .*{path}"):
@@ -182,24 +178,24 @@ def test_other_variables_are_refused(tmp_path):
     some = list(weights.arrays())[1:]
     state = runner.state
     with pytest.raises(ValueError, match=f"No weights .*{path}"):
-        vllm_tpu.write_state(runner, iter(some))
+        tpu.write_state(runner, iter(some))
     assert runner.state is state
 
 
 def test_jobs():
     """No seed of a request's own, and no distribution cut short."""
-    job = vllm_jobs.sampling_job(Request([4, 5], 3, seed=1))
-    params = vllm_tpu._job(job).params
+    job = jobs.sampling_job(Request([4, 5], 3, seed=1))
+    params = tpu._job(job).params
     assert params == job.params | {"seed": None}
     for settings in ({"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}):
-        job = vllm_jobs.sampling_job(Request([4, 5], seed=1, **settings))
+        job = jobs.sampling_job(Request([4, 5], seed=1, **settings))
         with pytest.raises(ValueError, match="renormalised"):
-            vllm_tpu._job(job)
-    vllm_tpu._job(vllm_jobs.scoring_job([4, 5], 20, 1.0))
+            tpu._job(job)
+    tpu._job(jobs.scoring_job([4, 5], 20, 1.0))
     with pytest.raises(ValueError, match="top_k=21"):
-        vllm_tpu._job(vllm_jobs.scoring_job([4, 5], 21, 1.0))
+        tpu._job(jobs.scoring_job([4, 5], 21, 1.0))
     with pytest.raises(ValueError, match="temperature=0.5"):
-        vllm_tpu._job(vllm_jobs.scoring_job([4, 5], None, 0.5))
+        tpu._job(jobs.scoring_job([4, 5], None, 0.5))
 
 
 def test_a_process_with_tpus(monkeypatch):

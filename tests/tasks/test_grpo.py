@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.tasks.rollout_batch import Layout, Sampled
+from keras_posttrain.rl.batches import Layout, Sampled
 from tests.support import REFERENCE, read_log, weights
 
 VOCABULARY = 512

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.tasks.rollout_batch import Layout, Sampled
+from keras_posttrain.rl.batches import Layout, Sampled
 from tests.support import REFERENCE, load_json
 
 CASES = load_json("grpo_model.json")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.tasks import padding
+from keras_posttrain.training import padding
 from tests.support import REFERENCE, load_json, random_rows, weights
 
 LLAMA = REFERENCE / "models/llama3"

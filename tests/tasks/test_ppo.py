@@ -11,7 +11,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.models import presets
-from keras_posttrain.tasks.ppo_collect import TokenAdvantages
+from keras_posttrain.rl.ppo import TokenAdvantages
 from tests.support import REFERENCE, read_log, weights
 from tests.tasks.test_grpo import MODEL, Record, assert_same, odd, prompts
 from tests.tasks.test_grpo_learning import (

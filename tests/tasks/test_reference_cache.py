@@ -126,8 +126,8 @@ def test_evaluate_before_training_fills_the_cache(tmp_path):
 
 
 def test_a_killed_filling_goes_on(tmp_path, monkeypatch):
-    from keras_posttrain.data.row_cache import RowCache
-    from keras_posttrain.tasks import reference_cache
+    from keras_posttrain.data.batches.row_cache import RowCache
+    from keras_posttrain.training import reference_cache
 
     monkeypatch.setattr(reference_cache, "SHARD", 4)
     write, written = RowCache.write, []

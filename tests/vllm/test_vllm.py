@@ -8,8 +8,8 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request, VLLMRollout
-from keras_posttrain.rollout.vllm_jobs import EngineFailure
-from keras_posttrain.rollout.vllm_local import LocalEngine
+from keras_posttrain.rollout.vllm.jobs import EngineFailure
+from keras_posttrain.rollout.vllm.local import LocalEngine
 from tests.rollout import contract
 from tests.vllm.models import MODELS, compile_grpo, make, prompts
 

@@ -16,7 +16,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import VLLMRollout
-from keras_posttrain.rollout.vllm_server import ServerEngine
+from keras_posttrain.rollout.vllm.server import ServerEngine
 from tests.rollout import contract
 from tests.support import weights
 from tests.vllm.models import compile_grpo, make, prompts

@@ -1,0 +1,429 @@
+"""Examples to batches in a known order, from a position that can be saved."""
+
+import bisect
+import functools
+import hashlib
+import os
+
+import grain
+import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from keras_posttrain.data.batches import packing as packing_lib
+from keras_posttrain.data.batches import streaming
+
+# How many sequences are packed together, and how many batches are built
+# ahead of the step that takes them.
+WINDOW = 2048
+PREFETCH = 8
+MAX_SEQUENCES = 64
+ENDLESS = 2**62
+
+
+class BatchAdapter(DataAdapter):
+    """Feeds `Example`s to Keras's `fit` as the batches of the design.
+
+    Without packing, a row is a sequence, in the order of the dataset or of a
+    permutation a epoch; a batch is as long as the smallest bucket that fits.
+    With packing, sequences share rows: windows of the order are packed once,
+    and it is the packed rows that are shuffled in each epoch. A last partial
+    batch is filled with empty rows, so nothing is dropped.
+
+    What has been trained on is counted in batches: `state_after(count)` gives
+    the position after `count` batches, however many were pulled ahead, and
+    `set_state` goes on from there with exactly the batches that follow.
+
+    Args:
+        examples: list of `Example`s, or a Grain `IterDataset` of them.
+        batch_size: int, rows of a batch (packed rows when packing).
+        sequence_length: int, the longest row.
+        packing: bool, whether sequences share rows.
+        shuffle: bool. Of a stream, only windows of it are shuffled.
+        seed: int, of the order.
+        skip_steps: ints, the data steps (1 for the first batch of the first
+            epoch) whose batches are left out.
+        pad_id: int, the token id at padding.
+        row_multiple: int; batches are filled with empty rows to a multiple of
+            it.
+        build: function of a list of rows, each a list of examples, to a
+            batch; `None` for the one that puts sequences into rows.
+
+    Example:
+
+    ```python
+    adapter = BatchAdapter(examples, batch_size=8, sequence_length=256)
+    for batch in adapter.get_jax_iterator():
+        print(batch["token_ids"].shape)
+    ```
+    """
+
+    def __init__(
+        self,
+        examples,
+        *,
+        batch_size,
+        sequence_length,
+        packing=False,
+        shuffle=True,
+        seed=0,
+        skip_steps=(),
+        pad_id=0,
+        row_multiple=1,
+        build=None,
+    ):
+        for name, value in (
+            ("batch_size", batch_size),
+            ("row_multiple", row_multiple),
+        ):
+            if isinstance(value, bool) or value != int(value) or value < 1:
+                raise ValueError(
+                    f"`{name}` must be an int of at least 1. Received: "
+                    f"{name}={value}."
+                )
+        self._batch_size = int(batch_size)
+        self._skip = sorted({int(step) for step in skip_steps})
+        if self._skip and self._skip[0] < 1:
+            raise ValueError(
+                "`skip_steps` must count data steps from 1. Received: "
+                f"skip_steps={self._skip[:8]}."
+            )
+        num_rows = -(-self._batch_size // row_multiple) * row_multiple
+        if packing:
+            # A sequence has at least two tokens.
+            sequences = max(1, min(MAX_SEQUENCES, sequence_length // 2))
+            lengths = [sequence_length]
+        else:
+            sequences = 1
+            lengths = packing_lib.buckets(sequence_length)
+        self._own = None
+        if build is None:
+            self._part = functools.partial(
+                _build_batch, lengths, num_rows, sequences, pad_id
+            )
+        else:
+            self._part = functools.partial(_part_of_batch, build)
+        settings = {
+            "batch_size": self._batch_size,
+            "packing": bool(packing),
+            "shuffle": bool(shuffle),
+            "seed": int(seed),
+            "sequence_length": int(sequence_length),
+        }
+        kind = (
+            streaming.Stream
+            if isinstance(examples, grain.IterDataset)
+            else RandomAccess
+        )
+        self._source = kind(
+            examples,
+            settings,
+            self._build,
+            max_sequences=sequences,
+            window=WINDOW,
+        )
+        self._restart(self._source.initial_state(), 0)
+
+    def keep_rows(self, own):
+        """Gives a part of the rows of each batch: those of one process.
+
+        Args:
+            own: function from the number of rows of a batch to the indices
+                of those that are kept, or `None` for all.
+        """
+        self._own = own
+
+    def _build(self, rows):
+        return self._part(rows, self._own)
+
+    @property
+    def fingerprint(self):
+        """Dict that JSON can hold: the data and its order."""
+        return self._source.fingerprint
+
+    def _restart(self, position, step):
+        # `_base`: where counting began. `_start`: where the epoch that is
+        # being iterated began, or goes on from.
+        self._base = (position, step)
+        self._start = (position, step)
+        self._skipped = self._start_skipped = 0
+        self._history = streaming.History()
+        self._history.add(step, position)
+
+    @property
+    def epoch_size(self):
+        """Int, batches of an epoch, skipped ones included; `None` of a
+        stream."""
+        return self._source.num_batches
+
+    @property
+    def num_batches(self):
+        """`epoch_size` for Keras. Of a stream it is a number never reached:
+        told `None`, Keras would end every epoch where the first ended, also
+        one that was resumed in its middle."""
+        return self.epoch_size or ENDLESS
+
+    @property
+    def batches_left(self):
+        """Int, batches that the next iterator gives: those of its epoch from
+        the position on, without skipped ones; `None` of a stream."""
+        if self.epoch_size is None:
+            return None
+        first = self._start[1]
+        last = (first // self.epoch_size + 1) * self.epoch_size
+        return last - first - self._skips_between(first, last)
+
+    @property
+    def batch_size(self):
+        return self._batch_size
+
+    @property
+    def has_partial_batch(self):
+        return False
+
+    @property
+    def partial_batch_size(self):
+        return None
+
+    @property
+    def skipped(self):
+        """Int, batches left out so far because of `skip_steps`."""
+        return self._skipped
+
+    def _skips_between(self, after, to):
+        return bisect.bisect_right(self._skip, to) - bisect.bisect_right(
+            self._skip, after
+        )
+
+    def step_of(self, count):
+        """The data step of the `count`-th batch since the start of counting.
+
+        Args:
+            count: int, batches consumed since construction or `set_state`.
+
+        Returns:
+            Int, counted from 1 over all epochs, skipped steps included; for
+            0, the step before.
+        """
+        base = self._base[1]
+        step, known = base, base + count
+        while step != known:
+            step = known
+            known = base + count + self._skips_between(base, step)
+        return step
+
+    def state_after(self, count):
+        """The position after `count` batches were consumed.
+
+        Args:
+            count: int, batches consumed since construction or `set_state`.
+                Of a stream, one of the last few that were pulled.
+
+        Returns:
+            Dict that JSON can hold, for `set_state`.
+        """
+        step = self.step_of(count)
+        position = self._source.position_at(step, self._history)
+        return {
+            "step": step,
+            "position": self._source.to_json(position),
+            "data": self._source.fingerprint,
+        }
+
+    def set_state(self, state):
+        """Goes on from a position, and starts counting anew.
+
+        Args:
+            state: dict of `state_after`.
+
+        Raises:
+            ValueError: the state is one of other data or settings.
+        """
+        ours, theirs = self._source.fingerprint, state["data"]
+        differing = [
+            key
+            for key in sorted({*ours, *theirs})
+            if ours.get(key) != theirs.get(key)
+        ]
+        if differing:
+            there = ", ".join(f"{k}={theirs.get(k)!r}" for k in differing)
+            here = ", ".join(f"{k}={ours.get(k)!r}" for k in differing)
+            raise ValueError(
+                "A position in the data can only be used with the same data "
+                f"and settings. Received: a state of {there}, data of "
+                f"{here}. Use the data and arguments of the run that saved "
+                "it, or start a new run directory."
+            )
+        position = self._source.from_json(state["position"])
+        self._restart(position, int(state["step"]))
+
+    def get_jax_iterator(self):
+        """Iterates the rest of the epoch; after its last batch, the next.
+
+        An iterator that is dropped before its last batch is begun again by
+        the next one.
+
+        Yields:
+            Dict of NumPy arrays.
+        """
+        position, step = self._start
+        self._skipped = self._start_skipped
+        self._history.drop_after(step)
+        source = self._source.batches(position, step, self._skip)
+        for batch, position, is_last in source:
+            step += 1
+            wanted = step not in self._skip
+            self._skipped += not wanted
+            self._history.add(step, position)
+            # Pass by what is skipped next, so that the last batch wanted of
+            # an epoch is known as the last.
+            while not is_last and step + 1 in self._skip:
+                _, position, is_last = next(source)
+                step += 1
+                self._skipped += 1
+                self._history.add(step, position)
+            if is_last:
+                self._start = (position, step)
+                self._start_skipped = self._skipped
+            if wanted:
+                yield batch
+
+    def get_numpy_iterator(self):
+        return self.get_jax_iterator()
+
+
+def _build_batch(lengths, num_rows, max_sequences, pad_id, rows, own):
+    # That of the whole batch: all parts of it have one shape.
+    longest = max(
+        sum(len(example.token_ids) for example in row) for row in rows
+    )
+    if own is not None:
+        kept = own(num_rows)
+        # Empty rows come last.
+        rows = [rows[i] for i in kept if i < len(rows)]
+        num_rows = len(kept)
+    return packing_lib.assemble(
+        rows,
+        length=lengths[bisect.bisect_left(lengths, longest)],
+        num_rows=num_rows,
+        max_sequences=max_sequences,
+        pad_id=pad_id,
+    )
+
+
+def _part_of_batch(build, rows, own):
+    batch = build(rows)
+    if own is None:
+        return batch
+    kept = own(len(batch["token_ids"]))
+    return {name: values[kept] for name, values in batch.items()}
+
+
+class RandomAccess:
+    """The batches of a list of examples: any of them, at once.
+
+    A position is a data step alone, so nothing has to be remembered.
+
+    Args:
+        examples: list of `Example`s.
+        settings: dict of `batch_size`, `packing`, `shuffle`, `seed` and
+            `sequence_length`.
+        build: function of a list of rows to a batch.
+        max_sequences: int, the most sequences of a row.
+        window: int, how many sequences are packed together.
+    """
+
+    def __init__(self, examples, settings, build, max_sequences, window):
+        if len(examples) == 0:
+            raise ValueError(
+                "A dataset must have at least one row. Received: 0 examples."
+            )
+        self.examples = examples
+        self.batch_size = settings["batch_size"]
+        self.shuffle = settings["shuffle"]
+        self.seed = settings["seed"]
+        self.build = build
+        self.fingerprint = settings | {
+            "num_examples": len(examples),
+            "tokens": _hash_tokens(examples),
+        }
+        if settings["packing"]:
+            # Packed once, so that an epoch always has as many batches.
+            order = self._order(len(examples), 0)
+            indices = [int(order[i]) for i in range(len(examples))]
+            self.rows = []
+            for at in range(0, len(indices), window):
+                part = indices[at : at + window]
+                sizes = [len(examples[i].token_ids) for i in part]
+                packed = packing_lib.pack(
+                    sizes, settings["sequence_length"], max_sequences
+                )
+                self.rows += [[part[i] for i in row] for row in packed]
+        else:
+            self.rows = [[i] for i in range(len(examples))]
+        self.num_batches = -(-len(self.rows) // self.batch_size)
+
+    def _order(self, size, stream):
+        order = grain.MapDataset.range(size)
+        if not self.shuffle:
+            return order
+        seeds = np.random.SeedSequence([self.seed % 2**32, stream])
+        return order.shuffle(seed=int(seeds.generate_state(1)[0]))
+
+    def initial_state(self):
+        """The position before the first batch."""
+        return 0
+
+    def position_at(self, step, history):
+        """The position after that data step."""
+        return step
+
+    def to_json(self, position):
+        """A position as JSON can hold it."""
+        return {
+            "epoch": position // self.num_batches,
+            "batch": position % self.num_batches,
+        }
+
+    def from_json(self, position):
+        """The position of `to_json`."""
+        return position["epoch"] * self.num_batches + position["batch"]
+
+    def batches(self, position, step, skip):
+        """Yields `(batch, position after it, whether the epoch ends)`."""
+        epoch, first = divmod(step, self.num_batches)
+        order = self._order(len(self.rows), epoch + 1)
+        skipped = {s - epoch * self.num_batches - 1 for s in skip}
+
+        def build(b):
+            if b in skipped:
+                return {}
+            at = range(
+                b * self.batch_size,
+                min((b + 1) * self.batch_size, len(self.rows)),
+            )
+            rows = [self.rows[int(order[i])] for i in at]
+            return self.build([[self.examples[i] for i in r] for r in rows])
+
+        threads = min(4, os.cpu_count() or 1)
+        ahead = (
+            grain.MapDataset.range(first, self.num_batches)
+            .map(build)
+            .to_iter_dataset(
+                grain.ReadOptions(
+                    num_threads=threads, prefetch_buffer_size=PREFETCH
+                )
+            )
+        )
+        for batch in ahead:
+            step += 1
+            yield batch, step, step % self.num_batches == 0
+
+
+def _hash_tokens(examples):
+    digest = hashlib.blake2b(digest_size=8)
+    for example in examples:
+        digest.update(example.token_ids.tobytes())
+        digest.update(example.completion_mask.tobytes())
+        # What an example has beside one sequence.
+        digest.update(getattr(example, "extras", b""))
+    return digest.hexdigest()

@@ -1,0 +1,215 @@
+"""Batches of a stream: a bounded window at a time, with a position."""
+
+import base64
+import copy
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.data.batches import packing as packing_lib
+from keras_posttrain.data.rows.examples import Example
+
+
+class History:
+    """The positions after the last few data steps.
+
+    Args:
+        size: int, how many are kept; more than are ever pulled ahead.
+    """
+
+    def __init__(self, size=64):
+        self.size = size
+        self.positions = {}
+
+    def add(self, step, position):
+        """Remembers the position after a data step."""
+        self.positions[step] = position
+        if len(self.positions) > self.size:
+            del self.positions[min(self.positions)]
+
+    def drop_after(self, step):
+        """Forgets what comes after a data step that is gone back to."""
+        for later in [s for s in self.positions if s > step]:
+            del self.positions[later]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A place in a stream.
+
+    Args:
+        epoch: int.
+        window: int, which window of the epoch.
+        batch: int, batches of that window that are behind.
+        stream: Grain's state of the stream at the window's start, `None` at
+            the stream's start.
+        carried: tuple of `Example`s that earlier windows left over.
+    """
+
+    epoch: int = 0
+    window: int = 0
+    batch: int = 0
+    stream: object = None
+    carried: tuple = ()
+
+
+class Stream:
+    """The batches of a Grain `IterDataset` of examples.
+
+    The stream is read a window at a time. A window's rows, packed or single,
+    give whole batches; the examples of rows that are left over go into the
+    next window, so that only an epoch's last batch is partial. Where order
+    does not matter, a window is one batch.
+
+    Args:
+        examples: Grain `IterDataset` of `Example`s.
+        settings: dict of `batch_size`, `packing`, `shuffle`, `seed` and
+            `sequence_length`.
+        build: function of a list of rows to a batch.
+        max_sequences: int, the most sequences of a row.
+        window: int, how many sequences are packed and shuffled together.
+    """
+
+    num_batches = None
+
+    def __init__(self, examples, settings, build, max_sequences, window):
+        self.examples = examples
+        self.batch_size = settings["batch_size"]
+        self.packing = settings["packing"]
+        self.shuffle = settings["shuffle"]
+        self.seed = settings["seed"]
+        self.capacity = settings["sequence_length"]
+        self.build = build
+        self.max_sequences = max_sequences
+        self.window = window
+        if not (self.packing or self.shuffle):
+            self.window = self.batch_size
+        self.fingerprint = dict(settings)
+
+    def initial_state(self):
+        """The position before the first batch."""
+        return Position()
+
+    def position_at(self, step, history):
+        """The position after that data step, of the last few."""
+        if step not in history.positions:
+            known = sorted(history.positions)
+            raise ValueError(
+                "The position in a stream is known for the last few batches. "
+                f"Received: data step {step}, known: {known[0]} to "
+                f"{known[-1]}. Save the position right after the batch."
+            )
+        return history.positions[step]
+
+    def to_json(self, position):
+        """A position as JSON can hold it."""
+        state = {
+            field.name: getattr(position, field.name)
+            for field in dataclasses.fields(position)
+        }
+        state["carried"] = [
+            {
+                "row": int(example.row),
+                "token_ids": _to_text(example.token_ids),
+                "completion_mask": _to_text(example.completion_mask),
+            }
+            for example in position.carried
+        ]
+        return state
+
+    def from_json(self, state):
+        """The position of `to_json`."""
+        carried = tuple(
+            Example(
+                _from_text(entry["token_ids"], np.int32),
+                _from_text(entry["completion_mask"], np.float32),
+                entry["row"],
+            )
+            for entry in state["carried"]
+        )
+        return Position(**(state | {"carried": carried}))
+
+    def batches(self, position, step, skip):
+        """Yields `(batch, position after it, whether the epoch ends)`."""
+        iterator = iter(self.examples)
+        if position.stream is not None:
+            iterator.set_state(position.stream)
+        ahead = _Ahead(iterator)
+        if ahead.at_end and not position.carried:
+            raise ValueError(
+                "A stream must have examples to train on. Received: a stream "
+                "with none left. Check its filter, its length, and the "
+                "report of the rows that were dropped."
+            )
+        at_end = False
+        while not at_end:
+            start = dataclasses.replace(position, stream=ahead.state)
+            pool = [*position.carried, *ahead.take(self.window)]
+            at_end = ahead.at_end
+            rows = self._rows(pool, position)
+            count = len(rows) // self.batch_size
+            left = rows[count * self.batch_size :]
+            after = Position(
+                epoch=position.epoch,
+                window=position.window + 1,
+                stream=ahead.state,
+                carried=tuple(pool[i] for i in sorted(sum(left, []))),
+            )
+            if at_end:
+                count = -(-len(rows) // self.batch_size)
+                after = Position(epoch=position.epoch + 1)
+            for b in range(position.batch, count):
+                place = slice(b * self.batch_size, (b + 1) * self.batch_size)
+                behind = dataclasses.replace(start, batch=b + 1)
+                last = b + 1 == count
+                batch = self.build([[pool[i] for i in r] for r in rows[place]])
+                yield batch, after if last else behind, at_end and last
+            position = after
+
+    def _rows(self, pool, position):
+        """Rows of indices into the pool, in the order they are trained."""
+        if self.packing:
+            sizes = [len(example.token_ids) for example in pool]
+            rows = packing_lib.pack(sizes, self.capacity, self.max_sequences)
+        else:
+            rows = [[i] for i in range(len(pool))]
+        if self.shuffle:
+            seeds = [self.seed % 2**32, position.epoch + 1, position.window]
+            order = np.random.default_rng(seeds).permutation(len(rows))
+            rows = [rows[i] for i in order]
+        return rows
+
+
+class _Ahead:
+    """An iterator that knows whether it is at its end.
+
+    `state` is the iterator's state before the example that was looked at.
+    """
+
+    def __init__(self, iterator):
+        self.iterator = iterator
+        self._look()
+
+    def _look(self):
+        self.state = copy.deepcopy(self.iterator.get_state())
+        self.example = next(self.iterator, None)
+
+    @property
+    def at_end(self):
+        return self.example is None
+
+    def take(self, count):
+        """The next examples, at most so many."""
+        taken = []
+        while len(taken) < count and not self.at_end:
+            taken.append(self.example)
+            self._look()
+        return taken
+
+
+def _to_text(array):
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _from_text(text, dtype):
+    return np.frombuffer(base64.b64decode(text), dtype)

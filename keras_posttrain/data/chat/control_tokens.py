@@ -1,0 +1,235 @@
+"""Control tokens that a message quotes: they stay text."""
+
+import bisect
+
+import tokenizers
+
+from keras_posttrain.data.chat.template import (
+    call_template,
+    control_pattern,
+    find_tokens,
+)
+
+# Private-use characters that mark places in a rendered text. They are taken
+# out again, and a conversation that holds one is given others.
+_PRIVATE_USE = range(0xF0000, 0xF1000)
+
+
+def _strings(value):
+    """All strings in messages or tools, dict keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value, function):
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, dict):
+        return {
+            _map_strings(key, function): _map_strings(item, function)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, function) for item in value]
+    return value
+
+
+def free_marks(messages, tools, count):
+    """Private-use characters that the conversation does not hold."""
+    used = set().union(*map(set, _strings([messages, tools])), set())
+    marks = []
+    for code in _PRIVATE_USE:
+        if chr(code) not in used:
+            marks.append(chr(code))
+            if len(marks) == count:
+                return marks
+    raise ValueError(
+        "Messages cannot use every private-use character of U+F0000 to "
+        "U+F0FFF, of which some mark places in the text. Remove them."
+    )
+
+
+def mark_places(marked, text, marks):
+    """Places of the marks in `text`, or `None` where they changed it."""
+    places, pieces, length, at = [], [], 0, 0
+    for i, character in enumerate(marked):
+        if character in marks:
+            pieces.append(marked[at:i])
+            length += i - at
+            at = i + 1
+            places.append((length, character))
+    pieces.append(marked[at:])
+    return places if "".join(pieces) == text else None
+
+
+def quoted_places(
+    tokenizer, text, messages, add_generation_prompt, tools, kwargs
+):
+    """Places of control tokens that the messages wrote, not the template."""
+    pattern = control_pattern(tuple(tokenizer.control_tokens))
+    total = sum(
+        len(pattern.findall(string)) for string in _strings([messages, tools])
+    )
+    if not total:
+        return []
+    before, after = marks = free_marks(messages, tools, 2)
+
+    def find(wanted, at_start):
+        """Renders with marks at the wanted occurrences and reads them."""
+        seen = -1
+
+        def mark_match(match):
+            nonlocal seen
+            seen += 1
+            if wanted is not None and seen != wanted:
+                return match.group()
+            # A mark must not stand where templates look for a prefix.
+            if at_start or match.start() == 0:
+                return match.group() + after
+            return before + match.group()
+
+        def mark(string):
+            return pattern.sub(mark_match, string)
+
+        marked = call_template(
+            tokenizer,
+            _map_strings(messages, mark),
+            add_generation_prompt,
+            _map_strings(tools, mark),
+            kwargs,
+        )
+        places = mark_places(marked, text, marks)
+        if places is None:
+            return None
+        spans = []
+        for place, character in places:
+            if character == before:
+                match = pattern.match(text, place)
+                spans.append(match.span())
+            else:
+                spans += [s for s in found if s[1] == place]
+        return spans
+
+    found = find_tokens(text, tokenizer.control_tokens)
+    spans = find(None, False)
+    if spans is None:
+        # The template reads what the messages say (Qwen 3 looks for the
+        # thinking). One token at a time; what it takes apart and writes anew
+        # is then its own.
+        spans = []
+        for wanted in range(total):
+            for at_start in (False, True):
+                one = find(wanted, at_start)
+                if one is not None:
+                    spans += one
+                    break
+    return sorted(set(spans))
+
+
+class QuotingEncoder:
+    """Encodes texts in which some control tokens are plain text.
+
+    The control tokens that count are swapped for private-use characters,
+    which a copy of the tokenizer knows as added tokens, while that copy reads
+    all control tokens as text. So a text is still encoded in one go, and its
+    words are split as they are without quotes.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+        control_tokens: dict of strings to token ids.
+    """
+
+    def __init__(self, backend, control_tokens):
+        self.backend = backend
+        self.control_tokens = control_tokens
+        self._copy = None
+        self._aliases = {}
+
+    def encode(self, text, plain):
+        """Tokens of a text; `Tokenizer.encode_mixed` has the arguments."""
+        pieces, ends, shift, at = [], [], [], 0
+        plain = set(plain)
+        length = 0
+        for start, end in find_tokens(text, self.control_tokens):
+            if (start, end) in plain:
+                continue
+            alias = self._alias(text[start:end])
+            if alias in text:
+                raise ValueError(
+                    "A message that quotes control tokens cannot hold the "
+                    f"private-use character U+{ord(alias):X} too. Received: "
+                    f"text={text!r}. Remove it from the row."
+                )
+            pieces += [text[at:start], alias]
+            length += start - at + 1
+            ends.append(length)
+            shift.append(end - length)
+            at = end
+        pieces.append(text[at:])
+        encoding = self._plain_backend().encode(
+            "".join(pieces), add_special_tokens=False
+        )
+        back = {v: k for k, v in self._alias_ids().items()}
+        ids = [back.get(i, i) for i in encoding.ids]
+        place = _unshift(ends, shift)
+        offsets = [
+            (place(start), place(end)) for start, end in encoding.offsets
+        ]
+        for i, (start, end) in zip(ids, offsets, strict=True):
+            token = text[start:end]
+            if (start, end) in plain and self.control_tokens[token] == i:
+                raise ValueError(
+                    "A message quotes a control token that this tokenizer "
+                    f"cannot write as text. Received: {token!r}. Remove it "
+                    "from the row."
+                )
+        return ids, offsets
+
+    def _alias(self, token):
+        if token not in self._aliases:
+            self._aliases[token] = chr(0x10F000 + len(self._aliases))
+            self._copy = None
+        return self._aliases[token]
+
+    def _alias_ids(self):
+        return {
+            self.control_tokens[token]: self._copy.token_to_id(alias)
+            for token, alias in self._aliases.items()
+        }
+
+    def _plain_backend(self):
+        if self._copy is None:
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            backend.encode_special_tokens = True
+            known = self.backend.get_added_tokens_decoder()
+            backend.add_tokens(
+                [
+                    tokenizers.AddedToken(
+                        alias,
+                        special=False,
+                        normalized=False,
+                        lstrip=known[self.control_tokens[token]].lstrip,
+                        rstrip=known[self.control_tokens[token]].rstrip,
+                    )
+                    for token, alias in self._aliases.items()
+                ]
+            )
+            self._copy = backend
+        return self._copy
+
+
+def _unshift(ends, shift):
+    """Maps places after the swaps back to places in the text."""
+
+    def place(index):
+        i = bisect.bisect_right(ends, index)
+        return index + (shift[i - 1] if i else 0)
+
+    return place

@@ -1,0 +1,252 @@
+"""KerasHub tokenizers and SentencePiece files as `tokenizers` pipelines."""
+
+import importlib.resources
+import re
+
+import tokenizers
+from tokenizers import (
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from keras_posttrain.data.chat import sentencepiece
+
+# How the families split text before byte-pair encoding.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+)
+QWEN_SPLIT = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+QWEN3_5_SPLIT = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# Added tokens of the Qwen families that are ordinary text to a decoder.
+_QWEN_PLAIN = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+_GEMMA_CONTROL = (
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+)
+# What ends a turn or a text, as the families' generation configs list it.
+_STOPS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+)
+_CONTROL = re.compile(r"<\|[^|<>]+\|>")
+
+
+def read_template(name):
+    """The built-in chat template of that name.
+
+    Args:
+        name: string, the file's name in `templates` without `.jinja`.
+
+    Returns:
+        String.
+    """
+    package = importlib.resources.files("keras_posttrain.data.chat")
+    return (package / "templates" / f"{name}.jinja").read_text("utf-8")
+
+
+def _builtin_template(family, vocabulary):
+    """The published chat template, where its control tokens are known."""
+    if family.startswith(("Gemma3", "Gemma")):
+        name, control = "gemma", "<start_of_turn>"
+        if family == "Gemma3Tokenizer":
+            name = "gemma3"
+        elif family != "GemmaTokenizer":
+            return None
+    elif family == "Llama3Tokenizer":
+        # The tool tokens came with Llama 3.1.
+        has_tools = "<|eom_id|>" in vocabulary
+        name = "llama3_1" if has_tools else "llama3"
+        control = "<|start_header_id|>"
+    elif family == "LlamaTokenizer":
+        name, control = "llama2", "<s>"
+    elif family in ("MistralTokenizer", "MixtralTokenizer"):
+        name = "mistral_v3" if "[INST]" in vocabulary else "mistral"
+        control = "<s>"
+    elif family == "QwenTokenizer":
+        name, control = "qwen2_5", "<|im_start|>"
+    elif family in ("Qwen3Tokenizer", "Qwen3MoeTokenizer"):
+        name, control = "qwen3", "<|im_start|>"
+    else:
+        return None
+    return read_template(name) if control in vocabulary else None
+
+
+def from_keras_hub(tokenizer):
+    """Converts a KerasHub tokenizer.
+
+    Args:
+        tokenizer: a `keras_hub` tokenizer.
+
+    Returns:
+        Tuple of a `tokenizers.Tokenizer`, a dict of special token names to
+        strings, the family's chat template or `None`, and a list of stop
+        token ids.
+
+    Raises:
+        ValueError: neither byte-pair nor SentencePiece.
+    """
+    family = type(tokenizer).__name__
+    if getattr(tokenizer, "proto", None) is not None:
+        model = sentencepiece.parse_model(tokenizer.proto)
+        vocabulary = {text: i for i, (text, _, _) in enumerate(model.pieces)}
+        names = _names(tokenizer, vocabulary)
+        pad, unk = (model.special_ids[n] for n in ("pad", "unk"))
+        names.setdefault("unk_token", model.pieces[unk][0])
+        if pad >= 0:
+            names.setdefault("pad_token", model.pieces[pad][0])
+        backend = sentencepiece.convert(
+            model,
+            special_tokens=_GEMMA_CONTROL if "Gemma" in family else (),
+            bos_token=names.get("bos_token"),
+        )
+    elif getattr(tokenizer, "merges", None) is not None:
+        vocabulary = dict(tokenizer.vocabulary)
+        names = _names(tokenizer, vocabulary)
+        backend = _byte_level(tokenizer, family, vocabulary, names)
+    else:
+        raise ValueError(
+            "Only KerasHub's byte-pair and SentencePiece tokenizers can be "
+            f"used. Received: tokenizer={tokenizer} of type {family}. Load "
+            "the model from a directory with a `tokenizer.json`."
+        )
+    stops = [vocabulary[token] for token in _STOPS if token in vocabulary]
+    return backend, names, _builtin_template(family, vocabulary), stops
+
+
+def _names(tokenizer, vocabulary):
+    names = {}
+    for ours, theirs in (
+        ("bos_token", "start_token"),
+        ("eos_token", "end_token"),
+        ("pad_token", "pad_token"),
+    ):
+        token = getattr(tokenizer, theirs, None)
+        if isinstance(token, str) and token in vocabulary:
+            names[ours] = token
+    return names
+
+
+def _byte_level(tokenizer, family, vocabulary, names):
+    llama = family in ("Llama3Tokenizer", "SmolLM3Tokenizer")
+    qwen = family.startswith("Qwen")
+    pairs = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        for merge in tokenizer.merges
+        if not (isinstance(merge, str) and merge.startswith("#version:"))
+    ]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=pairs, ignore_merges=llama, fuse_unk=False
+        )
+    )
+    split = getattr(tokenizer, "split_pattern", None)
+    if llama:
+        split = LLAMA3_SPLIT
+    elif qwen:
+        split = QWEN3_5_SPLIT if "Qwen3_5" in family else QWEN_SPLIT
+        backend.normalizer = normalizers.NFC()
+    prefix = bool(getattr(tokenizer, "add_prefix_space", False))
+    if split is None:
+        # GPT-2's pattern, which the byte-level step has built in.
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=prefix, use_regex=True
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
+                pre_tokenizers.ByteLevel(
+                    add_prefix_space=prefix, use_regex=False
+                ),
+            ]
+        )
+    backend.decoder = decoders.ByteLevel()
+    special = set(tokenizer.special_tokens) | set(names.values())
+    special |= {token for token in vocabulary if _CONTROL.fullmatch(token)}
+    plain = [token for token in _QWEN_PLAIN if token in vocabulary]
+    by_id = sorted(special & set(vocabulary), key=vocabulary.get)
+    backend.add_special_tokens(by_id)
+    if qwen:
+        backend.add_tokens(
+            [tokenizers.AddedToken(t, normalized=False) for t in plain]
+        )
+    steps = [processors.ByteLevel(trim_offsets=False)]
+    bos = names.get("bos_token")
+    # GPT-2 and its like have a start token that they do not put in front.
+    if bos is not None and bos != names.get("eos_token"):
+        steps.append(
+            processors.TemplateProcessing(
+                single=f"{bos} $A",
+                pair=f"{bos} $A {bos} $B",
+                special_tokens=[(bos, vocabulary[bos])],
+            )
+        )
+    backend.post_processor = processors.Sequence(steps)
+    return backend
+
+
+def from_sentencepiece_file(path, config, names):
+    """Converts the `tokenizer.model` of a Hugging Face directory.
+
+    Args:
+        path: `pathlib.Path`, the directory.
+        config: dict, its `tokenizer_config.json`.
+        names: dict of special token names to strings; those that the model
+            file knows are filled in.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+    """
+    data = (path / "tokenizer.model").read_bytes()
+    model = sentencepiece.parse_model(data)
+    for name in ("bos", "eos", "unk", "pad"):
+        index = model.special_ids[name]
+        if index >= 0 and f"{name}_token" not in names:
+            names[f"{name}_token"] = model.pieces[index][0]
+    extra = config.get("additional_special_tokens") or []
+    extra = [t["content"] if isinstance(t, dict) else t for t in extra]
+    added = config.get("added_tokens_decoder") or {}
+    extra += [t["content"] for t in added.values() if t.get("special")]
+    if config.get("add_prefix_space") is False:
+        model.add_dummy_prefix = False
+    known = {text for text, _, _ in model.pieces}
+    adds_bos = config.get("add_bos_token", True)
+    backend = sentencepiece.convert(
+        model,
+        special_tokens=[t for t in extra if t in known],
+        bos_token=names.get("bos_token") if adds_bos else None,
+        prepend="first" if config.get("legacy") is False else "always",
+    )
+    # Tokens beyond the model file follow it in the order of their ids.
+    beyond = sorted((int(i), t) for i, t in added.items())
+    for index, token in beyond:
+        if token["content"] not in known:
+            backend.add_tokens([tokenizers.AddedToken(**token)])
+            if backend.token_to_id(token["content"]) != index:
+                raise ValueError(
+                    "Added tokens must follow the model's vocabulary without "
+                    f"gaps. Received: token {token['content']!r} with "
+                    f"id={index}. Save the tokenizer as `tokenizer.json`."
+                )
+    return backend

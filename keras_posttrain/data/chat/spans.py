@@ -1,0 +1,149 @@
+"""Which part of a rendered conversation the assistant wrote."""
+
+from keras_posttrain.data.chat.control_tokens import (
+    free_marks,
+    mark_places,
+    quoted_places,
+)
+from keras_posttrain.data.chat.template import (
+    call_template,
+    control_pattern,
+    generation_prompt,
+)
+
+
+def text_and_spans(tokenizer, messages, tools, kwargs):
+    marks = free_marks(messages, tools, 2)
+    marked = call_template(
+        tokenizer, messages, False, tools, kwargs | {"generation_marks": marks}
+    )
+    text = marked.replace(marks[0], "").replace(marks[1], "")
+    plain = quoted_places(tokenizer, text, messages, False, tools, kwargs)
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if marked != text:
+        return text, plain, _generation_spans(marked, text, marks, turns)
+    quoted = set(plain)
+    stops = [
+        (start, end)
+        for start, end in tokenizer.find_control_tokens(text)
+        if (start, end) not in quoted
+        and tokenizer.control_tokens[text[start:end]]
+        in tokenizer.stop_token_ids
+    ]
+    spans, after = [], 0
+    for i in turns:
+        start = _turn_start(tokenizer, text, messages, i, after, tools, kwargs)
+        end = _turn_end(
+            tokenizer, text, messages, i, start, stops, tools, kwargs
+        )
+        if start < after or end <= start:
+            raise _not_found(i)
+        spans.append((start, end, i))
+        after = end
+    return text, plain, spans
+
+
+def _not_found(i):
+    return ValueError(
+        "The text of an assistant's turn cannot be found in what the chat "
+        f"template renders. Received: message {i}. Put the turn's text in "
+        "the template between `{% generation %}` and `{% endgeneration %}`."
+    )
+
+
+def _generation_spans(marked, text, marks, turns):
+    places = mark_places(marked, text, marks)
+    starts = [place for place, mark in places if mark == marks[0]]
+    ends = [place for place, mark in places if mark == marks[1]]
+    if len(starts) != len(ends):
+        raise ValueError(
+            "The `{% generation %}` blocks of a chat template must not be cut "
+            f"apart by filters. Received: {len(starts)} starts and "
+            f"{len(ends)} ends in the rendered text."
+        )
+    # One block a turn is the rule; then each is known by its message.
+    named = turns if len(turns) == len(starts) else [None] * len(starts)
+    return [s for s in zip(starts, ends, named, strict=True) if s[0] < s[1]]
+
+
+def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
+    """Where the model takes over: the end of what it is prompted with."""
+    header = generation_prompt(tokenizer, kwargs)
+    if i > 0:
+        try:
+            prompt = call_template(
+                tokenizer, messages[:i], True, tools, kwargs
+            )
+        except ValueError:
+            # Some templates refuse to be asked for an answer here.
+            prompt = None
+        if prompt is not None and text.startswith(prompt):
+            start = len(prompt)
+            # A template that knows no generation prompt may still open the
+            # turn with a header, which is not the model's to write.
+            opens = control_pattern(tuple(tokenizer.control_tokens)).match
+            if header or not opens(text, start):
+                return start
+    start, end = _content_place(tokenizer, text, messages, i, tools, kwargs)
+    at = text.rfind(header, after, end if start is None else start)
+    if header and at >= 0:
+        return at + len(header)
+    if start is None:
+        raise _not_found(i)
+    # With nothing to prompt it, the model writes the space before its words.
+    while not header and start > after and text[start - 1] == " ":
+        start -= 1
+    return start
+
+
+def _content_place(tokenizer, text, messages, i, tools, kwargs):
+    """Place of a turn's own words, by marks around them.
+
+    The start is `None` where the template reads how the words begin.
+    """
+    content = messages[i]["content"]
+    core = content.strip() if isinstance(content, str) else ""
+    if not core:
+        raise _not_found(i)
+    marks = free_marks(messages, tools, 2)
+    lead = len(content) - len(content.lstrip())
+    tail = lead + len(core)
+    for opening in (marks[0], ""):
+        marked = (
+            content[:lead]
+            + opening
+            + content[lead:tail]
+            + marks[1]
+            + content[tail:]
+        )
+        changed = list(messages)
+        changed[i] = messages[i] | {"content": marked}
+        rendered = call_template(tokenizer, changed, False, tools, kwargs)
+        places = mark_places(rendered, text, marks)
+        found = "".join(mark for _, mark in places or [])
+        if found and found == opening + marks[1]:
+            return places[0][0] if opening else None, places[-1][0]
+    raise _not_found(i)
+
+
+def _turn_end(tokenizer, text, messages, i, start, stops, tools, kwargs):
+    """The end of the token that ends the turn."""
+    limit = len(text)
+    is_last = i + 1 == len(messages)
+    if not is_last:
+        try:
+            turn = call_template(
+                tokenizer, messages[: i + 1], False, tools, kwargs
+            )
+        except ValueError:
+            # Some templates refuse to end here.
+            turn = None
+        if turn is not None and text.startswith(turn):
+            limit = len(turn)
+    for stop_start, stop_end in stops:
+        if stop_start >= start and stop_end <= limit:
+            return stop_end
+    if is_last or limit < len(text):
+        # No token ends a turn here: it ends where its text does.
+        return limit
+    raise _not_found(i)

@@ -1,0 +1,235 @@
+"""One tokenizer for all presets: ids, offsets, stop tokens, chat template."""
+
+import copy
+import pathlib
+
+import tokenizers
+
+from keras_posttrain.data.chat import (
+    control_tokens,
+    conversion,
+    tokenizer_files,
+)
+from keras_posttrain.data.chat.template import end_of_turn, find_tokens
+
+
+class Tokenizer:
+    """A text tokenizer with its special tokens and chat template.
+
+    It wraps a `tokenizers.Tokenizer`, so every token comes with its place in
+    the text, and gives the ids that `transformers` gives for the same
+    directory. Make one with `from_directory` or `from_keras_hub`.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`.
+        special_tokens: dict of names such as `"bos_token"`, `"eos_token"` and
+            `"pad_token"` to strings. Chat templates see them under these
+            names.
+        chat_template: string, a Jinja2 template, or `None`.
+        stop_token_ids: iterable of ints, ids that end a completion beside the
+            end token and the chat template's end of turn.
+        source: path of the directory it was read from, or `None`.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer`.
+        bos_token_id: int or `None`.
+        eos_token_id: int or `None`.
+        pad_token_id: int; the end token's where there is no padding token.
+        stop_token_ids: sorted tuple of ints.
+        chat_template: string or `None`.
+        vocabulary_size: int, added tokens included.
+
+    Example:
+
+    ```python
+    tokenizer = Tokenizer.from_directory("path/to/huggingface/model")
+    ids, offsets = tokenizer.encode_with_offsets("Hello world")
+    tokenizer.decode(ids)
+    ```
+    """
+
+    def __init__(
+        self,
+        backend,
+        special_tokens=None,
+        chat_template=None,
+        stop_token_ids=(),
+        source=None,
+    ):
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.source = None if source is None else pathlib.Path(source)
+        self._extra_stops = tuple(int(i) for i in stop_token_ids)
+        self.bos_token_id = self._id("bos_token")
+        self.eos_token_id = self._id("eos_token")
+        pad = self._id("pad_token")
+        if pad is None:
+            pad = 0 if self.eos_token_id is None else self.eos_token_id
+        self.pad_token_id = pad
+        # Ids may have gaps, so it is the largest one that counts.
+        self.vocabulary_size = 1 + max(backend.get_vocab().values())
+        # Tokens that are parsed in a template's text, never in a message's.
+        named = set(self.special_tokens.values())
+        self.control_tokens = {
+            token.content: i
+            for i, token in backend.get_added_tokens_decoder().items()
+            if token.special or token.content in named
+        }
+        self._quoting = control_tokens.QuotingEncoder(
+            backend, self.control_tokens
+        )
+        self.generation_prompts = {}
+        self.end_of_turn = end_of_turn(self)
+        stops = set(self._extra_stops)
+        stops.add(self.eos_token_id)
+        stops.add(self.control_tokens.get(self.end_of_turn))
+        self.stop_token_ids = tuple(sorted(stops - {None}))
+
+    def _id(self, name):
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @classmethod
+    def from_directory(cls, path):
+        """Reads the tokenizer of a Hugging Face directory.
+
+        `tokenizer.json` is used as it is; a directory with a SentencePiece
+        `tokenizer.model` alone is converted. Special tokens, the chat
+        template and the stop tokens come from the directory's own files.
+
+        Args:
+            path: string or path, the directory.
+
+        Returns:
+            A `Tokenizer`.
+
+        Raises:
+            ValueError: there is neither file.
+        """
+        backend, names, template, stops = tokenizer_files.read(path)
+        return cls(
+            backend,
+            names,
+            chat_template=template,
+            stop_token_ids=stops,
+            source=path,
+        )
+
+    @classmethod
+    def from_keras_hub(cls, tokenizer):
+        """Converts the tokenizer of a KerasHub preset.
+
+        Byte-pair tokenizers get the split pattern their family was published
+        with, SentencePiece ones the pipeline of their model file. The chat
+        template is the family's published one, where the vocabulary has its
+        control tokens.
+
+        Args:
+            tokenizer: a `keras_hub` tokenizer with `vocabulary` and `merges`,
+                or with a SentencePiece `proto`.
+
+        Returns:
+            A `Tokenizer`.
+
+        Raises:
+            ValueError: a tokenizer of another kind.
+        """
+        backend, names, template, stops = conversion.from_keras_hub(tokenizer)
+        return cls(
+            backend, names, chat_template=template, stop_token_ids=stops
+        )
+
+    def encode(self, text, add_special_tokens=False):
+        """Token ids of a text.
+
+        Args:
+            text: string. Control tokens written in it are parsed.
+            add_special_tokens: bool, whether the tokens that the tokenizer's
+                own post-processor puts around a text are added.
+
+        Returns:
+            List of ints.
+        """
+        return self.encode_with_offsets(text, add_special_tokens)[0]
+
+    def encode_with_offsets(self, text, add_special_tokens=False):
+        """Token ids of a text and where each token stands in it.
+
+        Args:
+            text: string.
+            add_special_tokens: bool, as in `encode`.
+
+        Returns:
+            Tuple `(ids, offsets)`: a list of ints and a list of
+            `(start, end)` in characters of `text`. The tokens of one
+            character that was split into bytes all have that character's
+            place; tokens that were added have `(0, 0)`.
+        """
+        encoding = self.backend.encode(
+            text, add_special_tokens=add_special_tokens
+        )
+        return encoding.ids, encoding.offsets
+
+    def encode_mixed(self, text, plain):
+        """Encodes a text in which some control tokens are plain text.
+
+        Args:
+            text: string.
+            plain: list of `(start, end)`, the places of control tokens in
+                `text` that are to be read as text.
+
+        Returns:
+            Tuple `(ids, offsets)` as of `encode_with_offsets`.
+        """
+        if not plain:
+            return self.encode_with_offsets(text)
+        return self._quoting.encode(text, plain)
+
+    def find_control_tokens(self, text):
+        """Places of control tokens in a text, as `(start, end)`, in order."""
+        return find_tokens(text, self.control_tokens)
+
+    def decode(self, ids, skip_special_tokens=True):
+        """Text of token ids.
+
+        Args:
+            ids: sequence of ints.
+            skip_special_tokens: bool, whether control tokens are left out.
+
+        Returns:
+            String.
+        """
+        return self.backend.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def with_chat_template(self, chat_template):
+        """A copy of this tokenizer with another chat template.
+
+        Args:
+            chat_template: string, a Jinja2 template.
+
+        Returns:
+            A `Tokenizer`; its stop tokens follow the new template.
+        """
+        return Tokenizer(
+            tokenizers.Tokenizer.from_str(self.backend.to_str()),
+            copy.copy(self.special_tokens),
+            chat_template=chat_template,
+            stop_token_ids=self._extra_stops,
+            source=self.source,
+        )
+
+    def save(self, path):
+        """Writes the tokenizer as a Hugging Face directory.
+
+        The files of the directory it was read from are copied as they are,
+        so that `transformers` and KerasHub read there what they read here.
+
+        Args:
+            path: string or path; made where it is missing.
+        """
+        tokenizer_files.write(self, path)

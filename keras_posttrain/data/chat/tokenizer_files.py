@@ -1,0 +1,153 @@
+"""A Hugging Face directory's tokenizer files, read and written."""
+
+import json
+import pathlib
+import shutil
+
+import tokenizers
+
+from keras_posttrain.data.chat import conversion
+
+# What a Hugging Face directory may hold about its tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read(path):
+    """Reads a directory; `Tokenizer.from_directory` says what of it.
+
+    Returns:
+        Tuple of a `tokenizers.Tokenizer`, a dict of special token names to
+        strings, the chat template or `None`, and a list of stop token ids.
+    """
+    path = pathlib.Path(path)
+    config = _read_json(path / "tokenizer_config.json")
+    names = _special_tokens(path, config)
+    if (path / "tokenizer.json").is_file():
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    elif (path / "tokenizer.model").is_file():
+        backend = conversion.from_sentencepiece_file(path, config, names)
+    else:
+        raise ValueError(
+            "A tokenizer's directory must hold `tokenizer.json` or "
+            f"`tokenizer.model`. Received: path={str(path)!r} with "
+            f"{sorted(p.name for p in path.glob('*'))}. Copy the model's "
+            "tokenizer files there."
+        )
+    generation = _read_json(path / "generation_config.json")
+    model = _read_json(path / "config.json")
+    for name in ("bos_token", "eos_token", "pad_token"):
+        # An explicit null in the tokenizer's files means "none".
+        if name not in names:
+            ids = _as_list(model.get(f"{name}_id"))
+            ids = ids or _as_list(generation.get(f"{name}_id"))
+            token = backend.id_to_token(ids[0]) if ids else None
+            if token is not None:
+                names[name] = token
+    names = {k: v for k, v in names.items() if v is not None}
+    # Special tokens that `tokenizer.json` has as words only are parsed too.
+    known = {t.content for t in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens(
+        [
+            token
+            for token in dict.fromkeys(names.values())
+            if token not in known and backend.token_to_id(token) is not None
+        ]
+    )
+    stops = _as_list(generation.get("eos_token_id"))
+    stops = stops or _as_list(model.get("eos_token_id"))
+    return backend, names, _chat_template(path, config), stops
+
+
+def write(tokenizer, path):
+    """Writes a directory; `Tokenizer.save` says what of it."""
+    directory = pathlib.Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    config, copied = {}, set()
+    if tokenizer.source is not None:
+        copied = {
+            name
+            for name in TOKENIZER_FILES
+            if (tokenizer.source / name).is_file()
+        }
+        if directory.resolve() != tokenizer.source.resolve():
+            for name in copied:
+                shutil.copyfile(tokenizer.source / name, directory / name)
+        config = _read_json(tokenizer.source / "tokenizer_config.json")
+    if "tokenizer.json" not in copied:
+        tokenizer.backend.save(str(directory / "tokenizer.json"))
+    config = {"clean_up_tokenization_spaces": False} | config
+    # This class reads `tokenizer.json` as it is; others are built anew from
+    # its vocabulary alone, and may treat spaces differently.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config.update(tokenizer.special_tokens)
+    # The template has one home: a second copy could differ.
+    config.pop("chat_template", None)
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8"
+    )
+    template_path = directory / "chat_template.jinja"
+    if tokenizer.chat_template is not None:
+        template_path.write_text(tokenizer.chat_template, encoding="utf-8")
+    else:
+        template_path.unlink(missing_ok=True)
+
+
+def _as_list(value):
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _read_json(path):
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _special_tokens(path, config):
+    names = {}
+    for table in (_read_json(path / "special_tokens_map.json"), config):
+        for name in SPECIAL_NAMES:
+            if name in table:
+                token = table[name]
+                if isinstance(token, dict):
+                    token = token["content"]
+                names[name] = token
+    return names
+
+
+def _chat_template(path, config):
+    own = path / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if template is None:
+        template = _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        if "default" not in named and len(named) != 1:
+            raise ValueError(
+                "A list of chat templates must have one named 'default'. "
+                f"Received: names={sorted(named)} in {str(path)!r}. Pass "
+                "`chat_template=` with the one to use."
+            )
+        template = named.get("default", next(iter(named.values())))
+    return template

@@ -1,0 +1,86 @@
+"""A sequence to learn from a teacher, and what the teacher reads of it."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.data.rows.examples import DataReport, Example
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Taught(Example):
+    """A sequence, and what its teacher reads in its place.
+
+    Args:
+        token_ids: int32 array of shape `(length,)`.
+        completion_mask: float32 array of shape `(length,)`.
+        row: int, index of the dataset row.
+        teacher_ids: int32 array of shape `(teacher_length,)`, or `None` where
+            the teacher reads the same tokens.
+        teacher_source: int32 array of shape `(length,)`: which of the
+            teacher's tokens has the hidden state that predicts the student's
+            token; -1 where none has, and outside completions.
+        teacher_index: int, which of several teachers is the row's, or `None`.
+    """
+
+    teacher_ids: np.ndarray | None = None
+    teacher_source: np.ndarray | None = None
+    teacher_index: int | None = None
+
+    @property
+    def extras(self):
+        """Bytes of all that an `Example` does not say."""
+        arrays = (self.teacher_ids, self.teacher_source)
+        parts = [b"" if x is None else x.tobytes() for x in arrays]
+        return b"|".join([*parts, repr(self.teacher_index).encode()])
+
+
+@dataclasses.dataclass
+class DistillationReport(DataReport):
+    """What became of the rows of a dataset for distillation.
+
+    Args:
+        teacher_tokens: int, tokens that the teacher reads, where they are not
+            the student's.
+        taught_tokens: int, tokens with loss that one of them predicts.
+        untaught: int, kept rows without such a token.
+    """
+
+    teacher_tokens: int = 0
+    taught_tokens: int = 0
+    untaught: int = 0
+
+    @property
+    def taught_share(self):
+        """Float, the share of tokens with loss that the teacher predicts."""
+        if not self.teacher_tokens:
+            return 1.0
+        return self.taught_tokens / max(self.loss_tokens, 1)
+
+    def __str__(self):
+        text = DataReport.__str__(self)
+        if self.teacher_tokens:
+            text += (
+                f"; the teacher reads {self.teacher_tokens:,} tokens and "
+                f"predicts {self.taught_tokens:,} of those with loss "
+                f"({self.taught_share:.1%}), none in {self.untaught:,} rows"
+            )
+        return text
+
+
+def behind_prompt(teacher_prompt, completion, length):
+    """What a teacher reads that has another prompt before a completion.
+
+    Args:
+        teacher_prompt: int array of shape `(teacher_prompt_length,)`.
+        completion: int array of shape `(completion_length,)`.
+        length: int, tokens of the student's prompt and the completion.
+
+    Returns:
+        Tuple `(teacher_ids, teacher_source)` as of `Taught`.
+    """
+    teacher_ids = np.concatenate([teacher_prompt, completion])
+    source = np.full(length, -1, np.int32)
+    first = length - len(completion)
+    source[first:] = len(teacher_prompt) - 1 + np.arange(len(completion))
+    return teacher_ids.astype(np.int32), source

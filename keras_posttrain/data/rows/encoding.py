@@ -1,0 +1,271 @@
+"""One row of each type to token ids and the weight of each token."""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from keras_posttrain.data.chat import chat
+from keras_posttrain.data.rows import columns
+
+TRAIN_ON = ("auto", "completion", "assistant", "all")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedText:
+    """A row of text as tokens, and where they stand in the text.
+
+    Args:
+        token_ids: int64 array of shape `(length,)`.
+        mask: float32 array of shape `(length,)`.
+        text: string, the text that was encoded.
+        offsets: int64 array of shape `(length, 2)`, the start and end of
+            each token in characters of the text; an empty place for tokens
+            that are not of the text.
+        spans: list of `(start, end, words)`, the parts of the text that are
+            trained on, and where the row's own words begin in each. Where
+            that is all of a conversation, no places are known: there are no
+            spans, and the text is empty.
+    """
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+    text: str
+    offsets: np.ndarray
+    spans: list
+
+
+def check_train_on(train_on):
+    """Raises where `train_on` is not one of the choices."""
+    if train_on not in TRAIN_ON:
+        raise ValueError(
+            f"`train_on` must be one of {TRAIN_ON}. Received: {train_on=}."
+        )
+
+
+def encode_row(row, kind, tokenizer, train_on, template_kwargs, where):
+    """Tokens of a row and their weights before the row's own weight.
+
+    Args:
+        row: dict.
+        kind: string, the row's type.
+        tokenizer: a `Tokenizer`, or `None` for tokenised rows.
+        train_on: string, one of `TRAIN_ON`.
+        template_kwargs: dict of variables for the chat template.
+        where: string that names the row in an error.
+
+    Returns:
+        Tuple of an int64 array and a float32 array, both of shape
+        `(length,)`.
+    """
+    if kind == "token_pairs":
+        return _token_pairs(row, train_on, where)
+    if kind == "masked_tokens":
+        return _masked_tokens(row, train_on, where)
+    encoded = encode_text(
+        row, kind, tokenizer, train_on, template_kwargs, where
+    )
+    return encoded.token_ids, encoded.mask
+
+
+def encode_text(row, kind, tokenizer, train_on, template_kwargs, where):
+    """A row of text as `EncodedText`; takes what `encode_row` takes."""
+    if tokenizer is None:
+        raise ValueError(
+            "Rows of text need a tokenizer. Received: tokenizer=None, "
+            f"{where} has {columns.describe(kind)}. Pass rows with "
+            "'prompt_ids' and 'completion_ids', or a model with a tokenizer."
+        )
+    if kind == "text":
+        return _text(row, tokenizer, train_on, where)
+    if kind == "messages":
+        messages, first = row["messages"], 0
+    elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return _strings(row, tokenizer, train_on, where)
+    else:
+        messages, first = _join(row, where)
+    try:
+        return _chat(
+            row, messages, first, kind, tokenizer, train_on, template_kwargs
+        )
+    except ValueError as error:
+        raise ValueError(f"In {where}: {error}") from error
+
+
+def _refuse(train_on, kind, where, choices):
+    return ValueError(
+        f"Rows with {columns.describe(kind)} can be trained on "
+        f"{' or '.join(choices)}. Received: {train_on=} for {where}. Use "
+        "train_on='auto'."
+    )
+
+
+def _token_pairs(row, train_on, where):
+    prompt = columns.int_array(row["prompt_ids"], where, "prompt_ids")
+    completion = columns.int_array(
+        row["completion_ids"], where, "completion_ids"
+    )
+    if train_on == "assistant":
+        raise _refuse(
+            train_on, "token_pairs", where, ("'completion'", "'all'")
+        )
+    ids = np.concatenate([prompt, completion])
+    mask = np.ones(len(ids), np.float32)
+    if train_on != "all":
+        mask[: len(prompt)] = 0.0
+    return ids, mask
+
+
+def _masked_tokens(row, train_on, where):
+    ids = columns.int_array(row["token_ids"], where, "token_ids")
+    mask = columns.weight_array(
+        row["completion_mask"], where, "completion_mask"
+    )
+    if train_on == "assistant":
+        raise _refuse(
+            train_on, "masked_tokens", where, ("'completion'", "'all'")
+        )
+    if len(mask) != len(ids):
+        raise ValueError(
+            "The columns 'token_ids' and 'completion_mask' must have one "
+            f"length. Received: {where} with {len(ids)} token ids and "
+            f"{len(mask)} mask entries."
+        )
+    return ids, np.ones_like(mask) if train_on == "all" else mask
+
+
+def _opened(tokenizer, text):
+    """Encodes a text as the tokenizer opens one, but not twice."""
+    bos = tokenizer.special_tokens.get("bos_token")
+    opened = bool(bos) and text.startswith(bos)
+    return tokenizer.encode_with_offsets(text, not opened)
+
+
+def _ended(tokenizer, text, where):
+    """Encodes a text with an end token: `(ids, offsets)`, both arrays."""
+    ids, offsets = _opened(tokenizer, text)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "A text must be ended with the end token, and this tokenizer has "
+            f"none. Received: eos_token_id=None for {where}. Set `eos_token` "
+            "in the preset's `tokenizer_config.json`."
+        )
+    if not ids or ids[-1] != tokenizer.eos_token_id:
+        ids = [*ids, tokenizer.eos_token_id]
+        offsets = [*offsets, (len(text), len(text))]
+    return np.array(ids, np.int64), np.array(offsets, np.int64)
+
+
+def _text(row, tokenizer, train_on, where):
+    text = row["text"]
+    if not isinstance(text, str):
+        raise columns.wrong_type(where, "text", "a string", text)
+    if train_on not in ("auto", "all"):
+        raise _refuse(train_on, "text", where, ("'all'",))
+    ids, offsets = _ended(tokenizer, text, where)
+    mask = np.ones(len(ids), np.float32)
+    return EncodedText(ids, mask, text, offsets, [(0, len(text), 0)])
+
+
+def _strings(row, tokenizer, train_on, where):
+    if train_on == "assistant":
+        raise _refuse(
+            train_on, "prompt_completion", where, ("'completion'", "'all'")
+        )
+    prompt, text = row["prompt"], row["prompt"] + row["completion"]
+    ids, offsets = _ended(tokenizer, text, where)
+    first = 0 if train_on == "all" else len(prompt)
+    mask = np.ones(len(ids), np.float32)
+    if train_on != "all":
+        # A token that reaches over the boundary is the model's to write.
+        mask[:-1] = offsets[:-1, 1] > first
+    spans = [(first, len(text), first)]
+    return EncodedText(ids, mask, text, offsets, spans)
+
+
+def _join(row, where):
+    """The two sides as one conversation, and where the completion begins."""
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    for column, side in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(side, (list, tuple)):
+            raise columns.wrong_type(
+                where, column, "a string or a list of messages", side
+            )
+    if not completion:
+        raise ValueError(
+            "The column 'completion' must hold at least one message. "
+            f"Received: {where}, completion=[]."
+        )
+    return [*prompt, *completion], len(prompt)
+
+
+def _tools(row):
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        # Tables that cannot hold free-form dicts hold them as JSON.
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError:
+            pass
+    if not tools:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(
+        isinstance(tool, dict) for tool in tools
+    ):
+        raise ValueError(
+            "The column 'tools' must be a list of dicts, or that as JSON. "
+            f"Received: tools={row['tools']!r:.200}."
+        )
+    return list(tools)
+
+
+def _chat(row, messages, first, kind, tokenizer, train_on, template_kwargs):
+    if train_on == "all":
+        ids = chat.render_ids(
+            tokenizer, messages, tools=_tools(row), **template_kwargs
+        )
+        return EncodedText(
+            np.array(ids, np.int64),
+            np.ones(len(ids), np.float32),
+            text="",
+            offsets=np.zeros((len(ids), 2), np.int64),
+            spans=[],
+        )
+    ids, offsets, text, spans = chat.encode_with_spans(
+        tokenizer, messages, tools=_tools(row), **template_kwargs
+    )
+    if kind == "prompt_completion" and train_on != "assistant":
+        spans = _from_message(spans, first)
+    elif kind == "messages" and train_on == "completion":
+        spans = spans[-1:]
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    mask = np.zeros(len(ids), np.float32)
+    for start, end, _ in spans:
+        mask[(places[:, 1] > start) & (places[:, 0] < end)] = 1.0
+    spans = [
+        (start, end, _words(text, start, end, messages, message))
+        for start, end, message in spans
+    ]
+    return EncodedText(np.array(ids, np.int64), mask, text, places, spans)
+
+
+def _words(text, start, end, messages, message):
+    """Where a turn's own words begin in what was rendered of it."""
+    content = None if message is None else messages[message].get("content")
+    if isinstance(content, str):
+        return max(text.find(content.strip(), start, end), start)
+    return start
+
+
+def _from_message(spans, first):
+    if any(message is None for _, _, message in spans):
+        raise ValueError(
+            "A template with several `{% generation %}` blocks for one turn "
+            "does not say where the completion begins. Pass the row as "
+            "'messages', or use train_on='assistant'."
+        )
+    return [span for span in spans if span[2] >= first]

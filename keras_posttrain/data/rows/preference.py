@@ -1,0 +1,345 @@
+"""Rows of preferences to tokens: pairs, and labelled completions."""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from keras_posttrain.data.batches.shared_prefix import Group
+from keras_posttrain.data.rows import columns, datasets, encoding
+from keras_posttrain.data.rows.examples import (
+    NO_LOSS,
+    TOO_LONG,
+    TRUNCATIONS,
+    DataReport,
+)
+from keras_posttrain.data.rows.preference_columns import (
+    PAIRS,
+    completion_columns,
+    label_of,
+    margin_of,
+    row_columns,
+    without_prompt,
+)
+
+EQUAL = "chosen equals rejected"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Preference(Group):
+    """A pair, or a labelled completion, ready for a batch.
+
+    Args:
+        prompt: int32 array of shape `(tokens,)`, what a pair has in common
+            before the first token with loss. May be empty.
+        completions: list of int32 arrays: the chosen and the rejected, or
+            the labelled one alone.
+        masks: list of float32 arrays, the weight of each of their tokens.
+        row: int, index of the dataset row.
+        label: bool, or `None` of a pair.
+        margin: float, by how much the chosen is to be ahead.
+    """
+
+    label: bool | None = None
+    margin: float = 0.0
+
+    def sequence(self, completion):
+        """`(token_ids, completion_mask)` of the prompt and a completion."""
+        before = np.zeros(len(self.prompt), np.float32)
+        return (
+            np.concatenate([self.prompt, self.completions[completion]]),
+            np.concatenate([before, self.masks[completion]]),
+        )
+
+    # The first sequence, as an `Example` has it.
+
+    @property
+    def token_ids(self):
+        return self.sequence(0)[0]
+
+    @property
+    def completion_mask(self):
+        return self.sequence(0)[1]
+
+    @property
+    def extras(self):
+        """Bytes of all that the first sequence does not say."""
+        rest = [x.tobytes() for x in (*self.completions, *self.masks)]
+        return b"|".join([*rest, repr((self.label, self.margin)).encode()])
+
+
+def prepare_preferences(
+    dataset,
+    tokenizer,
+    *,
+    labelled,
+    sequence_length,
+    truncation="error",
+    vocabulary_size,
+    share_prompt=True,
+    chat_template_kwargs=None,
+    name="dataset",
+):
+    """Tokenizes and checks rows of preferences.
+
+    A row is `{"prompt", "chosen", "rejected"}`, each side a string or a list
+    of messages, or `{"chosen", "rejected"}`, whose common beginning is the
+    prompt; `{"prompt_ids", "chosen_ids", "rejected_ids"}` or without
+    `prompt_ids`, taken as they are. A pair may have a number `margin`. A
+    labelled row is `{"prompt", "completion", "label"}` or
+    `{"prompt_ids", "completion_ids", "label"}`.
+
+    Args:
+        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
+            or a path to `.jsonl`, `.json` or `.parquet`.
+        tokenizer: a `Tokenizer`; `None` will do for tokenised rows.
+        labelled: bool, whether rows are labelled, not pairs.
+        sequence_length: int, the most tokens of a prompt and a completion.
+        truncation: what becomes of longer rows: `"error"`, `"drop"`, or
+            `"cut"` off their ends.
+        vocabulary_size: int, how many token ids the model has.
+        share_prompt: bool, whether a pair without a prompt of its own must
+            begin with the same tokens.
+        chat_template_kwargs: dict of variables for the chat template.
+        name: string, what to call the dataset in errors and the report.
+
+    Returns:
+        `(examples, report)`: a list of `Preference`s and a `DataReport`.
+
+    Raises:
+        ValueError: a row cannot be used; the message names it.
+
+    Example:
+
+    ```python
+    rows = [{"prompt_ids": [5], "chosen_ids": [7], "rejected_ids": [8, 9]}]
+    examples, report = prepare_preferences(
+        rows, None, labelled=False, sequence_length=8, vocabulary_size=10
+    )
+    ```
+    """
+    if datasets.is_stream(dataset):
+        raise ValueError(
+            f"`{name}` must have rows that can be counted. Received: a Grain "
+            "`IterDataset`. Pass a `MapDataset`, a list, or a file."
+        )
+    prepare = _Preparation(
+        tokenizer,
+        labelled=labelled,
+        limit=sequence_length,
+        truncation=truncation,
+        vocabulary_size=vocabulary_size,
+        share_prompt=share_prompt,
+        template_kwargs=dict(chat_template_kwargs or {}),
+        report=DataReport(name),
+    )
+    rows = datasets.read_rows(dataset, name)
+    examples = [
+        example
+        for index in range(len(rows))
+        if (row := rows[index]) is not None
+        and (example := prepare(index, row)) is not None
+    ]
+    if not examples:
+        raise ValueError(
+            f"No row of `{name}` is left to train on. Received: "
+            f"{prepare.report}. Use a larger `sequence_length`, rows whose "
+            "sides differ, or truncation='cut'."
+        )
+    return examples, prepare.report
+
+
+class _Preparation:
+    """Prepares one row at a time: `(index, row)` to a `Preference` or
+    `None`."""
+
+    def __init__(
+        self,
+        tokenizer,
+        *,
+        labelled,
+        limit,
+        truncation,
+        vocabulary_size,
+        share_prompt,
+        template_kwargs,
+        report,
+    ):
+        if truncation not in TRUNCATIONS:
+            raise ValueError(
+                f"`truncation` must be one of {TRUNCATIONS}. Received: "
+                f"{truncation=}."
+            )
+        self.tokenizer, self.labelled = tokenizer, labelled
+        self.limit, self.truncation = limit, truncation
+        self.vocabulary_size = vocabulary_size
+        self.share_prompt = share_prompt
+        self.template_kwargs, self.report = template_kwargs, report
+
+    def __call__(self, index, row):
+        where = f"row {index} of `{self.report.name}`"
+        needed = row_columns(row, self.labelled, where)
+        label = label_of(row, where) if self.labelled else None
+        margin = 0.0 if self.labelled else margin_of(row, where)
+        if needed == PAIRS[1]:
+            sides = self._split_ids(row, where)
+        elif needed == PAIRS[3]:
+            sides = self._implicit(row, where)
+        else:
+            row = without_prompt(row, needed)
+            sides = [
+                self._side(row, c, where) for c in completion_columns(needed)
+            ]
+        for ids, mask in sides:
+            columns.check_token_ids(ids, self.vocabulary_size, where)
+            mask[:1] = 0.0
+        sides = self._fit(sides, where)
+        if sides is None:
+            return None
+        split = _prompt_length(sides)
+        report = self.report
+        report.kept += 1
+        report.tokens += sum(len(ids) for ids, _ in sides)
+        report.loss_tokens += sum(int(mask.sum()) for _, mask in sides)
+        return Preference(
+            prompt=sides[0][0][:split].astype(np.int32),
+            completions=[ids[split:].astype(np.int32) for ids, _ in sides],
+            masks=[mask[split:] for _, mask in sides],
+            row=index,
+            label=label,
+            margin=margin,
+        )
+
+    def _encode(self, row, kind, where):
+        return encoding.encode_row(
+            row, kind, self.tokenizer, "auto", self.template_kwargs, where
+        )
+
+    def _side(self, row, side, where):
+        """Tokens and mask of the prompt with one of its completions."""
+        if side.endswith("_ids"):
+            prompt = columns.int_array(row["prompt_ids"], where, "prompt_ids")
+            completion = columns.int_array(row[side], where, side)
+            mask = np.ones(len(prompt) + len(completion), np.float32)
+            mask[: len(prompt)] = 0.0
+            return np.concatenate([prompt, completion]), mask
+        try:
+            return self._encode(
+                {**row, "completion": row[side]}, "prompt_completion", where
+            )
+        except ValueError as error:
+            text = str(error).replace("'completion'", f"'{side}'")
+            text = text.replace("completion=", f"{side}=")
+            raise ValueError(text) from error
+
+    def _split_ids(self, row, where):
+        sides = [
+            columns.int_array(row[side], where, side) for side in PAIRS[1]
+        ]
+        return self._behind_common(sides, where, PAIRS[1])
+
+    def _implicit(self, row, where):
+        """The sides of a row whose prompt is what they have in common."""
+        given = [row["chosen"], row["rejected"]]
+        if all(isinstance(side, str) for side in given):
+            if self.share_prompt and not os.path.commonprefix(given):
+                raise _not_shared(where, PAIRS[3], given)
+            sides = [
+                self._encode({"text": side}, "text", where)[0]
+                for side in given
+            ]
+            return self._behind_common(sides, where, PAIRS[3])
+        for side, value in zip(PAIRS[3], given):
+            if not isinstance(value, (list, tuple)) or not value:
+                raise columns.wrong_type(
+                    where, side, "a string or a list of messages", value
+                )
+        most = min(map(len, given)) - 1
+        shared = 0
+        while shared < most and given[0][shared] == given[1][shared]:
+            shared += 1
+        if self.share_prompt and not shared:
+            raise _not_shared(where, PAIRS[3], given)
+        prompt = list(given[0][:shared])
+        row = {**row, "prompt": prompt}
+        for side, value in zip(PAIRS[3], given):
+            row[side] = list(value[shared:])
+        return [self._side(row, side, where) for side in PAIRS[3]]
+
+    def _behind_common(self, sides, where, names):
+        """Masks that begin behind the tokens that both sides begin with."""
+        shared = _common(*sides)
+        if self.share_prompt and not shared:
+            raise _not_shared(where, names, [x.tolist() for x in sides])
+        # Of a side that is the other's beginning one token is left over.
+        shared = max(min(shared, *(len(ids) - 1 for ids in sides)), 0)
+        found = []
+        for ids in sides:
+            mask = np.ones(len(ids), np.float32)
+            mask[:shared] = 0.0
+            found.append((ids, mask))
+        return found
+
+    def _fit(self, sides, where):
+        """The sides within the limit, or `None` for a row that is dropped."""
+        report, limit = self.report, self.limit
+        longest = max(len(ids) for ids, _ in sides)
+        if self.truncation == "error":
+            if longest > limit:
+                raise ValueError(
+                    "A prompt and its completion must have at most "
+                    f"`sequence_length` tokens. Received: {where} with "
+                    f"{longest} tokens, sequence_length={limit}. Use "
+                    f"sequence_length={longest} or more, truncation='drop' "
+                    "to leave out such rows, or truncation='cut' to cut "
+                    "their ends."
+                )
+            for ids, mask in sides:
+                if not mask.any():
+                    raise ValueError(
+                        "A completion must have a token to learn that is not "
+                        f"the first of its row. Received: {where} with "
+                        f"{len(ids)} tokens, none of which carries loss. "
+                        "Remove the row, or use truncation='drop'."
+                    )
+        report.rows += 1
+        report.longest = max(report.longest, longest)
+        if longest > limit and self.truncation == "drop":
+            report.dropped[TOO_LONG] += 1
+            return None
+        sides = [(ids[:limit], mask[:limit]) for ids, mask in sides]
+        if not all(mask.any() for _, mask in sides):
+            report.dropped[NO_LOSS] += 1
+            return None
+        if len(sides) == 2 and np.array_equal(sides[0][0], sides[1][0]):
+            report.dropped[EQUAL] += 1
+            return None
+        report.cut += longest > limit
+        return sides
+
+
+def _common(first, second):
+    """How many tokens two sequences begin with together."""
+    most = min(len(first), len(second))
+    differ = np.flatnonzero(first[:most] != second[:most])
+    return int(differ[0]) if differ.size else most
+
+
+def _prompt_length(sides):
+    """How many tokens without loss all sides begin with."""
+    free = [
+        int(np.argmax(mask != 0)) if mask.any() else len(mask)
+        for _, mask in sides
+    ]
+    if len(sides) == 1:
+        return free[0]
+    return min(*free, _common(sides[0][0], sides[1][0]))
+
+
+def _not_shared(where, names, values):
+    shown = ", ".join(f"{n}={v!r:.80}" for n, v in zip(names, values))
+    return ValueError(
+        f"The columns '{names[0]}' and '{names[1]}' must begin with the same "
+        f"prompt. Received: {where}, {shown}. Give the prompt as a column of "
+        "its own ('prompt' or 'prompt_ids')."
+    )

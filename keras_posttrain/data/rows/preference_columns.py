@@ -1,0 +1,117 @@
+"""The columns of preference rows: which type a row is, and its values."""
+
+import difflib
+import math
+
+import numpy as np
+
+from keras_posttrain.data.rows import columns
+
+# The required columns of each row type, the richest first.
+PAIRS = (
+    ("prompt_ids", "chosen_ids", "rejected_ids"),
+    ("chosen_ids", "rejected_ids"),
+    ("prompt", "chosen", "rejected"),
+    ("chosen", "rejected"),
+)
+LABELLED = (
+    ("prompt_ids", "completion_ids", "label"),
+    ("prompt", "completion", "label"),
+)
+
+
+def describe(needed):
+    """A row type as the user writes it."""
+    return "{" + ", ".join(f"'{column}'" for column in needed) + "}"
+
+
+def row_columns(row, labelled, where):
+    """The columns that a row is read by: one of `PAIRS` or `LABELLED`.
+
+    Raises:
+        ValueError: no dict, or columns of no type or of the other kind.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(
+            "A row must be a dict of columns. Received: "
+            f"{where} is {row!r:.200} of type {type(row).__name__}."
+        )
+    given = {column for column, value in row.items() if value is not None}
+    ours, others = (LABELLED, PAIRS) if labelled else (PAIRS, LABELLED)
+    for needed in ours:
+        if given.issuperset(needed):
+            return needed
+    kind = "a label" if labelled else "a chosen and a rejected side"
+    text = (
+        f"The loss asks for rows with {kind}: "
+        f"{' or '.join(map(describe, ours))}. Received: {where} with the "
+        f"columns {list(map(str, row))}."
+    )
+    known = sorted({column for needed in ours for column in needed})
+    for column in map(str, row):
+        if column in known and column not in given:
+            text += f" The column '{column}' is None."
+        elif column not in known:
+            close = difflib.get_close_matches(column.lower(), known, n=1)
+            text += f" Did you mean '{close[0]}'?" if close else ""
+    sides = {"chosen", "rejected", "chosen_ids", "rejected_ids"} & given
+    if len(sides) == 1 and not labelled:
+        side = sides.pop()
+        other = {"chosen": "rejected", "rejected": "chosen"}
+        word, *end = side.split("_")
+        missing = "_".join([other[word], *end])
+        text += f" The column '{side}' goes with '{missing}'."
+    if any(given.issuperset(needed) for needed in others):
+        text += (
+            " Use a loss of labelled completions such as `KTOLoss`, or rows "
+            "of pairs."
+            if not labelled
+            else " Use a loss of pairs such as `DPOLoss`, or give each "
+            "completion a row with a label."
+        )
+    raise ValueError(text)
+
+
+def completion_columns(needed):
+    """Those of a row's columns that hold a completion."""
+    return [c for c in needed if c not in ("prompt", "prompt_ids", "label")]
+
+
+def without_prompt(row, needed):
+    """A row whose sides do not repeat the prompt that it gives apart."""
+    if "prompt" not in needed:
+        return row
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        return row
+    repeated = {
+        side: row[side]
+        for side in completion_columns(needed)
+        if isinstance(row[side], (list, tuple))
+        and len(row[side]) > len(prompt)
+        and list(row[side][: len(prompt)]) == list(prompt)
+    }
+    return row | {k: list(v[len(prompt) :]) for k, v in repeated.items()}
+
+
+def label_of(row, where):
+    """The row's label, a bool."""
+    value = row["label"]
+    if not isinstance(value, (bool, np.bool_)):
+        raise columns.wrong_type(
+            where, "label", "True (a good completion) or False", value
+        )
+    return bool(value)
+
+
+def margin_of(row, where):
+    """The row's margin, 0 where it has none."""
+    value = row.get("margin")
+    if value is None:
+        return 0.0
+    number = isinstance(value, (int, float, np.integer, np.floating))
+    if isinstance(value, bool) or not number or not math.isfinite(value):
+        raise columns.wrong_type(where, "margin", "a finite number", value)
+    return float(value)

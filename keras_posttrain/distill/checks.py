@@ -1,0 +1,252 @@
+"""What a distillation may be compiled with."""
+
+import numbers
+
+import numpy as np
+
+from keras_posttrain.distill.step import parts
+from keras_posttrain.losses import (
+    DistillationLoss,
+    PolicyLoss,
+    TokenLoss,
+)
+from keras_posttrain.losses.features import FeatureLoss
+from keras_posttrain.training import checks
+
+# Arguments of `compile` that say how to sample, and their defaults.
+SAMPLING = {
+    "rollout": "auto",
+    "num_generations": 1,
+    "max_completion_length": 256,
+    "temperature": 1.0,
+    "stop_token_ids": "auto",
+    "num_minibatches": 1,
+    "num_iterations": 1,
+    "old_log_probs": "trainer",
+    "mask_truncated_completions": False,
+}
+
+
+def share(name, value):
+    """A share from 0 to 1 for a bool or a number."""
+    is_number = isinstance(value, numbers.Real)
+    if not is_number or not 0 <= value <= 1:
+        raise ValueError(
+            f"`{name}` must be True, False or a share from 0 to 1. "
+            f"Received: {name}={value!r}"
+        )
+    return float(value)
+
+
+def unused(settings):
+    """Refuses settings of samples where nothing is sampled."""
+    for name, default in SAMPLING.items():
+        value = settings[name]
+        if value is not default and value != default:
+            raise ValueError(
+                f"`{name}` is about the student's own samples, of which "
+                "there are none. Use on_policy=True, or leave it out. "
+                f"Received: {name}={value!r}"
+            )
+
+
+def loss(loss, on_policy):
+    if isinstance(loss, PolicyLoss):
+        if on_policy == 1.0:
+            return
+        raise ValueError(
+            "A policy loss goes by the student's own samples. Use "
+            f"on_policy=True. Received: loss={loss!r}, on_policy={on_policy}"
+        )
+    known = (DistillationLoss, FeatureLoss, TokenLoss)
+    found = [part for _, _, part in parts(loss)]
+    if not all(isinstance(x, known) for x in found):
+        also = ", or with on_policy=True a policy loss"
+        raise ValueError(
+            "`loss` must be 'auto', a loss of a teacher such as "
+            "`kpt.losses.ForwardKLLoss()` or `kpt.losses.HiddenStateLoss()`, "
+            f"a SumLoss of such{also}. Received: loss={loss!r}"
+        )
+    if all(isinstance(x, TokenLoss) for x in found):
+        raise ValueError(
+            "This loss asks nothing of the teacher. Use `kpt.SFTTask`, or "
+            f"add a loss that does by `SumLoss`. Received: loss={loss!r}"
+        )
+
+
+def teacher_settings(given, teacher_weights, column, top_k, cache):
+    if top_k is not None:
+        checks.positive_int("top_k", top_k)
+    if column is not None and not isinstance(column, str):
+        raise ValueError(
+            "`teacher_column` must be the name of a column. "
+            f"Received: teacher_column={column!r}"
+        )
+    for name, value in (
+        ("teacher_column", column),
+        ("teacher_weights", teacher_weights),
+    ):
+        if value is not None and len(given) == 1:
+            raise ValueError(
+                f"`{name}` says which of several teachers counts. Pass "
+                "`teacher=[...]` or `teacher={...}`, or leave it out. "
+                f"Received: {name}={value!r}, one teacher"
+            )
+    if column is not None and teacher_weights is not None:
+        raise ValueError(
+            "A row has the teacher that its column names, or all by their "
+            "weights. Leave one of `teacher_column` and `teacher_weights` "
+            "out."
+        )
+    kept = cache is not None or given.engine is not None
+    if kept and top_k is None:
+        raise ValueError(
+            "Of a teacher that is written down or served, the most probable "
+            "tokens are kept. Say how many: `top_k=64`."
+        )
+    if top_k is not None and not kept:
+        raise ValueError(
+            "A teacher that runs in the step gives its whole distribution. "
+            "Leave `top_k` out, or pass `teacher_cache=` for one that is "
+            f"written down. Received: top_k={top_k}"
+        )
+    if cache is not None and len(given) > 1:
+        raise ValueError(
+            "Of several teachers nothing is written down. Leave "
+            "`teacher_cache` out, or train with one. Received: "
+            f"{len(given)} teachers"
+        )
+
+
+def weights(weights, column, names):
+    """What each teacher counts for: a tuple, or `None` for one of them."""
+    if len(names) == 1 or column is not None:
+        return None
+    if weights is None:
+        return (1.0 / len(names),) * len(names)
+    given = weights
+    if isinstance(weights, dict):
+        if set(names) != set(weights):
+            raise ValueError(
+                "`teacher_weights` must name the teachers, "
+                f"{sorted(names)}. Received: {sorted(weights)}"
+            )
+        given = [weights[name] for name in names]
+    array = np.asarray(given, "float64")
+    if array.shape != (len(names),) or not np.isfinite(array).all():
+        raise ValueError(
+            "`teacher_weights` must be one finite number for each of the "
+            f"{len(names)} teachers. Received: teacher_weights={weights!r}"
+        )
+    return tuple(array.tolist())
+
+
+def other_tokens(task, theirs, tokenizer):
+    """Why a teacher's tokens are not the student's, or `None`.
+
+    Args:
+        task: `DistillTask`.
+        theirs: int, the teacher's vocabulary size.
+        tokenizer: the teacher's, or `None` where it is not known.
+    """
+    ours = task.causal_lm.backbone.vocabulary_size
+    if ours != theirs:
+        return (
+            f"it has vocabulary_size={theirs}, the student "
+            f"vocabulary_size={ours}"
+        )
+    if tokenizer is not None and task.tokenizer is not None:
+        a, b = (x.backend.get_vocab() for x in (task.tokenizer, tokenizer))
+        if a != b:
+            differ = sum(b.get(text) != i for text, i in a.items())
+            return f"{differ} of the student's {len(a)} tokens have other ids"
+    return None
+
+
+def universal(loss, name, why):
+    """Refuses losses that compare token by token."""
+    for _, _, part in parts(loss):
+        universal = isinstance(part, TokenLoss) or (
+            isinstance(part, DistillationLoss) and not part.same_vocabulary
+        )
+        if not universal:
+            raise ValueError(
+                f"{type(part).__name__} compares token by token, and teacher "
+                f"{name!r} has other tokens: {why}. Use a teacher of the "
+                "same family, or `kpt.losses.ULDLoss()` with the teacher's "
+                "tokenizer."
+            )
+
+
+def known_tokenizer(tokenizer, name):
+    """Refuses a teacher with other tokens whose tokenizer is not known."""
+    if tokenizer is None:
+        raise ValueError(
+            f"Teacher {name!r} has other tokens, and a `CausalLM` brings no "
+            "tokenizer. Pass `teacher_tokenizer=`, or the teacher as a "
+            "preset."
+        )
+    return tokenizer
+
+
+def combination(task, loss, given, top_k, cache):
+    """Refuses what cannot work together."""
+    found = [part for _, _, part in parts(loss)]
+    engine = given.engine
+    kept = cache is not None or engine is not None
+    features = any(isinstance(x, FeatureLoss) for x in found)
+    divergences = [x for x in found if isinstance(x, DistillationLoss)]
+    other = task.teacher_tokenizer is not None
+    for wrong, text in (
+        (
+            cache is not None and task.on_policy,
+            "The student's own samples are new at each step: there is "
+            "nothing to write down. Leave `teacher_cache` out.",
+        ),
+        (
+            engine is not None and not task.on_policy and cache is None,
+            "On given rows a served teacher is asked once. Pass "
+            "`teacher_cache=` for where its answers are kept.",
+        ),
+        (
+            features and kept,
+            "A feature loss reads the inside of the teacher, of which "
+            "nothing is written down or served. Leave `teacher_cache` out "
+            "and pass the teacher as a model.",
+        ),
+        (
+            features and len(given) > 1,
+            "A feature loss compares with one teacher.",
+        ),
+        (
+            other and (kept or task.on_policy or len(given) > 1),
+            "A teacher with other tokens can be one, that runs in the step, "
+            "on given rows.",
+        ),
+        (
+            kept and any(not x.same_vocabulary for x in divergences),
+            "ULDLoss sorts the whole distribution, of which the most "
+            "probable tokens are not enough. Leave `teacher_cache` out.",
+        ),
+        (
+            kept and len({x.temperature for x in divergences}) > 1,
+            "The teacher's log-probabilities are kept at one temperature.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{text} Received: loss={loss!r}")
+    vocabulary = task.causal_lm.backbone.vocabulary_size
+    if top_k is not None and top_k > vocabulary:
+        raise ValueError(
+            f"`top_k` must be at most the vocabulary's {vocabulary} tokens. "
+            f"Received: top_k={top_k}"
+        )
+
+
+def may_evaluate(task):
+    if task.by_policy_loss:
+        raise ValueError(
+            "A policy loss has no value on given rows. To see how near the "
+            "student comes to the teacher, compile with "
+            "`kpt.losses.ReverseKLLoss()` and evaluate."
+        )

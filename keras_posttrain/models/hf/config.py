@@ -1,0 +1,401 @@
+"""What a `config.json` says of the numbers, and the way back."""
+
+import dataclasses
+
+from keras_posttrain.models.hf.rope import rope_parameters
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Fields that must have one of these values: KerasHub's layers have no place
+# for another.
+REQUIRED = {
+    "attention_bias": (
+        (False, None),
+        "KerasHub's projections of this family have no such biases",
+    ),
+    "mlp_bias": (
+        (False, None),
+        "KerasHub's feed-forward layers of this family have no biases",
+    ),
+    "use_bidirectional_attention": (
+        (False, None),
+        "only causal attention can be trained as a language model here",
+    ),
+    "quantization_config": (
+        (None,),
+        "its weights are quantized; use the unquantized checkpoint",
+    ),
+}
+# Fields that `from_config` reads for every family or some.
+READ = set(REQUIRED) | {
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+    "sliding_window_pattern",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "tie_word_embeddings",
+}
+# Fields that change no number of a forward pass (dropout acts in training
+# only, where this library has its own).
+HARMLESS = {
+    "_attn_implementation",
+    "_name_or_path",
+    "_sliding_window_pattern",
+    "architectures",
+    "attention_dropout",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "exported_by",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+    "use_mrope",
+}
+# Legacy Gemma checkpoints say "gelu" and mean its tanh form.
+GEMMA_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
+ACTIVATIONS = ("silu", "swish", "gelu", "relu", *GEMMA_ACTIVATIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything beside the weights that decides a model's numbers.
+
+    Args:
+        sizes: dict of ints: `vocab_size`, `num_hidden_layers`,
+            `num_attention_heads`, `num_key_value_heads`, `head_dim`,
+            `hidden_size`, `intermediate_size`.
+        epsilon: float, added to the mean square in every norm.
+        activation: str, Hugging Face's name of the gate's activation.
+        rope: tuple of dicts, a layer each, see `rope.rope_parameters`.
+        windows: tuple of ints or `None`, a layer each: how many tokens a
+            token sees, itself included.
+        query_scalar: number; scores are divided by its square root.
+        attention_soft_cap: float or `None`.
+        final_soft_cap: float or `None`.
+        tied: bool, whether the head is the embedding.
+    """
+
+    sizes: dict
+    epsilon: float
+    activation: str
+    rope: tuple
+    windows: tuple
+    query_scalar: float
+    attention_soft_cap: float | None
+    final_soft_cap: float | None
+    tied: bool
+
+
+def from_config(config, family):
+    """Reads a Hugging Face config.
+
+    Args:
+        config: dict, the content of `config.json`.
+        family: the `Family` of its `model_type`.
+
+    Returns:
+        A pair `(settings, notes)`: `Settings`, and a list of str on the
+        fields that were set and not followed.
+
+    Raises:
+        ValueError: where KerasHub's layers cannot represent the model, naming
+            the field and its value.
+    """
+    notes = []
+    unknown = sorted(set(config) - READ - HARMLESS)
+    if unknown:
+        notes.append(f"fields of config.json not read: {', '.join(unknown)}")
+    for field, (values, reason) in REQUIRED.items():
+        if config.get(field) not in values:
+            raise ValueError(
+                f"A config of model_type={family.model_type!r} with "
+                f"`{field}` set cannot be represented: {reason}. "
+                f"Received: {field}={config[field]!r}"
+            )
+    config = {**family.defaults, **config}
+    sizes = _sizes(config, family)
+    layers = sizes["num_hidden_layers"]
+    windows = _windows(config, family, layers)
+    kinds = [FULL if window is None else SLIDING for window in windows]
+    per_type = family.model_type == "gemma3_text"
+    rope = {
+        kind: rope_parameters(config, kind if per_type else None)
+        for kind in set(kinds)
+    }
+    gemma2 = family.model_type in ("gemma2", "gemma3_text")
+    cap = config["attn_logit_softcapping"] if gemma2 else None
+    if cap is not None and per_type:
+        # transformers reads it and leaves it unused.
+        notes.append(f"attn_logit_softcapping={cap} not applied in Gemma 3")
+        cap = None
+    settings = Settings(
+        sizes=sizes,
+        epsilon=float(config["rms_norm_eps"]),
+        activation=_activation(config, family),
+        rope=tuple(rope[kind] for kind in kinds),
+        windows=windows,
+        query_scalar=(
+            config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
+        ),
+        attention_soft_cap=cap,
+        final_soft_cap=config["final_logit_softcapping"] if gemma2 else None,
+        tied=bool(config["tie_word_embeddings"]),
+    )
+    return settings, notes
+
+
+def _sizes(config, family):
+    names = (
+        "vocab_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_size",
+        "intermediate_size",
+    )
+    for name in names:
+        if not isinstance(config.get(name), int):
+            raise ValueError(
+                f"`config.json` of model_type={family.model_type!r} must have "
+                f"an integer `{name}`. Received: {name}={config.get(name)!r}"
+            )
+    sizes = {name: config[name] for name in names}
+    heads = sizes["num_attention_heads"]
+    sizes["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+    even = sizes["hidden_size"] // heads
+    sizes["head_dim"] = config.get("head_dim") or even
+    if sizes["head_dim"] != even and not family.has_head_dim:
+        raise ValueError(
+            f"KerasHub's {family.keras_name} attention splits `hidden_size` "
+            "evenly into heads; another `head_dim` cannot be represented. "
+            f"Received: head_dim={sizes['head_dim']}, "
+            f"hidden_size={sizes['hidden_size']}, num_attention_heads={heads}"
+        )
+    return sizes
+
+
+def _activation(config, family):
+    first = family.model_type == "gemma"
+    later_gemma = family.is_gemma and not first
+    field = "hidden_activation" if later_gemma else "hidden_act"
+    value = config[field]
+    known = GEMMA_ACTIVATIONS if family.is_gemma else ACTIVATIONS
+    if first and value == "gelu":
+        value = GEMMA_ACTIVATIONS[0]
+    if value not in known:
+        raise ValueError(
+            f"A config of model_type={family.model_type!r} must have a "
+            f"`{field}` out of {list(known)}. Received: {field}={value!r}"
+        )
+    return {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}.get(value, value)
+
+
+def _windows(config, family, num_layers):
+    """How many tokens each layer sees; `None` for all."""
+    if family.windows == "none":
+        return (None,) * num_layers
+    size = config["sliding_window"]
+    if family.windows == "mistral":
+        return (size,) * num_layers
+    if family.windows != "gemma" and not config["use_sliding_window"]:
+        size = None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = _pattern(config, family, num_layers, size)
+    if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
+        raise ValueError(
+            f"`layer_types` must name {num_layers} layers (as "
+            f"`num_hidden_layers` says), each {FULL!r} or {SLIDING!r}. "
+            f"Received: layer_types={kinds}"
+        )
+    if SLIDING in kinds and family.windows == "gemma" and not size:
+        raise ValueError(
+            "`sliding_window` must be set where `layer_types` has "
+            f"{SLIDING!r}. Received: sliding_window={size}"
+        )
+    return tuple(size if kind == SLIDING else None for kind in kinds)
+
+
+def _pattern(config, family, num_layers, size):
+    layers = range(num_layers)
+    if family.windows == "gemma":
+        # Every so-manieth layer is global.
+        every = 2
+        if family.model_type == "gemma3_text":
+            every = config["sliding_window_pattern"]
+        return [SLIDING if (i + 1) % every else FULL for i in layers]
+    first = config["max_window_layers"]
+    return [SLIDING if size and i >= first else FULL for i in layers]
+
+
+def to_config(settings, family):
+    """Writes `Settings` as a Hugging Face config.
+
+    Rotations are written in the style of transformers 5 and in the older one,
+    so that every reader finds its own.
+
+    Args:
+        settings: `Settings`.
+        family: the `Family` that the model is of.
+
+    Returns:
+        A dict of the fields that decide the numbers.
+
+    Raises:
+        ValueError: if the family's config has no field for what the model
+            does.
+    """
+    config = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **settings.sizes,
+        "rms_norm_eps": settings.epsilon,
+        "tie_word_embeddings": settings.tied,
+        "attention_dropout": 0.0,
+    }
+    if family.model_type == "qwen2":
+        del config["head_dim"]
+    if family.model_type not in ("mistral", "qwen2"):
+        config["attention_bias"] = False
+    if family.model_type == "llama":
+        config["mlp_bias"] = False
+    field = "hidden_activation" if family.is_gemma else "hidden_act"
+    config[field] = settings.activation
+    if family.model_type == "gemma":
+        config["hidden_act"] = settings.activation
+    config.update(_scale_and_caps(settings, family))
+    config.update(_window_fields(settings.windows, family))
+    config.update(_rope_fields(settings, family))
+    return config
+
+
+def _inexpressible(family, what, received):
+    return ValueError(
+        f"A Hugging Face config of model_type={family.model_type!r} cannot "
+        f"say {what}, so the model cannot be exported. Received: {received}"
+    )
+
+
+def _scale_and_caps(settings, family):
+    later_gemma = family.model_type in ("gemma2", "gemma3_text")
+    cap = settings.attention_soft_cap
+    if cap is not None and family.model_type != "gemma2":
+        received = f"attention_logit_soft_cap={cap}"
+        raise _inexpressible(family, "that scores are capped", received)
+    scalar = settings.query_scalar
+    if later_gemma:
+        # transformers checks the types: an int, and floats.
+        final = settings.final_soft_cap
+        return {
+            "query_pre_attn_scalar": int(scalar)
+            if scalar % 1 == 0
+            else scalar,
+            "attn_logit_softcapping": None if cap is None else float(cap),
+            "final_logit_softcapping": None if final is None else float(final),
+        }
+    if scalar != settings.sizes["head_dim"]:
+        raise _inexpressible(
+            family, "how queries are scaled", f"query_scalar={scalar}"
+        )
+    if settings.final_soft_cap is not None:
+        received = f"final_logit_soft_cap={settings.final_soft_cap}"
+        raise _inexpressible(family, "that logits are capped", received)
+    return {}
+
+
+def _window_fields(windows, family):
+    sizes = {w for w in windows if w is not None}
+    if len(sizes) > 1:
+        raise _inexpressible(family, "windows of sizes", f"{windows}")
+    size = sizes.pop() if sizes else None
+    if family.windows == "none":
+        if size is not None:
+            raise _inexpressible(family, "windows", f"{windows}")
+        return {}
+    if family.windows == "mistral":
+        if size is not None and None in windows:
+            raise _inexpressible(family, "windows of some", f"{windows}")
+        return {"sliding_window": size}
+    kinds = [FULL if w is None else SLIDING for w in windows]
+    fields = {"layer_types": kinds}
+    if family.windows == "gemma":
+        # Only read where a layer slides, but readers want a number.
+        fields["sliding_window"] = size or 4096
+        return fields
+    first = kinds.index(SLIDING) if size else len(windows)
+    return {
+        **fields,
+        "sliding_window": size,
+        "use_sliding_window": size is not None,
+        "max_window_layers": first,
+    }
+
+
+def _rope_fields(settings, family):
+    kinds = [FULL if w is None else SLIDING for w in settings.windows]
+    if family.model_type != "gemma3_text":
+        kinds = [FULL] * len(kinds)
+    found = {}
+    for kind, parameters in zip(kinds, settings.rope, strict=True):
+        if found.setdefault(kind, parameters) != parameters:
+            raise _inexpressible(
+                family,
+                f"that layers of {kind!r} rotate differently",
+                f"rope={settings.rope}",
+            )
+    fields = {}
+    if FULL in found:
+        fields["rope_theta"] = found[FULL]["rope_theta"]
+        scaling = {k: v for k, v in found[FULL].items() if k != "rope_theta"}
+        if scaling["rope_type"] != "default":
+            fields["rope_scaling"] = scaling
+    if family.model_type != "gemma3_text":
+        return {**fields, "rope_parameters": found[FULL]}
+    default = {"rope_type": "default"}
+    found.setdefault(FULL, {**default, "rope_theta": 1_000_000.0})
+    found.setdefault(SLIDING, {**default, "rope_theta": 10_000.0})
+    local = found[SLIDING]["rope_theta"]
+    fields.setdefault("rope_theta", found[FULL]["rope_theta"])
+    return {
+        **fields,
+        "rope_local_base_freq": local,
+        "rope_parameters": found,
+    }

@@ -1,0 +1,272 @@
+"""What a task with rollouts may be compiled and fitted with."""
+
+import dataclasses
+import inspect
+import numbers
+
+import numpy as np
+
+from keras_posttrain.distribution import processes
+from keras_posttrain.losses import (
+    DrGRPOLoss,
+    GroupAdvantages,
+    ImportanceCorrection,
+    LeaveOneOutAdvantages,
+    PolicyLoss,
+    ReinforceLoss,
+    SumLoss,
+)
+from keras_posttrain.rewards import reward as reward_lib
+from keras_posttrain.rewards import run
+from keras_posttrain.rollout import NativeRollout, Rollout
+from keras_posttrain.training import checks
+
+OLD_LOG_PROBS = ("trainer", "rollout")
+
+
+def policy_loss(loss):
+    if not isinstance(loss, PolicyLoss):
+        raise ValueError(
+            "`loss` must be 'auto' or a policy loss such as "
+            "`kpt.losses.GRPOLoss()`, or your own subclass of "
+            f"`kpt.losses.PolicyLoss`. Received: loss={loss!r}"
+        )
+
+
+def sampling(temperature):
+    is_number = isinstance(temperature, numbers.Real)
+    if not is_number or not 0 < temperature < float("inf"):
+        raise ValueError(
+            "`temperature` must be a finite number above 0: without chance "
+            "all completions of a prompt are one. "
+            f"Received: temperature={temperature!r}"
+        )
+
+
+def staleness(max_staleness):
+    is_int = isinstance(max_staleness, numbers.Integral)
+    if not is_int or isinstance(max_staleness, bool) or max_staleness < 0:
+        raise ValueError(
+            "`max_staleness` must be an int of at least 0, how many rollouts "
+            "may be begun before their turn. "
+            f"Received: max_staleness={max_staleness!r}"
+        )
+    if max_staleness and processes.count() > 1:
+        raise ValueError(
+            "Rollouts overlap with training in one process only: several "
+            "would not agree on which weights draw a token. Use "
+            f"max_staleness=0. Received: max_staleness={max_staleness}, "
+            f"{processes.count()} processes"
+        )
+
+
+def corrected(loss, old_log_probs):
+    """A policy loss that makes up for samples of earlier weights.
+
+    Where the engine's log-probabilities are the old ones, the loss's own
+    ratio does.
+    """
+    if isinstance(loss, SumLoss):
+        losses = [corrected(part, old_log_probs) for part in loss.losses]
+        if all(new is old for new, old in zip(losses, loss.losses)):
+            return loss
+        return dataclasses.replace(loss, losses=losses)
+    if not isinstance(loss, PolicyLoss) or loss.correction is not None:
+        return loss
+    if old_log_probs == "rollout":
+        return loss
+    return dataclasses.replace(loss, correction=ImportanceCorrection())
+
+
+def whole_distribution(top_k, top_p, min_p):
+    for name, value, off in (
+        ("top_k", top_k, 0),
+        ("top_p", top_p, 1),
+        ("min_p", min_p, 0),
+    ):
+        if value is not None and value != off:
+            raise ValueError(
+                f"`{name}` leaves tokens out of the distribution that is "
+                "sampled from, which the training step does not: its "
+                "log-probabilities would be those of another policy. Use a "
+                f"lower `temperature` instead. Received: {name}={value!r}"
+            )
+
+
+def evaluation(task, num_generations, temperature, answer=None):
+    """The temperature of an evaluation, its settings checked."""
+    checks.positive_int("num_generations", num_generations)
+    if isinstance(temperature, str) and temperature == "auto":
+        temperature = 0.0 if num_generations == 1 else task.temperature
+    is_number = isinstance(temperature, numbers.Real)
+    if not is_number or not 0 <= temperature < float("inf"):
+        raise ValueError(
+            "`temperature` must be 'auto', 0 (greedy) or a positive number. "
+            f"Received: temperature={temperature!r}"
+        )
+    if answer is not None and not callable(answer):
+        raise ValueError(
+            "`answer` must be a function of a completion's text, or None. "
+            f"Received: answer={answer!r}"
+        )
+    return temperature
+
+
+def counts(**values):
+    for name, value in values.items():
+        checks.positive_int(name, value)
+
+
+def not_negative(name, value):
+    is_int = isinstance(value, numbers.Integral) and value is not True
+    if not is_int or value < 0:
+        raise ValueError(
+            f"`{name}` must be an int of at least 0. Received: {name}={value}"
+        )
+
+
+def reward_settings(rewards, timeout, on_error):
+    """Refuses what is no list of reward functions; their names."""
+    if not isinstance(rewards, (list, tuple)) or not rewards:
+        raise ValueError(
+            "`rewards` must be a list of at least one reward function. "
+            f"Received: rewards={rewards!r}. Pass for example "
+            "`rewards=[correct]`."
+        )
+    for function in rewards:
+        reward_lib.check_callable(function)
+    run.check_settings(timeout, on_error)
+    return reward_lib.names(rewards)
+
+
+def weights(reward_weights, names):
+    """Weights of the reward functions as an array, or `None`."""
+    if reward_weights is None:
+        return None
+    array = np.asarray(reward_weights, "float64")
+    if array.shape != (len(names),) or not np.isfinite(array).all():
+        raise ValueError(
+            "`reward_weights` must have one finite number for each reward "
+            f"function, of which there are {len(names)} ({', '.join(names)}). "
+            f"Received: reward_weights={reward_weights!r}"
+        )
+    return array
+
+
+def engine(rollout):
+    """The rollout engine for what a user passed to `compile`."""
+    if isinstance(rollout, str) and rollout == "auto":
+        return NativeRollout()
+    if not isinstance(rollout, Rollout):
+        raise ValueError(
+            "`rollout` must be 'auto' or an engine such as "
+            f"`kpt.rollout.NativeRollout()`. Received: rollout={rollout!r}"
+        )
+    return rollout
+
+
+def advantages(kind, loss, num_generations):
+    """The advantages for what a user passed to `compile`."""
+    if isinstance(kind, str) and kind == "auto":
+        kind = auto_advantages(loss)
+    if isinstance(kind, type) or not callable(kind):
+        raise ValueError(
+            "`advantages` must be 'auto', an object such as "
+            "`kpt.losses.GroupAdvantages()`, or a function `f(rewards, "
+            f"num_generations, weights)`. Received: advantages={kind!r}"
+        )
+    if hasattr(kind, "check"):
+        kind.check(num_generations)
+    return kind
+
+
+def auto_advantages(loss):
+    """The advantages that a loss is meant for."""
+    if isinstance(loss, DrGRPOLoss):
+        return GroupAdvantages(scale="none")
+    if isinstance(loss, ReinforceLoss):
+        return LeaveOneOutAdvantages()
+    return GroupAdvantages()
+
+
+def takes_kl(kind):
+    """Whether advantages have a KL term: a `beta`, and an argument `kl`."""
+    if not getattr(kind, "beta", 0):
+        return False
+    return "kl" in inspect.signature(kind).parameters
+
+
+def old_log_probs(source):
+    if source not in OLD_LOG_PROBS:
+        raise ValueError(
+            "`old_log_probs` must be 'trainer', computed again before the "
+            "first update of a rollout, or 'rollout', as the engine reports "
+            f"them. Received: old_log_probs={source!r}"
+        )
+
+
+def stop_token_ids(ids, tokenizer, vocabulary_size):
+    """The ids that end a completion, as a tuple."""
+    if isinstance(ids, str):
+        if ids != "auto":
+            raise ValueError(
+                "`stop_token_ids` must be 'auto', None or ints. "
+                f"Received: stop_token_ids={ids!r}"
+            )
+        ids = () if tokenizer is None else tokenizer.stop_token_ids
+    ids = tuple(int(x) for x in ids or ())
+    wrong = [x for x in ids if not 0 <= x < vocabulary_size]
+    if wrong:
+        raise ValueError(
+            "`stop_token_ids` must be ids of the model's vocabulary, in "
+            f"[0, {vocabulary_size}). Received: stop_token_ids={wrong}"
+        )
+    return ids
+
+
+def minibatches(batch_size, num_generations, num_minibatches):
+    """Completions of an optimizer step."""
+    checks.positive_int("batch_size", batch_size)
+    completions = batch_size * num_generations
+    if completions % num_minibatches:
+        raise ValueError(
+            "The completions of a rollout must divide into `num_minibatches` "
+            f"steps. Received: batch_size={batch_size}, "
+            f"num_generations={num_generations}, {completions} completions, "
+            f"num_minibatches={num_minibatches}"
+        )
+    return completions // num_minibatches
+
+
+def token_budget(packing, sequence_length, longest):
+    """Tokens of a packed row, or `None` where nothing is packed."""
+    if packing is False or packing is None:
+        return None
+    if packing is True:
+        return sequence_length
+    checks.positive_int("packing", packing)
+    if packing < longest:
+        raise ValueError(
+            "A packed row must hold the longest prompt and its completion, "
+            f"{longest} tokens. Received: packing={packing}. Use a larger "
+            "number, or packing=True for rows of `sequence_length`."
+        )
+    return packing
+
+
+def room(task, max_completion_length):
+    """`(tokens a prompt may have, where that comes from)`."""
+    limits = [("sequence_length", task.sequence_length)]
+    if task.max_length is not None:
+        limits.append(("the model's context", task.max_length))
+    name, limit = min(limits, key=lambda pair: pair[1])
+    left = limit - max_completion_length
+    if left < 1:
+        raise ValueError(
+            "`max_completion_length` must leave room for a prompt. Received: "
+            f"max_completion_length={max_completion_length}, {name} of "
+            f"{limit} tokens"
+        )
+    return left, (
+        f"{name} of {limit} less max_completion_length={max_completion_length}"
+    )

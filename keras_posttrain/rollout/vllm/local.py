@@ -1,0 +1,200 @@
+"""vLLM in the process of the trainer."""
+
+import contextlib
+import gc
+import os
+import random
+import sys
+import time
+
+import jax
+import numpy as np
+
+from keras_posttrain.rollout.vllm import worker as vllm_worker
+from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result, take
+
+EXTENSION = "keras_posttrain.rollout.vllm.worker.RolloutWorkerExtension"
+# What vLLM reads where it is imported or an engine is made.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# One that holds a place more than the model's context, for `score`.
+FORCED = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+
+
+def threads():
+    """Of a CPU half the cores, as JAX computes on them too."""
+    return max(1, (os.cpu_count() or 1) // 2)
+
+
+class LocalEngine:
+    """An engine of vLLM in this process.
+
+    Args:
+        arguments: dict of vLLM's engine arguments.
+        timeout: float, seconds in which one request at least must end.
+    """
+
+    def __init__(self, arguments, timeout):
+        self.arguments, self.timeout = arguments, timeout
+        self._engine = self._adapter = None
+        self._count = 0
+
+    def start(self):
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(FORCED, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        if jax.default_backend() == "cpu":
+            vllm_worker.settle_on_cpu(threads())
+        # vLLM seeds the generators of the process it runs in.
+        states = random.getstate(), np.random.get_state()
+        try:
+            self._engine = self._make()
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        self._prepare()
+
+    def _make(self):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = EngineArgs(
+            **self.arguments, worker_extension_cls=EXTENSION
+        )
+        return LLMEngine.from_engine_args(arguments)
+
+    def _prepare(self):
+        [state, *_] = self._engine.collective_rpc("kpt_prepare")
+        self.device = state["device"]
+
+    def stop(self):
+        if self._engine is None:
+            return
+        engine, self._engine, self._adapter = self._engine, None, None
+        try:
+            engine.engine_core.shutdown()
+        finally:
+            del engine
+            gc.collect()
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    # Weights
+
+    def tensors(self):
+        [found, *_] = self._engine.collective_rpc("kpt_tensors")
+        return found
+
+    def push(self, weights, version):
+        """Gives all weights; bytes moved."""
+        arrays = weights.arrays()
+        with failing("the weights"):
+            self._engine.collective_rpc(
+                lambda worker: worker.kpt_load_arrays(arrays)
+            )
+            self._adapter = None
+            self._is_now(version)
+        return weights.num_bytes
+
+    def push_adapter(self, directory, version):
+        """Gives an adapter by the directory of its files."""
+        from vllm.lora.request import LoRARequest
+
+        self._count += 1
+        new = LoRARequest(f"policy-{self._count}", self._count, str(directory))
+        with failing("the adapter"):
+            self._engine.add_lora(new)
+            old, self._adapter = self._adapter, new
+            if old is not None:
+                self._engine.remove_lora(old.lora_int_id)
+            self._is_now(version)
+
+    def _is_now(self, version):
+        if not self._engine.reset_prefix_cache():
+            raise EngineFailure("vLLM did not drop its cache of prefixes.")
+        self._engine.engine_core.set_weight_version(version)
+
+    # Sampling
+
+    def run(self, jobs, on_tokens=None, interrupted=None):
+        """Yields `(key, Result)` as jobs end.
+
+        Args:
+            jobs: dict of `Job`s.
+            on_tokens: `f(key, generation, token_ids)` or `None`.
+            interrupted: function or `None`: where it says so, the jobs that
+                have not ended are given as they are.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.FINAL_ONLY
+        if on_tokens is not None or interrupted is not None:
+            kind = RequestOutputKind.DELTA
+        engine, names, results = self._engine, {}, {}
+        last = time.monotonic()
+        try:
+            for key, job in jobs.items():
+                params = SamplingParams(**job.params, output_kind=kind)
+                with failing("a request"):
+                    engine.add_request(
+                        f"{key}",
+                        {"prompt_token_ids": list(job.token_ids)},
+                        params,
+                        lora_request=self._adapter,
+                    )
+                names[str(key)] = key
+                results[key] = Result(job.params["n"])
+            while names and not (interrupted is not None and interrupted()):
+                with failing("a step"):
+                    outputs = engine.step()
+                for output in outputs:
+                    key = names[output.request_id]
+                    take(results[key], output, key, on_tokens)
+                    if output.finished:
+                        last = time.monotonic()
+                        names.pop(output.request_id)
+                        yield key, results.pop(key)
+                if time.monotonic() - last > self.timeout:
+                    raise EngineFailure(
+                        f"No request has ended in {self.timeout} seconds; "
+                        f"{len(names)} are open."
+                    )
+            for key in names.values():
+                yield key, results[key]
+        finally:
+            # One that has failed may not even do this.
+            with contextlib.suppress(Exception):
+                engine.abort_request(list(names))
+
+
+class failing:
+    """What vLLM raises becomes an `EngineFailure`."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, Exception) and not isinstance(
+            error, EngineFailure
+        ):
+            raise EngineFailure(
+                f"vLLM failed at {self.what}: {kind.__name__}: {error}"
+            ) from error
+
+
+def is_installed():
+    import importlib.util
+
+    return "vllm" in sys.modules or bool(importlib.util.find_spec("vllm"))

@@ -1,0 +1,307 @@
+"""vLLM in a process of its own, spoken to by HTTP."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+import weakref
+
+import jax
+
+from keras_posttrain.rollout.vllm import http, worker
+from keras_posttrain.rollout.vllm import process as vllm_process
+from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
+from keras_posttrain.rollout.vllm.local import ENVIRONMENT, FORCED, threads
+
+# Of vLLM's process; loading its libraries is most of it.
+START_SECONDS = 900
+# Samples in flight; more wait here, where they cost vLLM nothing.
+IN_FLIGHT = 256
+# How often it is seen whether samples are to be interrupted.
+LOOK_SECONDS = 0.05
+MODULE = "kpt_vllm_worker"
+
+
+class ServerEngine:
+    """A server of vLLM's, at an address or started here.
+
+    Args:
+        arguments: dict of vLLM's engine arguments, for one started here.
+        timeout: float, seconds that one answer may take.
+        folder: path of a folder that the server sees too.
+        python: str or `None`, the interpreter that starts a server.
+        url: str or `None`, where one is running.
+        api_key: str or `None`, its key.
+    """
+
+    def __init__(self, arguments, timeout, folder, python, url, api_key):
+        self.arguments, self.timeout = arguments, timeout
+        self.folder, self.python = pathlib.Path(folder), python
+        self.url, self.api_key = url, api_key
+        self.model, self.process, self._count = "policy", None, 0
+        self._kill = None
+        if python is not None:
+            self.api_key = secrets.token_hex(32)
+
+    # The process
+
+    def start(self):
+        if self.python is not None:
+            self._launch()
+        self._wait_until_healthy()
+        with self._preparing():
+            [state, *_] = self._rpc("kpt_prepare")
+        self.device, self.model = state["device"], "policy"
+
+    @contextlib.contextmanager
+    def _preparing(self):
+        try:
+            yield
+        except EngineFailure as error:
+            raise EngineFailure(
+                f"The server does not take our calls. One that is started by "
+                f"hand needs `--worker-extension-cls {MODULE}."
+                "RolloutWorkerExtension`, `--enable-scale-out` and "
+                f"VLLM_SERVER_DEV_MODE=1 (see `VLLMRollout`). {error}"
+            ) from error
+
+    def _launch(self):
+        extension = self.folder / "extension"
+        extension.mkdir(exist_ok=True)
+        shutil.copy(worker.__file__, extension / f"{MODULE}.py")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [
+            # It ends the server, however this process ends.
+            str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
+            "vllm.entrypoints.openai.api_server",
+            *_flags(self.arguments), "--host", "127.0.0.1",
+            "--port", str(port), "--served-model-name", "policy",
+            "--worker-extension-cls", f"{MODULE}.RolloutWorkerExtension",
+            "--middleware", f"{MODULE}.RequireKey", "--enable-scale-out",
+            "--uvicorn-log-level", "error",
+        ]  # fmt: skip
+        with open(self.folder / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=self._environment(extension),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # So that all it starts can be ended together.
+                start_new_session=True,
+            )
+        self._kill = weakref.finalize(self, vllm_process.end, self.process)
+
+    def _environment(self, extension):
+        environment = dict(os.environ)
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        defaults = {"HF_HUB_OFFLINE": "1", **ENVIRONMENT}
+        if jax.default_backend() == "cpu":
+            defaults["OMP_NUM_THREADS"] = str(threads())
+            # Else parts of the sampler are compiled for ten seconds.
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+            # KerasHub's plugin imports TensorFlow into each process.
+            defaults["VLLM_PLUGINS"] = ""
+        return {
+            **defaults,
+            **environment,
+            **FORCED,
+            "VLLM_API_KEY": self.api_key,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "PYTHONPATH": str(extension),
+        }
+
+    def _wait_until_healthy(self):
+        limit = START_SECONDS if self.process else self.timeout
+        end = time.monotonic() + limit
+        while True:
+            if self.process is not None and self.process.poll() is not None:
+                raise EngineFailure(
+                    f"vLLM's server ended with {self.process.returncode}. "
+                    f"The end of its log:\n{self._log()}"
+                )
+            try:
+                self._call("GET", "/health", timeout=10)
+                return
+            except EngineFailure as error:
+                if time.monotonic() > end:
+                    raise EngineFailure(
+                        f"No server answered at {self.url} in {limit} "
+                        f"seconds: {error}"
+                    ) from error
+            time.sleep(0.3)
+
+    def _log(self):
+        path = self.folder / "server.log"
+        return path.read_text(errors="replace")[-3000:]
+
+    def stop(self):
+        process, self.process = self.process, None
+        if process is not None:
+            self._kill.detach()
+            vllm_process.end(process)
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    # Weights
+
+    def tensors(self):
+        found = {}
+        for part in self._rpc("kpt_tensors"):
+            found |= part
+        return found
+
+    def push(self, weights, version):
+        """Gives all weights; bytes moved."""
+        folder = self.folder / f"weights-{version}"
+        try:
+            weights.write(folder)
+            for answer in self._rpc("kpt_load", str(folder)):
+                if answer["tensors"] != len(weights.table):
+                    raise EngineFailure(
+                        f"The server took {answer['tensors']} of "
+                        f"{len(weights.table)} tensors."
+                    )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.model = "policy"
+        self._is_now(version)
+        return weights.num_bytes
+
+    def push_adapter(self, directory, version):
+        """Gives an adapter by the directory of its files."""
+        old, new = self.model, f"policy-{version}"
+        body = {"lora_name": new, "lora_path": str(directory)}
+        self._call("POST", "/v1/load_lora_adapter", body)
+        self.model = new
+        if old != "policy":
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": old})
+        self._is_now(version)
+
+    def _is_now(self, version):
+        for _ in range(20):
+            answer = self._call("POST", "/reset_prefix_cache")
+            if answer.get("success", True):
+                break
+            # Blocks of what has just ended are not free yet.
+            time.sleep(0.1)
+        else:
+            raise EngineFailure("vLLM did not drop its cache of prefixes.")
+        body = {"new_version": version}
+        self._call("POST", "/update_weight_version", body)
+
+    # Sampling
+
+    def run(self, jobs, on_tokens=None, interrupted=None):
+        """Yields `(key, Result)` as jobs end.
+
+        Args:
+            jobs: dict of `Job`s.
+            on_tokens: `f(key, generation, token_ids)` or `None`; told of a
+                sample's tokens when its job has ended.
+            interrupted: function or `None`: where it says so, the jobs that
+                have not ended are given as they are.
+        """
+        most = max([job.params["n"] for job in jobs.values()], default=1)
+        workers = max(1, min(IN_FLIGHT // most, len(jobs)))
+        pool = concurrent.futures.ThreadPoolExecutor(workers)
+        open_ones = set()
+        try:
+            keys = {
+                pool.submit(self._one, job, open_ones): key
+                for key, job in jobs.items()
+            }
+            for future in self._ended(list(keys), interrupted):
+                key = keys[future]
+                if future.cancelled():
+                    yield key, Result(jobs[key].params["n"])
+                    continue
+                result = future.result()
+                if on_tokens is not None:
+                    for g, ids in enumerate(result.token_ids):
+                        on_tokens(key, g, ids)
+                yield key, result
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for connection in list(open_ones):
+                # A thread that waits for an answer waits no longer.
+                with contextlib.suppress(OSError, AttributeError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            pool.shutdown(wait=True)
+
+    def _ended(self, futures, interrupted):
+        """Yields futures as they end; once interrupted, all soon do."""
+        if interrupted is None:
+            yield from concurrent.futures.as_completed(futures)
+            return
+        while futures:
+            if interrupted():
+                for future in [f for f in futures if f.cancel()]:
+                    futures.remove(future)
+                    yield future
+                # The server answers with what there is. One that is on its
+                # way to it is ended the next time.
+                self._call("POST", "/abort_requests", {})
+            done, _ = concurrent.futures.wait(
+                futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                futures.remove(future)
+                yield future
+
+    def _one(self, job, open_ones):
+        body = {
+            "model": self.model,
+            "token_ids": list(job.token_ids),
+            "sampling_params": job.params,
+        }
+        answer = self._call("POST", "/inference/v1/generate", body, open_ones)
+        result = Result(job.params["n"])
+        if answer.get("prompt_logprobs"):
+            result.prompt = [
+                [(int(t), x["logprob"]) for t, x in (place or {}).items()]
+                for place in answer["prompt_logprobs"]
+            ]
+        for choice in answer["choices"]:
+            i = choice["index"]
+            result.token_ids[i] = choice["token_ids"]
+            result.finish_reasons[i] = choice["finish_reason"]
+            content = (choice.get("logprobs") or {}).get("content") or ()
+            result.logps[i] = [place["logprob"] for place in content]
+            spans = choice.get("weight_versions") or ()
+            result.versions |= {span["version"] for span in spans}
+        return result
+
+    def _call(self, method, path, body=None, open_ones=None, timeout=None):
+        open_ones = set() if open_ones is None else open_ones
+        timeout = timeout or self.timeout
+        return http.call(
+            self.url, self.api_key, method, path, body, timeout, open_ones
+        )
+
+    def _rpc(self, method, *args):
+        body = {"method": method, "args": args, "timeout": self.timeout}
+        return self._call("POST", "/collective_rpc", body)["results"]
+
+
+def _flags(arguments):
+    """vLLM's engine arguments as those of its command line."""
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is True or value is False:
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            yield f"--{flag}"
+            yield json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,185 @@
+"""What vLLM is given of a task: its config, its weights, and the proof."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_posttrain.models import device_transfer
+from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.rollout.native.decoding import (
+    Placement,
+    model_inputs,
+    using,
+)
+
+# Ranks that vLLM makes room for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# The most that a log-probability of the engine may be off the trainer's, by
+# the engine's dtype. Measured: 8e-5 and 0.09.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
+HEAD = "lm_head.weight"
+PROBE_LENGTH = 48
+MAX_SHARD_BYTES = 5 * 2**30
+
+
+class Weights:
+    """A task's weights as vLLM wants them, made one at a time.
+
+    Args:
+        task: the task.
+        dtype: str, the engine's dtype.
+        merged: bool, whether a LoRA adapter is added to the kernels; if not,
+            they are the base's.
+    """
+
+    def __init__(self, task, dtype, merged):
+        self.task, self.dtype, self.merged = task, dtype, merged
+        self.table = {t.name: t for t in exchange.tensors(task.causal_lm)}
+        self.is_tied = HEAD not in self.table
+
+    def shapes(self):
+        return {name: list(t.shape) for name, t in self.table.items()}
+
+    @property
+    def num_bytes(self):
+        size = jnp.dtype(self.dtype).itemsize
+        return size * sum(int(np.prod(s)) for s in self.shapes().values())
+
+    def _values(self):
+        adapter = self.task.adapter
+        if adapter is None:
+            return lambda variable: variable.value
+        if self.merged:
+            return adapter.merged_values()
+        base = {
+            id(pair.layer.kernel): pair.base
+            for pair in adapter.pairs
+            if pair.base is not None
+        }
+        return lambda variable: base.get(id(variable), variable.value)
+
+    def arrays(self, names=None):
+        """Yields `(name, array)`, numpy arrays in the engine's dtype."""
+        values, dtype = self._values(), jnp.dtype(self.dtype)
+        for name in self.table if names is None else names:
+            tensor = self.table[name]
+            array = device_transfer.to_host(values(tensor.variable))
+            array = device_transfer.contiguous(tensor.to_hf(array))
+            yield name, array.astype(dtype, copy=False)
+
+    def write(self, directory):
+        """Writes them as safetensors; one tensor in memory at a time."""
+        directory = pathlib.Path(directory)
+        directory.mkdir(parents=True)
+        dtypes = dict.fromkeys(self.table, self.dtype)
+        shapes = {name: t.shape for name, t in self.table.items()}
+        shards = checkpoint_files.plan_shards(shapes, dtypes, MAX_SHARD_BYTES)
+        order = [name for names in shards.values() for name in names]
+        arrays = (array for _, array in self.arrays(order))
+        checkpoint_files.write_tensors(
+            directory, shards, shapes, dtypes, arrays
+        )
+
+    def check(self, expected):
+        """Refuses an engine whose model has other weights.
+
+        Args:
+            expected: dict from names to shapes, what the engine has.
+
+        Raises:
+            ValueError: names what is missing, too much or of another shape.
+        """
+        own = self.shapes()
+        if self.is_tied:
+            expected = {k: v for k, v in expected.items() if k != HEAD}
+        missing = sorted(expected.keys() - own.keys())
+        unknown = sorted(own.keys() - expected.keys())
+        shapes = [
+            f"{name}: {own[name]} here, {list(expected[name])} there"
+            for name in sorted(own.keys() & expected.keys())
+            if own[name] != list(expected[name])
+        ]
+        if missing or unknown or shapes:
+            raise ValueError(
+                "vLLM's model must have the weights of the task's. Received: "
+                f"{len(missing)} only there {missing[:3]}, {len(unknown)} "
+                f"only here {unknown[:3]}, {len(shapes)} of another shape "
+                f"{shapes[:3]}"
+            )
+
+
+def write_config(task, directory, dtype):
+    """Writes the `config.json` from which vLLM builds the model."""
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = exchange.hf_config(task.causal_lm, dtype=dtype)
+    checkpoint_files.write_json(directory / exchange.CONFIG, config)
+
+
+def write_adapter(task, directory):
+    """Writes the adapter as PEFT does; the bytes of its weights."""
+    directory = pathlib.Path(directory)
+    task.adapter.save(directory)
+    return (directory / "adapter_model.safetensors").stat().st_size
+
+
+def room_for_rank(rank):
+    """The least `max_lora_rank` of vLLM for a rank, or `None`."""
+    return next((r for r in RANKS if r >= rank), None)
+
+
+class Probe:
+    """A sequence whose log-probabilities tell whose weights an engine has.
+
+    Args:
+        task: the task.
+        length: int, the most tokens that it may have.
+    """
+
+    def __init__(self, task, length):
+        self.task = task
+        vocabulary = task.causal_lm.backbone.vocabulary_size
+        rng = np.random.default_rng(20)
+        count = max(2, min(PROBE_LENGTH, length))
+        self.token_ids = rng.integers(0, vocabulary, count).tolist()
+        self._run = jax.jit(self._logps, static_argnums=0)
+
+    def __call__(self):
+        """The trainer's log-probabilities: `(tokens,)`, the first 0."""
+        task = self.task
+        length = len(self.token_ids)
+        batch = model_inputs([[self.token_ids]], length, Placement(1).shards)
+        adapted = task.adapter is not None and not task.adapter.is_merged
+        weights = (
+            [v.value for v in task.trainable_variables],
+            [v.value for v in task.non_trainable_variables],
+        )
+        return np.asarray(self._run(adapted, weights, batch))[0]
+
+    def _logps(self, adapted, weights, batch):
+        with using(self.task, adapted, weights):
+            outputs = self.task.policy.token_outputs(
+                batch, batch["segment_ids"] > 0, differentiable=False
+            )
+        return outputs["per_token_logps"]
+
+
+def compare(found, expected, dtype):
+    """The most that a probe's log-probabilities differ.
+
+    Raises:
+        RuntimeError: if that is too much, with both numbers.
+    """
+    gap = np.abs(np.asarray(found, "float64") - expected)
+    worst = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
+    if not gap[worst] <= TOLERANCES[dtype]:
+        raise RuntimeError(
+            "The engine does not sample from the trainer's weights: of the "
+            f"probe's token {worst} the engine says log-probability "
+            f"{found[worst]:.6f}, the trainer {expected[worst]:.6f}; at most "
+            f"{TOLERANCES[dtype]} apart was expected in {dtype}. The run "
+            "stops rather than learn from another policy's samples."
+        )
+    return float(gap[worst])
