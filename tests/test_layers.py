@@ -106,7 +106,11 @@ def test_the_package_keeps_its_layers():
         ("tasks/a.py", "import tensorflow as tf", "imports tensorflow"),
         ("models/lora.py", "from keras_hub.src.a import b", "keras_hub.src"),
         ("tasks/a.py", "from keras.src import tree", "keras.src.tree"),
-        ("data/batches/pipeline.py", "from keras.src import a, b", "more than one"),
+        (
+            "data/batches/pipeline.py",
+            "from keras.src import a, b",
+            "more than one",
+        ),
         ("helpers.py", "import jax", "no level in LEVELS"),
     ],
 )
