@@ -103,7 +103,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._terminated = True
         # What follows an epoch's last step (validation, other callbacks)
         # belongs to that epoch: such a step is saved after them.
-        if not self._model.at_rest:
+        if not self._model.run.at_rest:
             return
         if self._is_due() and not self._is_epoch_over():
             self._save(in_epoch=True)
@@ -150,10 +150,10 @@ class Checkpoint(keras.callbacks.Callback):
         return crossed or self._terminated or self._model.stop_training
 
     def _is_epoch_over(self):
-        if self._model.at_epoch_end():
+        if self._model.run.at_epoch_end():
             return True
         # A stream knows its last batch only from its place after it.
-        _, meta = self.model.training_state()
+        _, meta = self.model.run.training_state()
         return meta["data"]["position"]["epoch"] > self._epoch
 
     def _end_if_terminated(self):
@@ -162,7 +162,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._terminated = False
             if processes.count() > 1:
                 # That the others end is no loss.
-                for callback in self.model.fit_callbacks:
+                for callback in self.model.run.callbacks:
                     if hasattr(callback, "close"):
                         callback.close()
                 processes.leave()
@@ -187,14 +187,14 @@ class Checkpoint(keras.callbacks.Callback):
     def _save(self, in_epoch=False):
         import orbax.checkpoint as ocp
 
-        task = self.model
+        task, run = self.model, self.model.run
         if self._saved == task.step:
             return
-        for callback in task.fit_callbacks:
+        for callback in run.callbacks:
             if hasattr(callback, "flush"):
                 callback.flush()
-        arrays, meta = task.training_state()
-        arrays["best"] = callback_state.best_weights(task.fit_callbacks, task)
+        arrays, meta = run.training_state()
+        arrays["best"] = callback_state.best_weights(run.callbacks, task)
         if jax.default_backend() == "cpu":
             # An array on the CPU is written from where it lies, and the next
             # step is given that memory.
@@ -202,7 +202,7 @@ class Checkpoint(keras.callbacks.Callback):
         meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
         stopped = task.stop_training and not self._stopped_in_epoch
         meta["stopped"] = bool(stopped)
-        meta["callbacks"] = callback_state.counters(task.fit_callbacks)
+        meta["callbacks"] = callback_state.counters(run.callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
         self._checked(
@@ -219,8 +219,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _restore(self):
         import orbax.checkpoint as ocp
 
-        task = self.model
-        expected, _ = task.training_state()
+        task, run = self.model, self.model.run
+        expected, _ = run.training_state()
         failures, left_behind = [], []
         steps = processes.from_first(sorted(self._manager.all_steps()))
         for step in reversed(steps):
@@ -238,7 +238,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._is_before_branch(step, meta):
                 left_behind.append(step)
                 continue
-            task.check_training_state(meta, self.directory)
+            run.check(meta, self.directory)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(_abstract, {**expected, "best": best})
             arrays, error = self._try(
@@ -249,10 +249,10 @@ class Checkpoint(keras.callbacks.Callback):
             if error is not None:
                 failures.append((step, error))
                 continue
-            task.restore_training_state(arrays, meta)
-            callback_state.set_counters(task.fit_callbacks, meta["callbacks"])
+            run.restore(arrays, meta)
+            callback_state.set_counters(run.callbacks, meta["callbacks"])
             callback_state.set_best_weights(
-                task.fit_callbacks, task, arrays["best"]
+                run.callbacks, task, arrays["best"]
             )
             if meta["in_epoch"]:
                 self._scalars = [

@@ -9,7 +9,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.watchdog import Peers
 
 
-class Together(keras.callbacks.Callback):
+class ProcessGroup(keras.callbacks.Callback):
     """Keeps the processes of a run together; `fit` adds it where several run.
 
     Processes that would not train the same end before the first step, and
@@ -29,10 +29,10 @@ class Together(keras.callbacks.Callback):
         shapes = [[v.path, list(v.shape)] for v in task.variables]
         digest = zlib.crc32(json.dumps(shapes).encode())
         processes.check_equal({"shapes of variables (checksum)": digest})
-        processes.check_equal(task.agreement())
+        processes.check_equal(task.run.agreement())
         places = [
             str(c.directory)
-            for c in task.fit_callbacks
+            for c in task.run.callbacks
             if isinstance(c, Checkpoint)
         ]
         self._peers = Peers(*places[:1])

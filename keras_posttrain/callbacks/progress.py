@@ -95,14 +95,14 @@ class Progress(keras.callbacks.Callback):
 
     def _line(self, logs=None):
         logs = getattr(self, "_last", {}) if logs is None else logs
-        data, epochs = self._model.data, self.params["epochs"]
+        run, epochs = self._model.run, self.params["epochs"]
         elapsed = time.perf_counter() - self._start
         parts = [f"epoch {self._epoch + 1}/{epochs}"]
         left = None
-        if data.epoch_size:
+        if run.data.epoch_size:
             # Steps of an earlier `fit` count, but are none of this one's.
             step = self._model.step
-            total = self._model._step_base + epochs * data.epoch_size
+            total = run.state.first_step + epochs * run.data.epoch_size
             parts.append(f"step {step}/{total}")
             if self._steps > 1:
                 per_step = elapsed / (self._steps - 1)

@@ -48,4 +48,6 @@ class UpdateReference(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self._model.step % self.every == 0:
+            # Keras's own loop empties the variables while it runs.
+            self._model.jax_state_sync()
             self._model.reference.update(self.mixup)

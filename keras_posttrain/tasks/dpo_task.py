@@ -1,18 +1,21 @@
 import dataclasses
 import gc
 
-import jax
-
 from keras_posttrain.losses import DPOLoss
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.training import preference_checks as checks
-from keras_posttrain.training import step as steps
-from keras_posttrain.training.frozen import Reference
-from keras_posttrain.training.reference_cache import ReferenceCache, logps_of
+from keras_posttrain.training.callbacks import moves_reference
+from keras_posttrain.training.frozen import Untracked, make_reference
+from keras_posttrain.training.frozen_cache import (
+    FrozenCache,
+    completion_logps,
+    completions_by_key,
+)
+from keras_posttrain.training.weights import ModelWeights
 
 
 class DPOTask(PreferenceTask):
-    """Preference tuning: direct preference optimisation and its kin.
+    """Preference tuning: direct preference optimisation and related losses.
 
     The loss is an object: `compile(loss=...)` takes `DPOLoss`, the default,
     or any other loss of pairs of `kpt.losses` (`IPOLoss`, `SimPOLoss`,
@@ -54,14 +57,13 @@ class DPOTask(PreferenceTask):
     """
 
     auto_learning_rates = (1e-5, 1e-6)
-    # Set by `compile` and `fit`.
+    # Set by `compile` and `fit`: a `FrozenPolicy`, a directory, and the
+    # `FrozenCache` in it.
     reference = reference_cache = cached = None
-    _verbose = 0
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
-        # Behind a function it is no sublayer.
-        self._given_reference = lambda: reference
+        self._given_reference = Untracked(reference)
 
     def default_loss(self):
         return DPOLoss()
@@ -94,9 +96,9 @@ class DPOTask(PreferenceTask):
         loss = self.default_loss() if loss == "auto" else loss
         checks.preference_loss(loss)
         checks.reference_cache(reference_cache, loss)
-        super().compile(optimizer, loss, **kwargs)
         self.reference = self.cached = None
         self.reference_cache = reference_cache
+        super().compile(optimizer, loss, **kwargs)
 
     # The reference
 
@@ -105,43 +107,85 @@ class DPOTask(PreferenceTask):
         """Whether the loss compares with a reference."""
         return "ref_per_token_logps" in self.objective.needs
 
-    def _begin_run(self, examples, callbacks, verbose):
+    def companion_models(self):
+        if not self.compares:
+            return {}
+        return {"reference": [self._given_reference.value]}
+
+    def frozen_models(self):
+        if self.reference is None:
+            return {}
+        return {"reference": self.reference}
+
+    def begin_run(self, datasets, batch_size, callbacks):
         if self.labelled:
-            checks.both_labels(self.objective, examples)
+            checks.both_labels(self.objective, datasets[0])
         if not self.compares:
             return
-        moves = any(hasattr(c, "moves_reference") for c in callbacks)
+        moves = moves_reference(callbacks)
         checks.reference_stays(self.reference_cache, moves)
-        self._verbose = verbose
         if self.reference is None and self.cached is None:
             self._make_reference(moves)
-            if verbose and self.reference.num_bytes:
+            if self._verbose and self.reference.num_bytes:
                 size = self.reference.num_bytes / 2**20
                 print(f"reference: {size:,.1f} MiB", flush=True)
         if self.cached is None:
             checks.reference_packs(self.reference, self.packs)
+            return
+        for examples in datasets:
+            self._fill_cache(examples, batch_size)
+        self._release_reference()
 
     def _make_reference(self, moves=False):
-        self.reference = Reference(self, self._given_reference(), moves=moves)
+        self.reference = make_reference(
+            self._given_reference.value,
+            self.policy,
+            ModelWeights.of(self),
+            moves,
+        )
         if self.reference_cache is not None and self.cached is None:
-            self.cached = ReferenceCache(self.reference_cache, self.reference)
-        # Programs know what kind of reference they read.
-        self.train_function = self.test_function = None
+            header = {
+                "kind": "log-probabilities of a reference",
+                **self.reference.identity(),
+            }
+            self.cached = FrozenCache(
+                self.reference_cache, header, self.reference.kind
+            )
+        self._renew_step()
 
-    def _batches(self, examples, batch_size, **kwargs):
+    def make_step(self, weights=None):
+        step = super().make_step(weights)
+        if self.reference is None or self.cached is not None:
+            # The batches hold what a cached reference computes.
+            return step
+        companions = {"reference": (self.reference,)}
+        return dataclasses.replace(step, companions=companions)
+
+    def make_batches(self, examples, batch_size, **kwargs):
         if self.cached is not None:
             self._fill_cache(examples, batch_size)
-        return super()._batches(examples, batch_size, **kwargs)
+        return super().make_batches(examples, batch_size, **kwargs)
 
     def _fill_cache(self, examples, batch_size):
-        lacking = self.cached.lacks(examples)
-        if not lacking:
-            return
-        if self.reference is None:
-            checks.reference_is_back(self.cached, lacking)
-            self._make_reference()
-        size = min(batch_size, self.micro_batch_size or batch_size)
-        self.cached.fill(self, self.reference, lacking, size, self._verbose)
+        missing = self.cached.missing(completions_by_key(examples))
+        if missing:
+            if self.reference is None:
+                checks.reference_is_back(self.cached, missing)
+                self._make_reference()
+            size = min(batch_size, self.micro_batch_size or batch_size)
+            compute = completion_logps(
+                self.reference,
+                ModelWeights.of(self),
+                lambda rows: self.row_batches(rows, size, shuffle=False),
+            )
+            self.cached.fill(
+                missing,
+                length=lambda item: item.stop,
+                compute=compute,
+                message=f"reference: computes {len(missing):,} completions, "
+                "which are kept in",
+                verbose=self._verbose,
+            )
 
     def _layout(self, batch_size):
         layout = super()._layout(batch_size)
@@ -149,17 +193,12 @@ class DPOTask(PreferenceTask):
             return layout
         return dataclasses.replace(layout, reference_cache=self.cached.rows)
 
-    def make_train_function(self, force=False):
-        # Called when all batches are known, and before the first step.
-        self._release_reference()
-        super().make_train_function(force)
-
     def _release_reference(self):
         """Frees the memory of a reference that is in the batches."""
         if self.cached is not None and self.reference is not None:
             if self.reference.num_bytes:
                 self.reference = None
-                # Models are cycles, which would wait for their collection.
+                # Models hold cycles, which wait for the garbage collector.
                 gc.collect()
 
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
@@ -186,52 +225,8 @@ class DPOTask(PreferenceTask):
         finally:
             self._release_reference()
             if passing:
-                self.reference = self.cached = self.test_function = None
-
-    # The steps
-
-    def held(self, frozen):
-        held = super().held(frozen)
-        if self.reference is not None:
-            held["reference"] = self.reference.values
-        return held
-
-    def loss_and_gradients(self, state, batch):
-        batch = self.with_reference(state, batch)
-        return super().loss_and_gradients(state, batch)
-
-    def test_step(self, state, batch):
-        return super().test_step(state, self.with_reference(state, batch))
-
-    def with_reference(self, state, batch):
-        """The batch with `ref_per_token_logps`, where the loss reads them."""
-        reference = self.reference
-        if not self.compares or "ref_per_token_logps" in batch:
-            return batch
-
-        def of_rows(rows):
-            return logps_of(reference, state, rows)
-
-        count = self._micro_batches(batch)
-        if count == 1:
-            logps = of_rows(batch)
-        else:
-            logps = jax.lax.map(of_rows, steps.split_rows(batch, count))
-            logps = logps.reshape(batch["token_ids"].shape)
-        return {**batch, "ref_per_token_logps": logps}
-
-    # The state of a run
-
-    def training_state(self):
-        arrays, meta = super().training_state()
-        if self.reference is not None:
-            arrays["reference"] = self.reference.state()
-        return arrays, meta
-
-    def restore_training_state(self, arrays, meta):
-        super().restore_training_state(arrays, meta)
-        if self.reference is not None:
-            self.reference.set_state(arrays["reference"])
+                self.reference = self.cached = None
+                self._renew_step()
 
     def fingerprint(self):
         kind = None if self.reference is None else self.reference.kind

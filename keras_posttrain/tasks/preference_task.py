@@ -1,23 +1,29 @@
 import dataclasses
 
+import numpy as np
+
 from keras_posttrain.data.batches.preference_batch import PreferenceLayout
 from keras_posttrain.data.rows.examples import prepare_sft
-from keras_posttrain.data.rows.preference import prepare_preferences
+from keras_posttrain.data.rows.preference import (
+    Preference,
+    prepare_preferences,
+)
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import padding
 from keras_posttrain.training import preference_checks as checks
 
 
 class PreferenceTask(Task):
-    """A task on pairs, or on labelled completions.
+    """Base class of tasks on pairs or on labelled completions.
 
-    The base of `kpt.DPOTask` and `kpt.RewardTask`: how rows become batches.
+    It turns rows into batches for `kpt.DPOTask` and `kpt.RewardTask`.
     """
 
     # Set by `fit`.
     share_prefix = packs = False
-    # Whether a pair without a prompt of its own must begin alike.
+    # Whether a pair without a prompt column must have a common beginning.
     shares_prompt = True
+    can_share_prefix = True
 
     @property
     def labelled(self):
@@ -75,14 +81,14 @@ class PreferenceTask(Task):
         Returns:
             A Keras `History` of the means over each epoch.
         """
-        checks.layout_arguments(self, packing, share_prefix)
+        checks.layout_arguments(self.policy, packing, share_prefix)
         self.share_prefix = share_prefix
         self.packs = share_prefix or bool(packing)
         return super().fit(
             dataset, batch_size, epochs, packing=packing, **kwargs
         )
 
-    def _batches(self, examples, batch_size, *, packing=False, **kwargs):
+    def make_batches(self, examples, batch_size, *, packing=False, **kwargs):
         checks.strangers(self.objective, batch_size)
         if self.share_prefix:
             checks.prompts(examples)
@@ -93,7 +99,7 @@ class PreferenceTask(Task):
             self.micro_batch_size, *self.filled_rows(batch_size, packing)
         )
         layout = dataclasses.replace(layout, row_multiple=multiple)
-        return super()._batches(examples, batch_size, build=layout, **kwargs)
+        return self.row_batches(examples, batch_size, build=layout, **kwargs)
 
     def _layout(self, batch_size):
         return PreferenceLayout(
@@ -104,6 +110,37 @@ class PreferenceTask(Task):
             share_prefix=self.share_prefix,
             pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
         )
+
+    def example_batch(
+        self,
+        batch_size,
+        prompt_length=None,
+        packing=False,
+        share_prefix=False,
+    ):
+        checks.layout_arguments(self.policy, packing, share_prefix)
+        self.share_prefix = share_prefix
+        self.packs = share_prefix or bool(packing)
+        length = self.sequence_length
+        before = length // 2 if prompt_length is None else prompt_length
+        sides = 1 if self.labelled else 2
+        prompt = np.ones(before, "int32")
+        completion = np.ones(length - before, "int32")
+        examples = [
+            Preference(
+                prompt,
+                [completion] * sides,
+                [completion.astype("float32")] * sides,
+                i,
+                # Losses of labelled completions want both kinds.
+                label=i % 2 == 0 if self.labelled else None,
+            )
+            for i in range(batch_size)
+        ]
+        batches = self.make_batches(
+            examples, batch_size, packing=packing, shuffle=False
+        )
+        return next(iter(batches.get_jax_iterator()))
 
     def rows_together(self, batch):
         # Where a row is a sequence, several make a pair.

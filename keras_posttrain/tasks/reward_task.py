@@ -2,12 +2,13 @@ import tempfile
 
 import jax
 
-from keras_posttrain.distribution import processes
 from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import device_transfer, score_head
 from keras_posttrain.models.hf import exchange
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.training import checks
+from keras_posttrain.training.frozen_cache import run_rows
+from keras_posttrain.training.weights import ModelWeights
 
 
 class RewardTask(PreferenceTask):
@@ -119,24 +120,19 @@ class RewardTask(PreferenceTask):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
-        batches = self.plain_batches(examples, batch_size, shuffle=False)
+        batches = self.row_batches(examples, batch_size, shuffle=False)
+        weights = ModelWeights.of(self)
         if self._scores is None:
 
             def run(trainable, frozen, batch):
-                with self.using_weights(trainable, frozen):
-                    found = self.token_outputs(batch, None, ("scores",))
-                return found["scores"][:, 0]
+                with weights.scope(trainable, frozen):
+                    return self.token_outputs(batch, None, ("scores",))
 
             self._scores = jax.jit(run)
-        weights = (
-            [v.value for v in self.trainable_variables],
-            [v.value for v in self.non_trainable_variables],
+        rows = run_rows(
+            lambda batch: self._scores(*weights.values(), batch), batches
         )
-        out = []
-        for batch in batches.get_jax_iterator():
-            found = processes.fetch(self._scores(*weights, batch))
-            out += found[batch["sequence_mask"][:, 0] > 0].tolist()
-        return out
+        return [float(row["scores"][0]) for row in rows]
 
     def _forget_programs(self):
         super()._forget_programs()

@@ -1,24 +1,48 @@
-import jax
+import contextlib
+import itertools
 
-from keras_posttrain.distribution import fsdp, processes
+import jax
+import keras
+import numpy as np
+
+from keras_posttrain import optimizers
+from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.distribution import fsdp, processes, shapes_only
+from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf import exchange, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.tasks.trainer import Trainer
-from keras_posttrain.training import checks
-from keras_posttrain.training.generation import Generator
+from keras_posttrain.planning import decode_plan, train_plan
+from keras_posttrain.rollout import NativeRollout
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import checks, keras_fit, padding, run_state
+from keras_posttrain.training.generation import complete, complete_rows
+from keras_posttrain.training.micro_batches import MicroBatches
+from keras_posttrain.training.step import (
+    POLICY_OUTPUTS,
+    STEP_METRICS,
+    LossTerms,
+    TrainStep,
+    compile_step,
+)
+from keras_posttrain.training.weights import ModelWeights
 
 
-class Task(Trainer):
-    """A causal language model with something to train it for.
+class Task(keras.Model):
+    """Base class of tasks: a causal language model and its training.
 
-    The base of every task: it holds the model, the tokenizer and the
-    adapter, and keeps what `keras.Model` offers (`compile`, `fit`,
-    `evaluate`, callbacks, history, distribution) around a training step of
-    its own. Use a subclass such as `kpt.SFTTask`.
+    It holds the model, the tokenizer and the adapter, and keeps what
+    `keras.Model` offers (`compile`, `fit`, `evaluate`, callbacks, history,
+    distribution) around a training step of its own. Use a subclass such as
+    `kpt.SFTTask`.
+
+    A subclass overrides `default_loss` and `prepare`, and where its batches
+    differ `make_batches` and `example_batch`. A custom training step
+    overrides `train_step`; checkpoints and resuming stay.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
@@ -34,10 +58,21 @@ class Task(Trainer):
         chat_template_kwargs: dict of variables for the template, such as
             `{"enable_thinking": False}`, in training and in `generate`.
         remat: `"none"`, or `"full"` to keep only the inputs of decoder
-            layers for the backward pass; over a mesh's model axis also what
-            devices have added up, about as much again.
+            layers for the backward pass; over a mesh's model axis also the
+            sums over devices, about as much again.
         chunk_size: int or `None`, tokens whose logits exist at once.
     """
+
+    # The learning rates of `optimizer="auto"`: with an adapter, and without.
+    auto_learning_rates = (2e-4, 2e-5)
+    # Why a step may change nothing, for the last line of the progress bar.
+    skipped_because = "their gradient was not finite or no token carried loss"
+    # The metrics of the progress bar; `None` for all.
+    shown_metrics = None
+    # Whether several completions of a row can share its prompt.
+    can_share_prefix = False
+    # Logits are divided by it: that of the samples, in a task that samples.
+    temperature = 1.0
 
     def __init__(
         self,
@@ -67,18 +102,22 @@ class Task(Trainer):
         self.causal_lm = causal_lm
         self.tokenizer = tokenizer
         if chat_template is not None:
-            self._need_tokenizer("chat_template")
+            checks.need_tokenizer(tokenizer, "chat_template")
             self.tokenizer = tokenizer.with_chat_template(chat_template)
         self.sequence_length = sequence_length
         self.truncation = truncation
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.remat, self.chunk_size = remat, chunk_size
+        self.preset = None
         flatten_linear_layers(causal_lm.backbone)
         self.adapter = Adapter(causal_lm, lora) if lora else None
-        self._make_policy()
-        self._generator = Generator(self)
-        self.step_logs = {}
-        self._log_probs = None
+        self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
+        self._engine = NativeRollout()
+        self._engine.set_model(self)
+        self.run_state = run_state.RunState()
+        # Set by `compile`, `fit` and `evaluate`.
+        self.objective = self.data_report = self.run = self._step = None
+        self._evaluating, self._verbose = False, 0
+        self._log_probs = self._compiled_train_step = None
         self.built = True
 
     @classmethod
@@ -134,27 +173,524 @@ class Task(Trainer):
         task.preset = str(preset)
         return task
 
-    preset = None
-
     @property
     def max_length(self):
         """Tokens that a sequence may have by the model's config, or `None`."""
         return guards.max_length(self.causal_lm)
 
-    # Setting up
+    @property
+    def step(self):
+        """Int, optimizer steps done."""
+        return self.run_state.step
 
-    def _make_policy(self):
-        self.policy = Policy(
-            self.causal_lm,
-            adapter=self.adapter,
-            remat=self.remat,
-            chunk_size=self.chunk_size,
+    @property
+    def step_logs(self):
+        """Dict of scalars, the metrics of the last step."""
+        return self.run_state.logs
+
+    def default_loss(self):
+        """The loss that `compile(loss="auto")` stands for."""
+        raise NotImplementedError
+
+    def prepare(self, dataset, name="dataset", **overrides):
+        """Rows to examples.
+
+        Args:
+            dataset: what the user passed.
+            name: str, the argument's name, for messages.
+            **overrides: settings of the task to replace, such as
+                `truncation`.
+
+        Returns:
+            `(examples, report)`.
+        """
+        raise NotImplementedError
+
+    def compile(
+        self,
+        optimizer="auto",
+        loss="auto",
+        *,
+        micro_batch_size=None,
+        max_grad_norm=1.0,
+        run_eagerly=False,
+    ):
+        """Sets what training needs.
+
+        Args:
+            optimizer: `"auto"` (AdamW, learning rate 2e-4 with an adapter
+                and 2e-5 without), a Keras optimizer, or an Optax
+                transformation. A schedule counts optimizer steps. Weight
+                decay passes norms and biases by unless
+                `exclude_from_weight_decay` was called; an Optax
+                transformation is taken as it is (see `kpt.decay_mask`).
+            loss: `"auto"` or a `kpt.losses.Loss`.
+            micro_batch_size: int or `None`: rows that pass through the model
+                at once, over several devices the next multiple of their
+                number. Gradients are added up over a batch's micro-batches;
+                the result is that of the whole batch.
+            max_grad_norm: float or `None`: gradients whose global norm is
+                larger are scaled down to it.
+            run_eagerly: bool, for debugging.
+        """
+        loss = self.default_loss() if loss == "auto" else loss
+        checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
+        rate = self.auto_learning_rates[self.adapter is None]
+        optimizer = optimizers.get(optimizer, learning_rate=rate)
+        optimizers.check(optimizer)
+        super().compile(
+            optimizer=optimizer,
+            loss=None,
+            run_eagerly=run_eagerly,
+            auto_scale_loss=False,
         )
+        self.micro_batch_size = micro_batch_size
+        self.max_grad_norm = max_grad_norm
+        with contextlib.ExitStack() as stack:
+            if optimizers.holds_shapes(self.trainable_variables):
+                stack.enter_context(shapes_only())
+            self._masters = optimizers.build(
+                optimizer, self.trainable_variables
+            )
+        self._set_objective(loss)
+
+    def _set_objective(self, loss):
+        self.objective = loss
+        names = [*STEP_METRICS, *loss.metric_names]
+        self._train_trackers = [keras.metrics.Mean(name=n) for n in names]
+        names = ["loss", *loss.metric_names]
+        self._test_trackers = [keras.metrics.Mean(name=n) for n in names]
+        self._renew_step()
+
+    # Training
+
+    def fit(
+        self,
+        dataset,
+        batch_size=8,
+        epochs=1,
+        *,
+        shuffle=True,
+        seed=0,
+        packing=False,
+        validation_data=None,
+        callbacks=None,
+        verbose="auto",
+        skip_steps=(),
+    ):
+        """Trains on rows.
+
+        Args:
+            dataset: list of dicts, Hugging Face `Dataset`, Grain
+                `MapDataset` or `IterDataset`, or the path of a `.jsonl` or
+                `.parquet` file.
+            batch_size: int, rows of one optimizer step; packed rows where
+                `packing`.
+            epochs: int.
+            shuffle: bool; the order is sampled again for every epoch.
+            seed: int, of the order and of dropout.
+            packing: bool, put several sequences in a row. They do not see
+                each other.
+            validation_data: a dataset, evaluated after every epoch.
+            callbacks: list of callbacks. `kpt.callbacks.Checkpoint` makes
+                the run resume where it stopped.
+            verbose: `"auto"`, 0 (silent), 1 (progress bar) or 2 (a line an
+                epoch).
+            skip_steps: ints, steps whose batches are left out, counted as
+                `step` in the metrics log. The steps after them keep their
+                numbers and their batches.
+
+        Returns:
+            A Keras `History` of the means over each epoch.
+
+        Raises:
+            ValueError: for rows, arguments or callbacks that cannot be
+                trained on, before anything is compiled.
+        """
+        self._assert_compile_called("fit")
+        callbacks = callback_lib.as_list(callbacks)
+        processes.need_distribution()
+        verbose = verbose if processes.is_first() else 0
+        checks.fit_arguments(
+            self.policy, batch_size, epochs, packing, callbacks
+        )
+        examples, self.data_report = self.prepare(dataset)
+        held_out = []
+        if validation_data is not None:
+            held_out, report = self.prepare(validation_data, "validation_data")
+            callback_lib.show(report, verbose)
+        streamed = self.data_report.rows == 0
+        if not streamed:
+            callback_lib.show(self.data_report, verbose)
+        callback_lib.show(self._padding(batch_size, packing), verbose)
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        self._verbose = verbose
+        self.begin_run([examples, held_out], batch_size, callbacks)
+        validation = None
+        if validation_data is not None:
+            validation = self.make_batches(held_out, batch_size, shuffle=False)
+        data = self.make_batches(
+            examples,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            packing=packing,
+            skip_steps=skip_steps,
+        )
+        self.run = keras_fit.RowRun(
+            self,
+            step=self._step,
+            saved=self.saved_variables(),
+            state=self.run_state,
+            data=data,
+            validation=validation,
+            callbacks=callbacks,
+            epochs=epochs,
+            seed=seed,
+            skip_steps=skip_steps,
+            verbose=verbose,
+            settings={"micro_batch_size": self.micro_batch_size},
+        )
+        try:
+            return self.run.fit()
+        finally:
+            if streamed:
+                callback_lib.show(self.data_report, verbose)
+
+    def begin_run(self, datasets, batch_size, callbacks):
+        """Makes what a run needs before its batches.
+
+        Args:
+            datasets: the examples to train on and those to evaluate, as
+                `prepare` returned them.
+            batch_size: int.
+            callbacks: list of `keras.callbacks.Callback`s.
+        """
+
+    def make_batches(self, examples, batch_size, **kwargs):
+        """Batches of what `prepare` returned; see `row_batches`."""
+        return self.row_batches(examples, batch_size, **kwargs)
+
+    def row_batches(self, examples, batch_size, **kwargs):
+        """Batches of `Example`s, sequences in rows.
+
+        Args:
+            examples: list of `Example`s.
+            batch_size: int.
+            **kwargs: see `BatchAdapter`.
+
+        Returns:
+            A `BatchAdapter`.
+        """
+        micro = self.micro_batch_size if self.compiled else None
+        return BatchAdapter(
+            examples,
+            batch_size=batch_size,
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            **{
+                "sequence_length": self.sequence_length,
+                "row_multiple": padding.row_multiple(micro, batch_size),
+                **kwargs,
+            },
+        )
+
+    def evaluate(
+        self,
+        dataset=None,
+        batch_size=8,
+        *,
+        num_samples=0,
+        max_tokens=256,
+        verbose=0,
+        **kwargs,
+    ):
+        """The loss and metrics of rows, as means over all their tokens.
+
+        Args:
+            dataset: as in `fit`.
+            batch_size: int, rows at once.
+            num_samples: int, how many of the first rows are completed too:
+                greedily, from what precedes their first token with loss.
+            max_tokens: int, the most new tokens of such a completion.
+            verbose: as in Keras.
+
+        Returns:
+            A dict of floats: `loss`, the loss's metrics and, of a loss of
+            tokens, `perplexity`; where rows were completed also `samples`, a
+            list of dicts with `prompt`, `completion` and `reference`, the
+            row's own.
+        """
+        self._assert_compile_called("evaluate")
+        # `fit` calls with Keras's own arguments.
+        dataset = kwargs.pop("x", dataset)
+        examples = []
+        if not isinstance(dataset, BatchAdapter):
+            examples, report = self.prepare(dataset)
+            shown = verbose or bool(report.dropped or report.cut)
+            callback_lib.show(report, shown)
+            checks.positive_int("batch_size", batch_size)
+            callback_lib.show(self._padding(batch_size), verbose)
+            dataset = self.make_batches(examples, batch_size, shuffle=False)
+        dataset.keep_rows(processes.own_rows())
+        known = ("_use_cached_eval_dataset", "steps", "callbacks")
+        self._evaluating = True
+        try:
+            with keras_fit.epochs_may_end():
+                logs = super().evaluate(
+                    x=dataset,
+                    verbose=verbose if processes.is_first() else 0,
+                    return_dict=True,
+                    **{k: v for k, v in kwargs.items() if k in known},
+                )
+        finally:
+            # Keras does so only where nothing was raised.
+            self.jax_state_sync()
+            self._evaluating = False
+        if isinstance(self.objective, TokenLoss):
+            logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
+        if num_samples:
+            checks.need_tokenizer(self.tokenizer, "num_samples")
+            logs["samples"] = complete_rows(
+                self._engine,
+                self.tokenizer,
+                itertools.islice(iter(examples), num_samples),
+                max_tokens,
+            )
+        return logs
+
+    # The training step
+
+    def train_step(self, state, batch):
+        """Computes one optimizer step: override it for a custom step.
+
+        A pure function, which `fit` compiles.
+
+        Args:
+            state: dict of lists of arrays: `trainable`, `frozen`,
+                `optimizer`, `metrics`, in the order of the task's variables;
+                `step` and `seed`, int32 scalars; and the arrays of a
+                reference or of teachers.
+            batch: dict of arrays with a leading `rows` axis.
+
+        Returns:
+            `(logs, state)`: a dict of scalars, and the state with
+            `trainable`, `optimizer` and `metrics` replaced.
+        """
+        gradients, logs = self.loss_and_gradients(state, batch)
+        return self.apply_gradients(state, gradients, logs)
+
+    def loss_and_gradients(self, state, batch):
+        """Computes the gradients of a batch's loss.
+
+        Args:
+            state, batch: as in `train_step`.
+
+        Returns:
+            `(gradients, logs)`: a list of arrays like `state["trainable"]`,
+            float32 where there are micro-batches, and a dict of scalars:
+            `loss`, `num_tokens`, `loss_weight` (what the loss was divided
+            by) and the metrics of the loss.
+        """
+        return self._step.loss_and_gradients(state, batch)
+
+    def apply_gradients(self, state, gradients, logs):
+        """Clips gradients, applies the optimizer and records the step.
+
+        A step whose gradient is not finite, or whose batch has no token with
+        loss or no advantage, changes nothing and counts as `skipped`.
+
+        Args:
+            state: as in `train_step`.
+            gradients: list of arrays like `state["trainable"]`.
+            logs: dict of scalars as `loss_and_gradients` returns it.
+
+        Returns:
+            `(logs, state)`, as `train_step` does.
+        """
+        return self._step.apply_gradients(state, gradients, logs)
+
+    def test_step(self, state, batch):
+        """Computes loss and metrics of a batch, without gradients or dropout.
+
+        Args:
+            state, batch: as in `train_step`.
+
+        Returns:
+            `(logs, state)` with `metrics` replaced.
+        """
+        return self._step.evaluate(state, batch)
+
+    def token_outputs(self, batch, mask, needs, **settings):
+        """Computes what a loss reads other than the batch.
+
+        Args:
+            batch: dict of arrays.
+            mask: bool array of shape `(rows, length)`, the tokens that are
+                projected on the vocabulary.
+            needs: names as in `Loss.needs`. Those that the task does not
+                compute are in the batch.
+            **settings: `dropout_key`, `differentiable` and `hidden` of
+                `Policy.token_outputs`.
+
+        Returns:
+            A dict of float32 arrays of shape `(rows, length)`.
+        """
+        return self.policy.token_outputs(
+            batch,
+            mask,
+            needs=[n for n in needs if n in POLICY_OUTPUTS],
+            temperature=self.temperature,
+            **settings,
+        )
+
+    def using_weights(self, trainable, frozen):
+        """A scope in which the task's variables have these values.
+
+        Args:
+            trainable, frozen: lists of arrays, those of a step's `state`.
+        """
+        weights = self._step.weights if self._step else ModelWeights.of(self)
+        return weights.scope(trainable, frozen)
+
+    def call(self, batch):
+        """Log-probabilities of a batch's tokens, `(rows, length)`."""
+        mask = batch["segment_ids"] > 0
+        return self.policy.token_outputs(batch, mask)["per_token_logps"]
+
+    def fingerprint(self):
+        """Settings that must match for a run to be resumed.
+
+        Returns:
+            Dict fit for JSON. A subclass adds its own.
+        """
+        weights = ModelWeights.of(self)
+        return run_state.fingerprint(
+            type(self).__name__,
+            self.policy,
+            weights,
+            self.run_state.frozen_digest(weights),
+            self.optimizer,
+            loss=repr(self.objective),
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    # What the step and the run are made of
+
+    def make_step(self, weights=None):
+        """Builds the `TrainStep` from the task's present parts.
+
+        Args:
+            weights: `ModelWeights`, or `None` for those of the task.
+        """
+        loss = self.objective
+        return TrainStep(
+            weights=weights or ModelWeights.of(self),
+            loss=loss,
+            terms=LossTerms(loss, self.policy, self.token_outputs),
+            token_outputs=self.token_outputs,
+            optimizer=self.optimizer,
+            masters=self._masters,
+            train_trackers=self._train_trackers,
+            test_trackers=self._test_trackers,
+            micro_batches=MicroBatches(
+                self.micro_batch_size, self.rows_together
+            ),
+            max_grad_norm=self.max_grad_norm,
+            dropout=bool(self.adapter and self.adapter.lora.dropout),
+        )
+
+    def _renew_step(self):
+        """Builds the step again: one of its parts has changed."""
+        self._step = self.make_step()
+        self._compiled_train_step = None
+        self.train_function = self.test_function = None
+
+    @property
+    def compiled_train_step(self):
+        """`train_step` as `fit` runs it; see `training/step.py`."""
+        if self._compiled_train_step is None:
+            self._compiled_train_step = compile_step(
+                self.train_step,
+                keras_fit.state_shardings(self),
+                self.run_eagerly,
+            )
+        return self._compiled_train_step
+
+    def frozen_models(self):
+        """Dict by name of the `FrozenPolicy`s that a checkpoint holds."""
+        return {}
+
+    def saved_variables(self):
+        """The `Saved` of a run: what its checkpoints hold."""
+        return run_state.Saved(
+            ModelWeights.of(self),
+            self.optimizer,
+            self._train_trackers,
+            self.frozen_models(),
+        )
+
+    def rows_together(self, batch):
+        """Rows of a batch that are one example: neighbours, never split."""
+        return 1
+
+    def filled_rows(self, batch_size, packing=False):
+        """Counts the rows that a whole batch fills.
+
+        Args:
+            batch_size: int.
+            packing: as in `fit`.
+
+        Returns:
+            `(rows, rows of an example)`; rows are `None` where that depends
+            on the lengths of sequences.
+        """
+        return batch_size, 1
+
+    def _padding(self, batch_size, packing=False):
+        """A line on padding rows, or `None` where there are none."""
+        filled, together = self.filled_rows(batch_size, packing)
+        return padding.describe(self.micro_batch_size, filled, together)
+
+    # What Keras calls
+
+    @property
+    def metrics(self):
+        if self.objective is None:
+            return []
+        return (
+            self._test_trackers if self._evaluating else self._train_trackers
+        )
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            self.train_function = self.run.train_function()
+
+    def make_test_function(self, force=False):
+        if self.test_function is None or force:
+            self.test_function = keras_fit.test_function(self, self._step)
+
+    def _get_metrics_result_or_logs(self, logs):
+        # Keras compares names to guess whether `logs` are its own metrics. A
+        # mean of nothing (a learning rate that Optax does not tell) is no 0.
+        del logs
+        return {t.name: t.result() for t in self.metrics if float(t.count)}
+
+    def reset_metrics(self):
+        # Running means continue in the middle of an epoch.
+        if self.run_state.keep_metrics and not self._evaluating:
+            self.run_state.keep_metrics = False
+            return
+        super().reset_metrics()
+
+    def get_weights(self):
+        """All weights, whole in every process: EarlyStopping keeps them."""
+        values = processes.fetch([v.value for v in self.weights])
+        return [np.array(x) for x in values]
 
     # Using the model
 
     def log_probs(self, rows, batch_size=8):
-        """The log-probability of every token given those before it.
+        """Computes the log-probability of every token given those before it.
 
         Args:
             rows: rows of any type that the task trains on.
@@ -169,11 +705,12 @@ class Task(Trainer):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
-        batches = self.plain_batches(examples, batch_size, shuffle=False)
+        batches = self.row_batches(examples, batch_size, shuffle=False)
+        weights = ModelWeights.of(self)
         if self._log_probs is None:
 
             def run(trainable, frozen, batch):
-                with self.using_weights(trainable, frozen):
+                with weights.scope(trainable, frozen):
                     mask = batch["segment_ids"] > 0
                     outputs = self.policy.token_outputs(
                         batch, mask, differentiable=False
@@ -181,13 +718,10 @@ class Task(Trainer):
                 return outputs["per_token_logps"]
 
             self._log_probs = jax.jit(run)
-        state = (
-            [v.value for v in self.trainable_variables],
-            [v.value for v in self.non_trainable_variables],
-        )
         out = []
         for batch in batches.get_jax_iterator():
-            values = processes.fetch(self._log_probs(*state, batch))
+            values = self._log_probs(*weights.values(), batch)
+            values = processes.fetch(values)
             lengths = (batch["segment_ids"] > 0).sum(axis=1)
             out += [v[:n] for v, n in zip(values, lengths) if n]
         return out
@@ -245,19 +779,22 @@ class Task(Trainer):
         task.generate("Once upon a time", on_text=lambda i, t: print(t))
         ```
         """
-        return self._generator(
+        return complete(
+            self._engine,
+            self.tokenizer,
             prompts,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            template_kwargs=self.chat_template_kwargs,
             num_generations=num_generations,
             stop_token_ids=stop_token_ids,
             seed=seed,
             return_token_ids=return_token_ids,
             on_text=on_text,
             verbose=verbose,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
         )
 
     # Planning
@@ -328,23 +865,26 @@ class Task(Trainer):
         print(task.plan("v5e:4x4", batch_size=16, remat="full"))
         ```
         """
-        # It knows the tasks, which begin here.
-        from keras_posttrain.planning import train_plan
-
-        settings = {}
-        if sequence_length is not None:
-            settings["sequence_length"] = sequence_length
-        if micro_batch_size != "compiled":
-            settings["micro_batch_size"] = micro_batch_size
-        if remat is not None:
-            settings["remat"] = remat
-        layout = {"packing": packing, "share_prefix": share_prefix}
-        train_plan.check(self, batch_size, layout, **settings)
-        batch = {
-            "batch_size": batch_size, "prompt_length": prompt_length, **layout
-        }  # fmt: skip
+        self._assert_compile_called("plan")
+        settings = {
+            "sequence_length": self.sequence_length
+            if sequence_length is None
+            else sequence_length,
+            "micro_batch_size": self.micro_batch_size
+            if micro_batch_size == "compiled"
+            else micro_batch_size,
+            "remat": self.policy.remat if remat is None else remat,
+        }
         return train_plan.make_plan(
-            self, topology, strategy, batch, exact, **settings
+            self,
+            topology,
+            strategy,
+            batch_size=batch_size,
+            prompt_length=prompt_length,
+            packing=packing,
+            share_prefix=share_prefix,
+            exact=exact,
+            **settings,
         )
 
     def plan_decode(
@@ -372,35 +912,58 @@ class Task(Trainer):
         Raises:
             ValueError: as in `plan`.
         """
-        from keras_posttrain.planning import decode_plan
-
+        self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
             self, topology, strategy, num_slots, num_tokens, exact
         )
 
+    def example_batch(
+        self,
+        batch_size,
+        prompt_length=None,
+        packing=False,
+        share_prefix=False,
+    ):
+        """Builds a batch of the longest rows that `fit` may see, for `plan`.
+
+        Args:
+            batch_size: int, as in `fit`.
+            prompt_length: int or `None`, as in `plan`.
+            packing, share_prefix: as in `fit`.
+
+        Returns:
+            Dict of numpy arrays.
+
+        Raises:
+            ValueError: for a step that cannot be planned.
+        """
+        ids = np.ones(self.sequence_length, "int32")
+        examples = [
+            Example(ids, ids.astype("float32"), i) for i in range(batch_size)
+        ]
+        batches = self.make_batches(
+            examples, batch_size, packing=packing, shuffle=False
+        )
+        return next(iter(batches.get_jax_iterator()))
+
+    def companion_models(self):
+        """The models that the step compares with, for `plan`.
+
+        Returns:
+            Dict by role (`"reference"`, `"teachers"`) of lists of presets,
+            KerasHub `CausalLM`s, and `None` for the policy.
+        """
+        return {}
+
     # Saving
-
-    def _need_adapter(self, method):
-        if self.adapter is None:
-            raise ValueError(
-                f"`{method}` needs an adapter; make the task with "
-                "`lora=kpt.LoRA(...)`, or use `export` for whole weights."
-            )
-
-    def _need_tokenizer(self, what):
-        if self.tokenizer is None:
-            raise ValueError(
-                f"`{what}` needs a tokenizer, and this task has none. Pass "
-                "`tokenizer=`, or make the task with `from_preset`."
-            )
 
     def save_adapter(self, path):
         """Writes the adapter in PEFT's format; it loads in PEFT and vLLM."""
-        self._need_adapter("save_adapter")
+        checks.need_adapter(self.adapter, "save_adapter")
         self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
-        """Takes the weights of a PEFT adapter.
+        """Loads the weights of a PEFT adapter.
 
         A task without an adapter gets one of the file's settings, as long as
         it is not compiled.
@@ -423,20 +986,25 @@ class Task(Trainer):
                 adapter.detach(self.causal_lm)
                 raise
             self.adapter = adapter
-            self._make_policy()
+            self.policy = Policy(
+                self.causal_lm,
+                adapter,
+                self.policy.remat,
+                self.policy.chunk_size,
+            )
             return
         self.adapter.load(path)
 
     def merge_adapter(self):
         """Adds the adapter to the weights; training is refused until
         `unmerge_adapter`, which restores them bit for bit."""
-        self._need_adapter("merge_adapter")
+        checks.need_adapter(self.adapter, "merge_adapter")
         self.adapter.merge()
         self._forget_programs()
 
     def unmerge_adapter(self):
-        """Takes back `merge_adapter`."""
-        self._need_adapter("unmerge_adapter")
+        """Reverts `merge_adapter`."""
+        checks.need_adapter(self.adapter, "unmerge_adapter")
         self.adapter.unmerge()
         self._forget_programs()
 
@@ -478,8 +1046,3 @@ class Task(Trainer):
 
     def save_weights(self, *args, **kwargs):
         checks.refuse_keras_weights("save_weights")
-
-    def call(self, batch):
-        """Log-probabilities of a batch's tokens, `(rows, length)`."""
-        mask = batch["segment_ids"] > 0
-        return self.policy.token_outputs(batch, mask)["per_token_logps"]

@@ -4,79 +4,78 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
-from keras_posttrain.training import step as steps
+from keras_posttrain.training.micro_batches import split_rows
 
-# Of what a model gives, what can have a gradient.
+# Of a model's outputs, those that can have a gradient.
 DIFFERENTIABLE = ("per_token_logps", "entropies", "scores", "values")
 
 
-def loss_and_gradients(task, state, batch, key, count):
+def loss_and_gradients(step, state, batch, key):
     """The exact gradient of a loss that is no sum over rows.
 
     The first pass is forward only, a micro-batch at a time, and keeps what
-    the loss reads: a few numbers a token. The loss is computed once, on all
+    the loss reads: a few numbers per token. The loss is computed once, on all
     of them. The second pass takes its derivatives back through the model, a
     micro-batch at a time.
 
     Args:
-        task: `Task`.
+        step: `TrainStep`.
         state: dict with `trainable` and `frozen`, lists of arrays.
         batch: dict of arrays, the whole batch.
         key: JAX key of the seed and the step, or `None` for no dropout.
-        count: int, how many micro-batches.
 
     Returns:
         `(loss, gradients, metrics)`: a scalar, float32 arrays like
         `state["trainable"]`, and metrics as `Loss.total` reports them.
     """
-    outputs = _outputs(task, state, batch, key, count)
-    names = _differentiated(task.objective, batch, outputs)
+    outputs = _outputs(step, state, batch, key)
+    names = _differentiated(step.loss, batch, outputs)
 
     def value(chosen):
-        return _loss(task.objective, batch, {**outputs, **chosen})
+        return _loss(step.loss, batch, {**outputs, **chosen})
 
     (loss, metrics), cotangents = jax.value_and_grad(value, has_aux=True)(
         {name: outputs[name] for name in names}
     )
 
-    def pulled(trainable, rows, cotangents):
-        with task.using_weights(trainable, state["frozen"]):
-            mask = task.objective.logps_mask(rows)
-            found = task.token_outputs(rows, mask, names, dropout_key=key)
+    def pulled_back(trainable, rows, cotangents):
+        with step.weights.scope(trainable, state["frozen"]):
+            mask = step.loss.logps_mask(rows)
+            found = step.token_outputs(rows, mask, names, dropout_key=key)
         return sum(jnp.sum(found[n] * cotangents[n]) for n in names)
 
     def add(total, part):
-        gradients = jax.grad(pulled)(state["trainable"], *part)
+        gradients = jax.grad(pulled_back)(state["trainable"], *part)
         return jax.tree.map(jnp.add, total, gradients), None
 
     zeros = [jnp.zeros(x.shape, "float32") for x in state["trainable"]]
     if names:
-        parts = steps.split_rows((batch, cotangents), count)
+        count = step.micro_batches.count(batch)
+        parts = split_rows((batch, cotangents), count)
         zeros, _ = jax.lax.scan(add, zeros, parts)
     return loss, zeros, metrics
 
 
-def loss_alone(task, state, batch, count):
+def loss_alone(step, state, batch):
     """`(loss, metrics)` without gradients or dropout, as above."""
-    outputs = _outputs(task, state, batch, None, count)
-    return _loss(task.objective, batch, outputs)
+    outputs = _outputs(step, state, batch, None)
+    return _loss(step.loss, batch, outputs)
 
 
-def _outputs(task, state, batch, key, count):
+def _outputs(step, state, batch, key):
     """All that the loss reads, of all rows."""
 
     def of_rows(rows):
-        with task.using_weights(state["trainable"], state["frozen"]):
-            return task.token_outputs(
+        with step.weights.scope(state["trainable"], state["frozen"]):
+            return step.token_outputs(
                 rows,
-                task.objective.logps_mask(rows),
-                task.objective.needs,
+                step.loss.logps_mask(rows),
+                step.loss.needs,
                 dropout_key=key,
                 differentiable=False,
             )
 
-    found = jax.lax.map(of_rows, steps.split_rows(batch, count))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+    return step.micro_batches.map(of_rows, batch)
 
 
 def _loss(loss, batch, outputs):
@@ -90,7 +89,7 @@ def _differentiated(loss, batch, outputs):
     """The outputs that the loss has a derivative by.
 
     Entropies are most often only reported, and their gradient costs another
-    product with the head: so it is asked for only where it is not 0.
+    product with the head: it is computed only where it is not 0.
     """
     found = []
 

@@ -1,8 +1,6 @@
-"""What a user may pass to a task, checked before anything is compiled."""
+"""Checks of what users pass to tasks, before anything is compiled."""
 
-import contextlib
 import numbers
-import warnings
 
 import keras
 
@@ -56,21 +54,21 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
 
 
-def fit_arguments(task, batch_size, epochs, packing, callbacks):
+def fit_arguments(policy, batch_size, epochs, packing, callbacks):
     positive_int("epochs", epochs)
     positive_int("batch_size", batch_size)
-    may_train(task, packing, callbacks)
+    may_train(policy, packing, callbacks)
 
 
-def may_train(task, packing, callbacks):
-    """Refuses what no task can train with."""
-    if packing and not task.policy.packable:
+def may_train(policy, packing, callbacks=()):
+    """Raises a `ValueError` for what no task can train with."""
+    if packing and not policy.packable:
         raise ValueError(
-            f"{type(task.causal_lm.backbone).__name__} has no attention that "
+            f"{type(policy.backbone).__name__} has no attention that "
             "keeps packed sequences apart. Use packing=False, or a Gemma "
             "1-3, Llama, Mistral or Qwen 2-3 preset."
         )
-    if task.adapter is not None and task.adapter.is_merged:
+    if policy.adapter is not None and policy.adapter.is_merged:
         raise ValueError(
             "The adapter is merged into the weights; call "
             "`task.unmerge_adapter()` before training."
@@ -95,27 +93,20 @@ def may_train(task, packing, callbacks):
             )
 
 
-def reads_logs(callbacks):
-    """Whether a callback beside our own reads the logs of each batch."""
-    base = keras.callbacks.Callback
-    for callback in callbacks:
-        for name in ("on_train_batch_end", "on_batch_end"):
-            # LambdaCallback sets its methods on the object.
-            if name in vars(callback):
-                return True
-            owner = next(c for c in type(callback).__mro__ if name in vars(c))
-            own = vars(owner).get("reads_step_logs", False)
-            if owner is not base and not own:
-                return True
-    return False
+def need_adapter(adapter, method):
+    if adapter is None:
+        raise ValueError(
+            f"`{method}` needs an adapter; make the task with "
+            "`lora=kpt.LoRA(...)`, or use `export` for whole weights."
+        )
 
 
-@contextlib.contextmanager
-def epochs_may_end():
-    """Lets data of unknown or resumed length end an epoch quietly."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Your input ran out of data")
-        yield
+def need_tokenizer(tokenizer, what):
+    if tokenizer is None:
+        raise ValueError(
+            f"`{what}` needs a tokenizer, and this task has none. Pass "
+            "`tokenizer=`, or make the task with `from_preset`."
+        )
 
 
 def refuse_keras_weights(method):

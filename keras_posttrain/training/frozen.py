@@ -1,113 +1,99 @@
-"""The policy that a run is compared with: frozen, and kept with the run."""
+"""Frozen companions of a policy: references and teachers."""
 
 import contextlib
+import dataclasses
+import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import keras
 
-from keras_posttrain.models import presets
+from keras_posttrain import optimizers
+from keras_posttrain.distribution import shapes_only
+from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf.loading import repair
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.training import step as steps
+from keras_posttrain.training.run_state import weights_digest
+from keras_posttrain.training.weights import TRACING
 
 
-class Reference:
-    """The reference policy of a task.
+class FrozenPolicy:
+    """A model that a step reads and never trains.
 
-    By default it is the policy when training began: the model with the
-    adapter off where the adapter was 0 then, which costs no memory; else a
-    copy of what is trained, the adapter or all weights. Its arrays are an
-    argument of the programs that read them.
+    Its arrays are an argument of the programs that read them.
+    `frozen_model` and `frozen_policy` make one.
 
     Args:
-        task: `Task`.
-        model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
-        moves: bool, whether it is going to be updated.
+        policy: `Policy` that runs it: its own, or the trained one.
+        kind: `"model"` for a model of its own; `"off"` for the trained policy
+            with the adapter off, which takes no memory; `"copy"` for a copy
+            of what is trained.
+        variables: list of `keras.Variable`s that take `values`.
+        values: list of arrays.
+        weights: `ModelWeights` of the trained policy, unless `kind` is
+            `"model"`.
+        role: str, the argument that users pass it as: `"reference"` or
+            `"teacher"`.
     """
 
-    # What users call it: the argument's name.
-    role = "reference"
-
-    def __init__(self, task, model=None, moves=False):
-        self.task, self.policy = task, task.policy
-        self.values, self.kind = [], "model"
-        if model is not None:
-            self._take_model(model, moves)
-        elif not moves and _is_zero(task.adapter):
-            self.kind = "off"
-        else:
-            self.kind = "copy"
-            # The policy alone: a task may train more than that.
-            owners = [x for x in (task.causal_lm, task.adapter) if x]
-            self.variables = [v for x in owners for v in x.trainable_variables]
-            self.values = [
-                jnp.array(v.value, copy=True) for v in self.variables
-            ]
-
-    def _take_model(self, model, moves):
-        task = self.task
-        if moves:
-            raise ValueError(
-                "Only a reference that began as the policy can be updated "
-                "from it. Leave `reference=` out, or the callback that "
-                "updates it."
-            )
-        if isinstance(model, str) or hasattr(model, "__fspath__"):
-            dtype = task.causal_lm.backbone.dtype_policy
-            model = presets.load_causal_lm(model, dtype=dtype)
-        if model is task.causal_lm:
-            raise ValueError(
-                f"`{self.role}` must be another model than the one in "
-                "training: it has to stay as it is. Leave it out for the "
-                "policy when training began."
-            )
-        self._check_vocabulary(model.backbone.vocabulary_size)
-        repair(model)
-        self.policy = Policy(model, chunk_size=task.chunk_size)
-        self.variables = model.variables
-        self.values = [v.value for v in model.variables]
-
-    def _check_vocabulary(self, theirs):
-        ours = self.task.causal_lm.backbone.vocabulary_size
-        if ours != theirs:
-            raise ValueError(
-                "The reference must have the vocabulary of the policy. "
-                f"Received: a reference with vocabulary_size={theirs}, a "
-                f"policy with vocabulary_size={ours}."
-            )
+    def __init__(
+        self, policy, kind, *, role, variables=(), values=(), weights=None
+    ):
+        self.policy, self.kind, self.role = policy, kind, role
+        self.variables, self.values = list(variables), list(values)
+        self.weights = weights
 
     @property
     def num_bytes(self):
-        """Int, bytes of memory that the reference takes."""
+        """Int, bytes of memory that the model takes."""
         return sum(x.nbytes for x in self.values)
 
     @contextlib.contextmanager
     def using(self, values, trainable, frozen):
-        """A scope in which `self.policy` has the reference's weights."""
-        with steps.TRACING:
-            yield from self._using(values, trainable, frozen)
+        """A scope in which `self.policy` has the frozen weights.
 
-    def _using(self, values, trainable, frozen):
-        task = self.task
-        if self.kind == "model":
-            mapping = list(zip(self.variables, values))
-            with keras.StatelessScope(state_mapping=mapping):
-                yield
-        elif self.kind == "copy":
-            mapping = list(zip(self.variables, values))
-            mapping += list(zip(task.non_trainable_variables, frozen))
-            with keras.StatelessScope(state_mapping=mapping):
-                yield
-        else:
-            with (
-                task.using_weights(trainable, frozen),
-                task.adapter.disabled(),
-            ):
-                yield
+        Args:
+            values: list of arrays for `self.variables`.
+            trainable, frozen: lists of arrays, those of the trained policy.
+        """
+        with TRACING, contextlib.ExitStack() as stack:
+            if self.kind == "off":
+                scope = self.weights.scope(trainable, frozen)
+                stack.enter_context(scope)
+                stack.enter_context(self.policy.adapter.disabled())
+            else:
+                mapping = list(zip(self.variables, values))
+                if self.kind == "copy":
+                    mapping += list(zip(self.weights.frozen, frozen))
+                scope = keras.StatelessScope(state_mapping=mapping)
+                stack.enter_context(scope)
+            yield
+
+    def logps(
+        self, values, trainable, frozen, rows, mask=None, temperature=1.0
+    ):
+        """Log-probabilities of the tokens of some rows.
+
+        Args:
+            values, trainable, frozen: as in `using`.
+            rows: dict of arrays.
+            mask: bool array of shape `(rows, length)`, or `None` for all
+                tokens with loss.
+            temperature: float, divides the logits.
+
+        Returns:
+            A float32 array of shape `(rows, length)`, 0 outside `mask`.
+        """
+        if mask is None:
+            mask = rows["completion_mask"] != 0
+        with self.using(values, trainable, frozen):
+            return self.policy.token_outputs(
+                rows, mask, temperature=temperature, differentiable=False
+            )["per_token_logps"]
 
     def update(self, mixup):
-        """Moves the reference to `mixup` policy + `1 - mixup` reference."""
+        """Replaces the weights by `mixup` policy + `1 - mixup` frozen."""
 
         @jax.jit
         def mix(old, new):
@@ -116,10 +102,7 @@ class Reference:
                 for o, n in zip(old, new)
             ]
 
-        # Keras's own loop empties the variables while it runs.
-        self.task.jax_state_sync()
-        new = [v.value for v in self.variables]
-        self.values = mix(self.values, new)
+        self.values = mix(self.values, [v.value for v in self.variables])
 
     def state(self):
         """The arrays that a checkpoint has to hold."""
@@ -127,11 +110,214 @@ class Reference:
         return {str(i): x for i, x in enumerate(kept)}
 
     def set_state(self, arrays):
+        """Restores the arrays of `state`."""
         if self.kind == "copy":
             self.values = [arrays[str(i)] for i in range(len(self.values))]
 
+    @functools.cached_property
+    def digest(self):
+        """A checksum of an own model's weights, else `None`."""
+        return weights_digest(self.values) if self.kind == "model" else None
 
-def _is_zero(adapter):
+    def identity(self):
+        """A dict that tells its weights and settings from all others."""
+        causal_lm, adapter = self.policy.causal_lm, None
+        if self.kind == "copy":
+            adapter = self.policy.adapter
+        return model_identity(causal_lm, adapter)
+
+    def check(self, length, packing):
+        """Raises a `ValueError` where the model cannot read the rows.
+
+        Args:
+            length: int, the most tokens of a row.
+            packing: bool, whether sequences share a row.
+        """
+        longest = guards.max_length(self.policy.causal_lm)
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"`{self.role}_length` must be at most {longest}, the "
+                f"positions the {self.role} was made for. "
+                f"Received: {self.role}_length={length}"
+            )
+        if packing and not self.policy.packable:
+            raise ValueError(
+                f"{type(self.policy.backbone).__name__}, the {self.role}, has "
+                "no attention that keeps packed sequences apart. Use "
+                f"packing=False, or a {self.role} of a Gemma 1-3, Llama, "
+                "Mistral or Qwen 2-3 preset."
+            )
+
+
+class Untracked:
+    """Holds a model that Keras must not track as a sublayer.
+
+    Args:
+        value: what a user passed as a companion model.
+    """
+
+    def __init__(self, value):
+        self.value = value
+
+
+def model_identity(causal_lm, adapter=None):
+    """A dict that tells a model's weights and settings from all others.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        adapter: `Adapter` whose weights count too, or `None`.
+    """
+    variables = list(causal_lm.variables)
+    if adapter is not None:
+        variables += adapter.variables
+    return {
+        "model": type(causal_lm).__name__,
+        "config": guards.architecture(causal_lm),
+        "dtype": causal_lm.backbone.dtype_policy.name,
+        "lora": dataclasses.asdict(adapter.lora) if adapter else None,
+        "weights (checksum)": weights_digest([v.value for v in variables]),
+    }
+
+
+def make_reference(model, policy, weights, moves=False):
+    """The reference of a run.
+
+    Args:
+        model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
+        policy, weights, moves: as in `frozen_policy`.
+
+    Returns:
+        A `FrozenPolicy`.
+    """
+    if model is None:
+        return frozen_policy(policy, weights, moves=moves)
+    if moves:
+        raise ValueError(
+            "Only a reference that began as the policy can be updated "
+            "from it. Leave `reference=` out, or the callback that "
+            "updates it."
+        )
+    return frozen_model(model, policy)
+
+
+def frozen_policy(policy, weights, *, role="reference", moves=False):
+    """Freezes the policy as it is now.
+
+    Args:
+        policy: `Policy` that is going to be trained.
+        weights: its `ModelWeights`.
+        role: see `FrozenPolicy`.
+        moves: bool, whether it is going to be updated, which needs a copy.
+
+    Returns:
+        A `FrozenPolicy`: the policy with the adapter off where the adapter
+        is 0 now, else a copy of what is trained of the model.
+    """
+    if not moves and adapter_is_zero(policy.adapter):
+        return FrozenPolicy(policy, "off", role=role, weights=weights)
+    variables = trained_variables(policy)
+    values = [jnp.array(v.value, copy=True) for v in variables]
+    return FrozenPolicy(
+        policy,
+        "copy",
+        role=role,
+        variables=variables,
+        values=values,
+        weights=weights,
+    )
+
+
+def frozen_model(model, policy, *, role="reference", same_tokens=True):
+    """Freezes another model.
+
+    Args:
+        model: a preset or a KerasHub `CausalLM`.
+        policy: `Policy` that is trained.
+        role: see `FrozenPolicy`.
+        same_tokens: bool, whether it must have the policy's vocabulary.
+
+    Returns:
+        A `FrozenPolicy` of kind `"model"`.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        dtype = policy.backbone.dtype_policy
+        model = presets.load_causal_lm(model, dtype=dtype)
+    if model is policy.causal_lm:
+        raise ValueError(
+            f"`{role}` must be another model than the one in training: it "
+            "has to stay as it is. Leave it out for the policy when training "
+            "began."
+        )
+    if same_tokens:
+        _check_vocabulary(model.backbone, policy.backbone, role)
+    repair(model)
+    return FrozenPolicy(
+        Policy(model, chunk_size=policy.chunk_size),
+        "model",
+        role=role,
+        variables=model.variables,
+        values=[v.value for v in model.variables],
+    )
+
+
+def frozen_shapes(model, policy, weights, *, role="reference"):
+    """The `FrozenPolicy` that a run would have, without its values.
+
+    Args:
+        model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
+        policy, weights, role: as in `frozen_policy`.
+    """
+    if model is not None:
+        with shapes_only():
+            if isinstance(model, (str, os.PathLike)):
+                dtype = policy.backbone.dtype_policy
+                model = presets.load_causal_lm(
+                    model, dtype=dtype, load_weights=False
+                )
+            repair(model)
+            own = Policy(model, chunk_size=policy.chunk_size)
+        return FrozenPolicy(own, "model", role=role, variables=model.variables)
+    if adapter_is_zero(policy.adapter):
+        return FrozenPolicy(policy, "off", role=role, weights=weights)
+    variables = trained_variables(policy)
+    return FrozenPolicy(
+        policy, "copy", role=role, variables=variables, weights=weights
+    )
+
+
+def trained_variables(policy):
+    """The trainable variables of a model and its adapter.
+
+    A task may train more than these, such as a value head.
+    """
+    owners = [x for x in (policy.causal_lm, policy.adapter) if x]
+    return [v for owner in owners for v in owner.trainable_variables]
+
+
+def adapter_is_zero(adapter):
+    """Whether an adapter changes nothing: all of its `B` are 0."""
     if adapter is None:
         return False
+    if optimizers.holds_shapes(adapter.b):
+        return True
     return not any(bool(jnp.any(b.value != 0)) for b in adapter.b)
+
+
+def _check_vocabulary(theirs, ours, role):
+    theirs, ours = theirs.vocabulary_size, ours.vocabulary_size
+    if ours == theirs:
+        return
+    if role == "teacher":
+        raise ValueError(
+            "The teacher must have the vocabulary of the student: their "
+            "distributions are compared token by token. Received: a "
+            f"teacher with vocabulary_size={theirs}, a student with "
+            f"vocabulary_size={ours}. Use a teacher of the same family, "
+            "or `kpt.losses.ULDLoss()`, which compares what has no "
+            "tokens in common."
+        )
+    raise ValueError(
+        "The reference must have the vocabulary of the policy. "
+        f"Received: a reference with vocabulary_size={theirs}, a "
+        f"policy with vocabulary_size={ours}."
+    )

@@ -1,121 +1,131 @@
 """`task.generate`: prompts to requests, and completions to text."""
 
-import itertools
-
 import numpy as np
 
 from keras_posttrain.data.chat import chat
 from keras_posttrain.distribution import processes
-from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout import Request
+from keras_posttrain.training import checks
 
 
-class Generator:
-    """Completes prompts by the built-in engine.
+def complete(
+    engine, tokenizer, prompts, *, template_kwargs, num_generations=1,
+    stop_token_ids="auto", seed=None, return_token_ids=False, on_text=None,
+    verbose=0, **sampling,
+):  # fmt: skip
+    """Completes prompts: see `Task.generate`.
 
     Args:
-        task: `Task`.
+        engine: `Rollout` with a model.
+        tokenizer: `Tokenizer` or `None`.
+        prompts, **sampling: as in `Task.generate`, like the others.
+        template_kwargs: dict of variables for the chat template.
     """
-
-    def __init__(self, task):
-        self.task = task
-        self.engine = NativeRollout()
-        self.engine.set_model(task)
-
-    def __call__(
-        self, prompts, *, num_generations=1, stop_token_ids="auto", seed=None,
-        return_token_ids=False, on_text=None, verbose=0, **sampling,
-    ):  # fmt: skip
-        prompts, one = _as_list(prompts)
-        ids = [self._prompt_ids(i, p) for i, p in enumerate(prompts)]
-        if not return_token_ids or on_text is not None:
-            self.task._need_tokenizer("generate")
-        # One seed for all: equal prompts still differ in their samples.
-        if seed is None:
-            seed = processes.from_first(np.random.randint(2**31))
-        requests = [
-            Request(
-                x,
-                num_generations=num_generations,
-                stop_token_ids=self._stop(stop_token_ids),
-                seed=seed,
-                **sampling,
-            )
-            for x in ids
-        ]
-        stream = None
-        if on_text is not None:
-            stream = _TextStream(self.task.tokenizer, num_generations, on_text)
-        shown = bool(verbose) and processes.is_first()
-        out = self.engine.generate(requests, on_tokens=stream, progress=shown)
-        if stream is not None:
-            stream.end()
-        answers = [[self._answer(c, return_token_ids) for c in x] for x in out]
-        if num_generations == 1:
-            answers = [x[0] for x in answers]
-        return answers[0] if one else answers
-
-    def samples(self, examples, count, max_tokens):
-        """Completes the first rows and lays their own ends beside it."""
-        tokenizer = self.task.tokenizer
-        self.task._need_tokenizer("num_samples")
-        cut = []
-        for example in itertools.islice(iter(examples), count):
-            trained = example.completion_mask != 0
-            first = int(np.argmax(trained))
-            # The first answer alone: a chat may go on behind it.
-            answer = np.cumprod(trained[first:]).sum()
-            ids = example.token_ids
-            cut.append((ids[:first], ids[first : first + answer]))
-        completions = self(
-            [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
-            max_tokens=max_tokens,
-            temperature=0,
+    prompts, one = _as_list(prompts)
+    ids = [
+        _prompt_ids(tokenizer, template_kwargs, i, p)
+        for i, p in enumerate(prompts)
+    ]
+    if not return_token_ids or on_text is not None:
+        checks.need_tokenizer(tokenizer, "generate")
+    # One seed for all: equal prompts still differ in their samples.
+    if seed is None:
+        seed = processes.from_first(np.random.randint(2**31))
+    requests = [
+        Request(
+            x,
+            num_generations=num_generations,
+            stop_token_ids=_stop(tokenizer, stop_token_ids),
+            seed=seed,
+            **sampling,
         )
-        return [
-            {
-                "prompt": tokenizer.decode(
-                    prompt.tolist(), skip_special_tokens=False
-                ),
-                "completion": completion,
-                "reference": tokenizer.decode(rest.tolist()),
-            }
-            for (prompt, rest), completion in zip(cut, completions)
+        for x in ids
+    ]
+    stream = None
+    if on_text is not None:
+        stream = _TextStream(tokenizer, num_generations, on_text)
+    shown = bool(verbose) and processes.is_first()
+    out = engine.generate(requests, on_tokens=stream, progress=shown)
+    if stream is not None:
+        stream.end()
+    answers = [
+        [
+            c.token_ids if return_token_ids else tokenizer.decode(c.token_ids)
+            for c in group
         ]
+        for group in out
+    ]
+    if num_generations == 1:
+        answers = [x[0] for x in answers]
+    return answers[0] if one else answers
 
-    def _answer(self, completion, return_token_ids):
-        if return_token_ids:
-            return completion.token_ids
-        return self.task.tokenizer.decode(completion.token_ids)
 
-    def _stop(self, stop_token_ids):
-        if not isinstance(stop_token_ids, str):
-            return tuple(stop_token_ids or ())
-        if stop_token_ids != "auto":
+def complete_rows(engine, tokenizer, examples, max_tokens):
+    """Completes rows greedily, to be compared with their own completions.
+
+    Args:
+        engine, tokenizer: as in `complete`.
+        examples: list of `Example`s.
+        max_tokens: int, the most new tokens.
+
+    Returns:
+        List of dicts with `prompt`, `completion` and `reference`, str.
+    """
+    cut = []
+    for example in examples:
+        trained = example.completion_mask != 0
+        first = int(np.argmax(trained))
+        # The first answer alone: a chat may continue after it.
+        answer = np.cumprod(trained[first:]).sum()
+        ids = example.token_ids
+        cut.append((ids[:first], ids[first : first + answer]))
+    completions = complete(
+        engine,
+        tokenizer,
+        [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
+        template_kwargs={},
+        max_tokens=max_tokens,
+        temperature=0,
+    )
+    return [
+        {
+            "prompt": tokenizer.decode(
+                prompt.tolist(), skip_special_tokens=False
+            ),
+            "completion": completion,
+            "reference": tokenizer.decode(rest.tolist()),
+        }
+        for (prompt, rest), completion in zip(cut, completions)
+    ]
+
+
+def _stop(tokenizer, stop_token_ids):
+    if not isinstance(stop_token_ids, str):
+        return tuple(stop_token_ids or ())
+    if stop_token_ids != "auto":
+        raise ValueError(
+            "`stop_token_ids` must be 'auto', None or ints. "
+            f"Received: stop_token_ids={stop_token_ids!r}"
+        )
+    checks.need_tokenizer(tokenizer, "stop_token_ids='auto'")
+    return tuple(tokenizer.stop_token_ids)
+
+
+def _prompt_ids(tokenizer, template_kwargs, row, prompt):
+    if isinstance(prompt, dict):
+        if set(prompt) != {"prompt_ids"}:
             raise ValueError(
-                "`stop_token_ids` must be 'auto', None or ints. "
-                f"Received: stop_token_ids={stop_token_ids!r}"
+                "A tokenised prompt is {'prompt_ids': [...]}. "
+                f"Received: prompt {row} with keys {sorted(prompt)}"
             )
-        self.task._need_tokenizer("stop_token_ids='auto'")
-        return tuple(self.task.tokenizer.stop_token_ids)
-
-    def _prompt_ids(self, row, prompt):
-        if isinstance(prompt, dict):
-            if set(prompt) != {"prompt_ids"}:
-                raise ValueError(
-                    "A tokenised prompt is {'prompt_ids': [...]}. "
-                    f"Received: prompt {row} with keys {sorted(prompt)}"
-                )
-            return prompt["prompt_ids"]
-        if isinstance(prompt, str):
-            self.task._need_tokenizer("a text prompt")
-            return self.task.tokenizer.encode(prompt, add_special_tokens=True)
-        self.task._need_tokenizer("messages")
-        return chat.render_ids(
-            self.task.tokenizer,
-            prompt,
-            add_generation_prompt=True,
-            **self.task.chat_template_kwargs,
-        )
+        return prompt["prompt_ids"]
+    if isinstance(prompt, str):
+        checks.need_tokenizer(tokenizer, "a text prompt")
+        return tokenizer.encode(prompt, add_special_tokens=True)
+    checks.need_tokenizer(tokenizer, "messages")
+    return chat.render_ids(
+        tokenizer, prompt, add_generation_prompt=True, **template_kwargs
+    )
 
 
 class _TextStream:
@@ -130,28 +140,28 @@ class _TextStream:
     def __init__(self, tokenizer, num_generations, on_text):
         self.tokenizer, self.on_text = tokenizer, on_text
         self.num_generations = num_generations
-        self.ids, self.told = {}, {}
+        self.ids, self.texts = {}, {}
 
     def __call__(self, request, generation, token_ids):
         index = request * self.num_generations + generation
         self.ids.setdefault(index, []).extend(token_ids)
         text = self.tokenizer.decode(self.ids[index])
-        # What ends in the middle of a character waits for its rest.
-        self._tell(index, text.rstrip("\ufffd"))
+        # Bytes of an incomplete character wait for the rest of it.
+        self._report(index, text.rstrip("\ufffd"))
 
     def end(self):
         for index, ids in self.ids.items():
-            self._tell(index, self.tokenizer.decode(ids))
+            self._report(index, self.tokenizer.decode(ids))
 
-    def _tell(self, index, text):
-        new = text[len(self.told.get(index, "")) :]
+    def _report(self, index, text):
+        new = text[len(self.texts.get(index, "")) :]
         if new:
-            self.told[index] = text
+            self.texts[index] = text
             self.on_text(index, new)
 
 
 def _as_list(prompts):
-    """`(list of prompts, whether it was one)`."""
+    """Returns `(list of prompts, whether one prompt was given)`."""
     if isinstance(prompts, (str, dict)):
         return [prompts], True
     if not isinstance(prompts, (list, tuple)):

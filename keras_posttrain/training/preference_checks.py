@@ -1,4 +1,4 @@
-"""What a user may pass to tasks on preferences, and what a loss asks for."""
+"""Checks of what users pass to tasks on preferences."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ def preference_loss(loss):
         )
 
 
-def layout_arguments(task, packing, share_prefix):
+def layout_arguments(policy, packing, share_prefix):
     if packing is not True and packing is not False:
         checks.positive_int("packing", packing)
     if not isinstance(share_prefix, bool):
@@ -59,9 +59,9 @@ def layout_arguments(task, packing, share_prefix):
             "`share_prefix` must be True or False. Received: "
             f"share_prefix={share_prefix!r}"
         )
-    if share_prefix and not task.policy.packable:
+    if share_prefix and not policy.packable:
         raise ValueError(
-            f"{type(task.causal_lm.backbone).__name__} has no attention that "
+            f"{type(policy.backbone).__name__} has no attention that "
             "keeps two completions of one prompt apart. Use "
             "share_prefix=False, or a Gemma 1-3, Llama, Mistral or Qwen 2-3 "
             "preset."

@@ -1,4 +1,4 @@
-"""What a run is made of, beside its weights: taken and put back."""
+"""The state of a run other than its weights: saved and restored."""
 
 import dataclasses
 import hashlib
@@ -6,156 +6,164 @@ import json
 
 import jax
 import jax.numpy as jnp
-import keras
-import numpy as np
 
-from keras_posttrain.callbacks.progress import Progress
-from keras_posttrain.distribution import processes
 from keras_posttrain.models import guards
-from keras_posttrain.training import step as steps
 
 
-class Resumable(keras.Model):
-    """The state of a run, as `kpt.callbacks.Checkpoint` saves it."""
+@dataclasses.dataclass
+class RunState:
+    """Where the training of a task stands, from one `fit` to the next.
 
-    # Whether a checkpoint can be taken: a rollout that is cut into steps is
-    # not saved in its middle, where the weights no longer are those that
-    # sampled it.
-    at_rest = True
+    Attributes:
+        step: int, optimizer steps done.
+        logs: dict of scalars, those of the last step.
+        seed: int, of the order, the samples and dropout.
+        first_step: int, steps done before this run.
+        consumed: int, batches that this process has trained on since it
+            began or resumed.
+        resumed: bool, whether a checkpoint was restored and no step done
+            since.
+        keep_metrics: bool, whether the next epoch continues the running
+            means of a checkpoint.
+        initial_epoch: int or `None`, the epoch to begin with.
+        digest: int or `None`, a checksum of the frozen weights, once known.
+    """
 
-    def at_epoch_end(self):
-        """Whether the step just done was the last of its epoch."""
-        size = self.data.epoch_size
-        if not size:
-            return False
-        done = self.data.state_after(self._consumed)["step"]
-        left = range(done + 1, -(-done // size) * size + 1)
-        return all(step in self._skip_steps for step in left)
+    step: int = 0
+    logs: dict = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    first_step: int = 0
+    consumed: int = 0
+    resumed: bool = False
+    keep_metrics: bool = False
+    initial_epoch: int | None = None
+    digest: int | None = None
 
-    def training_state(self):
-        """What a checkpoint holds: `(arrays, meta)`, meta fit for JSON."""
-        arrays = {
-            "trainable": self.trainable_variables,
-            "optimizer": self.optimizer.variables,
-            "metrics": self._train_trackers_variables(),
-        }
-        arrays = {
-            name: {str(i): v.value for i, v in enumerate(variables)}
-            for name, variables in arrays.items()
-        }
-        meta = {
-            "step": self.step,
-            "seed": self._seed,
-            "data": self.data_state(),
-            "run": self.fingerprint(),
-        }
-        return arrays, meta
+    def begin(self, seed):
+        """Begins a run at the present step."""
+        self.seed, self.first_step = seed, self.step
+        self.consumed, self.resumed, self.keep_metrics = 0, False, False
+        self.initial_epoch = self.digest = None
 
-    def data_state(self):
-        """The place in the data, fit for JSON."""
-        return self.data.state_after(self._consumed)
-
-    def _train_trackers_variables(self):
-        return [v for t in self._train_trackers for v in t.variables]
-
-    def fingerprint(self):
-        """What must be the same for a run to be the same run."""
-        lora = self.adapter.lora if self.adapter else None
-        shapes = [list(v.shape) for v in self.trainable_variables]
-        # As JSON gives it back: tuples are lists.
-        return json.loads(
-            json.dumps(
-                {
-                    "task": type(self).__name__,
-                    "model": type(self.causal_lm).__name__,
-                    "config": guards.architecture(self.causal_lm),
-                    "lora": dataclasses.asdict(lora) if lora else None,
-                    "trainable shapes (checksum)": hashlib.sha256(
-                        repr(shapes).encode()
-                    ).hexdigest()[:16],
-                    "frozen weights (checksum)": self._frozen_digest(),
-                    "optimizer": type(self.optimizer).__name__,
-                    "optimizer_variables": len(self.optimizer.variables),
-                    "loss": repr(self.objective),
-                    "max_grad_norm": self.max_grad_norm,
-                }
-            )
-        )
-
-    def agreement(self):
-        """What must be the same in all processes of a run, fit for JSON."""
-        return {
-            **self.fingerprint(),
-            **{f"data {k}": v for k, v in self.data.fingerprint.items()},
-            "seed": self._seed,
-            "epochs": self._epochs,
-            "skip_steps": sorted(self._skip_steps),
-            "micro_batch_size": self.micro_batch_size,
-            "step": self.step,
-            "callbacks": [
-                type(c).__name__
-                for c in self.fit_callbacks
-                # The first process alone may show one.
-                if not isinstance(c, Progress)
-            ],
-        }
-
-    def _frozen_digest(self):
+    def frozen_digest(self, weights):
         """A checksum of the frozen weights, which no checkpoint holds."""
-        if self._digest is None:
-            values = [v.value for v in self.non_trainable_variables]
-            self._digest = weights_digest(values)
-        return self._digest
+        if self.digest is None:
+            self.digest = weights_digest([v.value for v in weights.frozen])
+        return self.digest
 
-    def check_training_state(self, meta, directory):
-        """Refuses the checkpoint of another run, naming both."""
-        ours, theirs = self.fingerprint(), meta["run"]
-        differing = [k for k in ours if ours[k] != theirs.get(k)]
-        if differing:
-            key = differing[0]
-            raise ValueError(
-                f"{str(directory)!r} holds a run whose {key} differs from "
-                f"this task's. There: {theirs.get(key)!r}. "
-                f"Here: {ours[key]!r}. Use another directory, or the "
-                "settings of that run."
-            )
-        if meta["seed"] != self._seed:
-            raise ValueError(
-                f"{str(directory)!r} holds a run with seed={meta['seed']}. "
-                f"Received: seed={self._seed}. Use that seed, or another "
-                "directory."
-            )
+    def restore(self, meta, epochs):
+        """Continues from the `meta` of a checkpoint.
 
-    def restore_training_state(self, arrays, meta):
-        """Puts the task where `training_state` was taken."""
-        self.data.set_state(meta["data"])
-        groups = {
-            "trainable": self.trainable_variables,
+        Args:
+            meta: dict as `save` returns it, with what
+                `kpt.callbacks.Checkpoint` adds.
+            epochs: int, those of this run.
+        """
+        self.step = meta["step"]
+        self.first_step = meta["step"] - meta["data"]["step"]
+        self.consumed, self.resumed = 0, True
+        self.keep_metrics = meta["in_epoch"]
+        self.initial_epoch = epochs if meta["stopped"] else meta["epoch"]
+
+
+@dataclasses.dataclass
+class Saved:
+    """The variables and companions of a run, as a checkpoint holds them.
+
+    Args:
+        weights: `ModelWeights`.
+        optimizer: `keras.optimizers.Optimizer`.
+        trackers: list of `keras.metrics.Metric`s, the running means.
+        frozen: dict by name of `FrozenPolicy`s.
+    """
+
+    weights: object
+    optimizer: object
+    trackers: list
+    frozen: dict
+
+    def variables(self):
+        """Dict of lists of variables."""
+        return {
+            "trainable": self.weights.trainable,
             "optimizer": self.optimizer.variables,
-            "metrics": self._train_trackers_variables(),
+            "metrics": [v for t in self.trackers for v in t.variables],
         }
-        for name, variables in groups.items():
+
+    def arrays(self):
+        """Dict of dicts of arrays."""
+        found = {
+            name: {str(i): v.value for i, v in enumerate(variables)}
+            for name, variables in self.variables().items()
+        }
+        return found | {n: model.state() for n, model in self.frozen.items()}
+
+    def assign(self, arrays):
+        """Puts the arrays back."""
+        for name, variables in self.variables().items():
             for i, variable in enumerate(variables):
                 variable.assign(arrays[name][str(i)])
-        self.step = meta["step"]
-        self._step_base = meta["step"] - meta["data"]["step"]
-        self._consumed, self._resumed = 0, True
-        # Running means go on in the middle of an epoch.
-        self._keep_metrics = meta["in_epoch"]
-        self._initial_epoch = meta["epoch"]
-        if meta["stopped"]:
-            self._initial_epoch = self._epochs
+        for name, model in self.frozen.items():
+            model.set_state(arrays[name])
 
-    def get_weights(self):
-        """All weights, whole in every process: EarlyStopping keeps them."""
-        values = processes.fetch([v.value for v in self.weights])
-        return [np.array(x) for x in values]
 
-    def reset_metrics(self):
-        if self._keep_metrics and not self._evaluating:
-            self._keep_metrics = False
-            return
-        super().reset_metrics()
+def fingerprint(name, policy, weights, digest, optimizer, **settings):
+    """Settings that must match for a run to be resumed.
+
+    Args:
+        name: str, that of the task's class.
+        policy: `Policy`.
+        weights: `ModelWeights`.
+        digest: int, a checksum of the frozen weights.
+        optimizer: `keras.optimizers.Optimizer`.
+        **settings: others, fit for JSON.
+
+    Returns:
+        Dict as JSON gives it back.
+    """
+    lora = policy.adapter.lora if policy.adapter else None
+    shapes = [list(v.shape) for v in weights.trainable]
+    checksum = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
+    found = {
+        "task": name,
+        "model": type(policy.causal_lm).__name__,
+        "config": guards.architecture(policy.causal_lm),
+        "lora": dataclasses.asdict(lora) if lora else None,
+        "trainable shapes (checksum)": checksum,
+        "frozen weights (checksum)": digest,
+        "optimizer": type(optimizer).__name__,
+        "optimizer_variables": len(optimizer.variables),
+        **settings,
+    }
+    # As JSON gives it back: tuples are lists.
+    return json.loads(json.dumps(found))
+
+
+def check(meta, fingerprint, seed, directory):
+    """Raises a `ValueError` for the checkpoint of another run.
+
+    Args:
+        meta: dict, that of the checkpoint.
+        fingerprint: dict, that of this run.
+        seed: int, that of this run.
+        directory: path of the checkpoints, for the message.
+    """
+    theirs = meta["run"]
+    differing = [k for k in fingerprint if fingerprint[k] != theirs.get(k)]
+    if differing:
+        key = differing[0]
+        raise ValueError(
+            f"{str(directory)!r} holds a run whose {key} differs from "
+            f"this task's. There: {theirs.get(key)!r}. "
+            f"Here: {fingerprint[key]!r}. Use another directory, or the "
+            "settings of that run."
+        )
+    if meta["seed"] != seed:
+        raise ValueError(
+            f"{str(directory)!r} holds a run with seed={meta['seed']}. "
+            f"Received: seed={seed}. Use that seed, or another "
+            "directory."
+        )
 
 
 def weights_digest(values):
@@ -164,18 +172,27 @@ def weights_digest(values):
     def digest(values):
         total = jnp.uint32(0)
         for i, x in enumerate(values):
-            bits = steps.bits(x)
-            mixed = _mixed(bits + _mixed(_places(bits.shape) + _mixed(i)))
+            x = bits(x)
+            mixed = _mixed(x + _mixed(_places(x.shape) + _mixed(i)))
             total += jnp.sum(mixed)
         return total
 
     return int(jax.jit(digest)(values)) if values else 0
 
 
+def bits(x):
+    """The bits of an array as uint32, for a checksum."""
+    kinds = {1: "uint8", 2: "uint16", 4: "uint32"}
+    kind = kinds.get(x.dtype.itemsize)
+    if kind is None or x.dtype == bool:
+        return x.astype("float32").view("uint32")
+    return jax.lax.bitcast_convert_type(x, kind).astype("uint32")
+
+
 def _places(shape):
     """The place of each number in the flat array.
 
-    Not by flattening: an array over a mesh would come whole to each device.
+    Not by flattening: each device would receive the whole of a sharded array.
     """
     places, stride = jnp.zeros(shape, "uint32"), 1
     for axis in reversed(range(len(shape))):
@@ -186,11 +203,11 @@ def _places(shape):
 
 
 def _mixed(x):
-    """32 bits, each of which depends on all that were given.
+    """32 bits, each of which depends on all bits of the input.
 
-    A weighted sum of bits as they are would miss weights that were all
-    doubled: the change of their exponents adds up to a multiple of 2**32.
-    The mixing is that of MurmurHash3, by Appleby (public domain).
+    A weighted sum of the bits alone would miss weights that were all doubled:
+    the changes of their exponents add up to a multiple of 2**32. The mixing
+    is that of MurmurHash3, by Appleby (public domain).
     """
     x = jnp.uint32(x)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -1,14 +1,23 @@
-"""The jitted steps: one batch to gradients, metrics and new state."""
+"""The training step: from a batch to gradients, metrics and a new state.
 
-import threading
+`TrainStep` is built from explicit parts and knows no task. Its methods are
+pure functions of arrays, in the order in which a step runs:
+`loss_and_gradients`, then `apply_gradients`.
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from keras_posttrain.losses import TokenLoss, reductions
+from keras_posttrain.training import batch_coupled
+from keras_posttrain.training.micro_batches import MicroBatches
+from keras_posttrain.training.weights import ModelWeights
 
-# What every training step reports beside the metrics of its loss.
+# What every training step reports in addition to the metrics of its loss.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
 
 POLICY_OUTPUTS = (
@@ -19,78 +28,291 @@ POLICY_OUTPUTS = (
 )
 
 
-# Held while a program of a task's model is made: what scopes turn on or off,
-# such as an adapter, is the model's, and several threads may make programs.
-TRACING = threading.RLock()
-
-
-def split_rows(batch, count):
-    """Cuts every array of a batch into `count` micro-batches of rows."""
-    return jax.tree.map(
-        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch
-    )
-
-
-def row_terms(task, batch, normalizers, key, differentiable=True):
-    """Loss and metrics of some rows of a batch.
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossTerms:
+    """The loss of some rows, by a policy's forward pass.
 
     Args:
-        task: `Task`, its weights given by the surrounding scope.
-        batch: dict of arrays, some rows of the whole batch.
-        normalizers: dict of scalars, those of the whole batch.
-        key: JAX key of the seed and the step, or `None` for no dropout.
-        differentiable: bool.
+        loss: `kpt.losses.Loss`.
+        policy: `models/policy.py:Policy`.
+        token_outputs: function of a batch, a mask of the tokens that are
+            projected on the vocabulary and the names in `loss.needs` to a
+            dict of `(rows, length)` arrays, with the keyword arguments
+            `dropout_key` and `differentiable`.
+    """
+
+    loss: object
+    policy: object
+    token_outputs: object
+
+    def __call__(self, state, rows, normalizers, key, differentiable=True):
+        """Loss and metrics of some rows, within `ModelWeights.scope`.
+
+        Args:
+            state: dict, the state of the step.
+            rows: dict of arrays, some rows of the whole batch.
+            normalizers: dict of scalars, those of the whole batch.
+            key: JAX key of the seed and the step, or `None` for no dropout.
+            differentiable: bool.
+
+        Returns:
+            `(loss, metrics)`: these rows' share of the batch's loss, and the
+            metrics as `Loss.total` reports them.
+        """
+        del state
+        loss = self.loss
+        if isinstance(loss, TokenLoss):
+            scale = reductions.ratio(1.0, normalizers["loss"])
+            weights = rows["completion_mask"].astype("float32") * scale
+            total, outputs = self.policy.token_loss_sum(
+                rows,
+                weights,
+                loss.token_loss,
+                needs=loss.needs,
+                dropout_key=key,
+            )
+            _, metrics = loss.total(rows, outputs)
+            return total, metrics
+        outputs = self.token_outputs(
+            rows,
+            loss.logps_mask(rows),
+            loss.needs,
+            dropout_key=key,
+            differentiable=differentiable,
+        )
+        terms, metrics = loss.total(rows, outputs)
+        shares = [reductions.ratio(terms[k], normalizers[k]) for k in terms]
+        return sum(shares), metrics
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """One optimizer step and one evaluation step.
+
+    A `state` is a dict: lists of arrays `trainable` and `frozen` in the order
+    of `weights`, `optimizer` in that of `optimizer.variables` and `metrics`
+    in that of the trackers' variables; the int32 scalars `step` and `seed`;
+    and an entry for each of `companions`.
+
+    Args:
+        weights: `ModelWeights`.
+        loss: `kpt.losses.Loss`.
+        terms: function such as `LossTerms.__call__`.
+        token_outputs: as in `LossTerms`, for losses that couple a batch.
+        optimizer: built `keras.optimizers.Optimizer`.
+        masters: list of indices into `optimizer.variables`, or `None`s, as
+            `optimizers.build` returns it.
+        train_trackers, test_trackers: lists of `keras.metrics.Mean`.
+        micro_batches: `MicroBatches`.
+        max_grad_norm: float or `None`.
+        dropout: bool, whether an adapter drops inputs.
+        companions: dict by name, each a tuple of `FrozenPolicy`s whose arrays
+            the step reads: `reference`, `teachers`.
+        has_signal: function of a batch to a bool scalar, or `None`: where it
+            is false, the step changes nothing and counts as skipped.
+    """
+
+    weights: ModelWeights
+    loss: object
+    terms: object
+    token_outputs: object
+    optimizer: object
+    masters: list
+    train_trackers: list
+    test_trackers: list
+    micro_batches: MicroBatches = MicroBatches()
+    max_grad_norm: float | None = None
+    dropout: bool = False
+    companions: dict = dataclasses.field(default_factory=dict)
+    has_signal: object = None
+
+    def held(self, frozen):
+        """The part of a state that a step reads and never changes."""
+        return {
+            "frozen": frozen,
+            **{
+                name: [model.values for model in models]
+                for name, models in self.companions.items()
+            },
+        }
+
+    def loss_and_gradients(self, state, batch):
+        """Gradients of the batch's loss, added up over its micro-batches.
+
+        Args:
+            state: dict, see the class.
+            batch: dict of arrays with a leading `rows` axis.
+
+        Returns:
+            `(gradients, logs)`: a list of arrays like `state["trainable"]`,
+            float32 where there are micro-batches, and a dict of scalars:
+            `loss`, `num_tokens`, `loss_weight` (what the loss was divided
+            by) and the metrics of the loss; `has_signal` where that is
+            known.
+        """
+        batch = self._with_reference(state, batch)
+        normalizers = self.loss.normalizers(batch)
+        key = self._dropout_key(state)
+
+        def share(trainable, rows):
+            with self.weights.scope(trainable, state["frozen"]):
+                now = {**state, "trainable": trainable}
+                return self.terms(now, rows, normalizers, key)
+
+        def sums(rows):
+            (loss, metrics), gradients = jax.value_and_grad(
+                share, has_aux=True
+            )(state["trainable"], rows)
+            return (loss, gradients), metrics
+
+        if self._couples(batch):
+            loss, gradients, metrics = batch_coupled.loss_and_gradients(
+                self, state, batch, key
+            )
+        else:
+            (loss, gradients), metrics = self.micro_batches.sum(sums, batch)
+        logs = {
+            "loss": loss,
+            "num_tokens": jnp.sum(batch["segment_ids"] > 0).astype("float32"),
+            "loss_weight": sum(normalizers.values()),
+            **{k: reductions.metric_value(m) for k, m in metrics.items()},
+        }
+        if self.has_signal is not None:
+            logs["has_signal"] = self.has_signal(batch)
+        return gradients, logs
+
+    def apply_gradients(self, state, gradients, logs):
+        """Clips, applies the optimizer and records the step.
+
+        A step changes nothing and counts as `skipped` where its gradient is
+        not finite, its batch has no token with loss, or `has_signal` in the
+        logs is false.
+
+        Args:
+            state: dict, see the class.
+            gradients: list of arrays like `state["trainable"]`.
+            logs: dict of scalars as `loss_and_gradients` returns it.
+
+        Returns:
+            `(logs, state)`: scalars to report, and the state with
+            `trainable`, `optimizer` and `metrics` replaced.
+        """
+        logs = dict(logs)
+        weight = logs.pop("loss_weight", 1.0)
+        norm = global_norm(gradients)
+        keep = jnp.isfinite(norm) & (weight > 0) & logs.pop("has_signal", True)
+        logs["grad_norm"] = norm
+        before = state
+        logs["skipped"] = 1.0 - keep.astype("float32")
+        gradients = clip(gradients, norm, self.max_grad_norm)
+        state = apply_optimizer(
+            self.optimizer, self.masters, state, gradients, keep
+        )
+        late = getattr(self.optimizer, "rate_is_of_last_update", False)
+        logs["learning_rate"] = self._learning_rate(state if late else before)
+        weights = dict.fromkeys(self.loss.metric_names, weight)
+        metrics = update_metrics(
+            self.train_trackers,
+            state["metrics"],
+            logs,
+            {**weights, "loss": weight},
+        )
+        return logs, {**state, "metrics": metrics}
+
+    def evaluate(self, state, batch):
+        """Loss and metrics of a batch, without gradients or dropout.
+
+        Returns:
+            `(logs, state)` with `metrics` replaced.
+        """
+        batch = self._with_reference(state, batch)
+        normalizers = self.loss.normalizers(batch)
+
+        def share(rows):
+            with self.weights.scope(state["trainable"], state["frozen"]):
+                return self.terms(
+                    state, rows, normalizers, None, differentiable=False
+                )
+
+        if self._couples(batch):
+            loss, metrics = batch_coupled.loss_alone(self, state, batch)
+        else:
+            loss, metrics = self.micro_batches.sum(share, batch)
+        logs = {k: reductions.metric_value(m) for k, m in metrics.items()}
+        logs["loss"] = loss
+        weight = sum(normalizers.values())
+        values = update_metrics(
+            self.test_trackers,
+            state["metrics"],
+            logs,
+            dict.fromkeys(logs, weight),
+        )
+        return logs, {**state, "metrics": values}
+
+    def _couples(self, batch):
+        several = self.micro_batches.count(batch) > 1
+        return several and self.loss.batch_coupled
+
+    def _with_reference(self, state, batch):
+        """The batch with `ref_per_token_logps`, where the loss reads them."""
+        name = "ref_per_token_logps"
+        if "reference" not in self.companions or name in batch:
+            return batch
+        (reference,), (values,) = (
+            self.companions["reference"],
+            state["reference"],
+        )
+
+        def logps(rows):
+            return reference.completion_logps(
+                values, state["trainable"], state["frozen"], rows
+            )
+
+        return {**batch, name: self.micro_batches.map(logps, batch)}
+
+    def _dropout_key(self, state):
+        if not self.dropout:
+            return None
+        return jax.random.fold_in(jax.random.key(state["seed"]), state["step"])
+
+    def _learning_rate(self, state):
+        mapping = list(zip(self.optimizer.variables, state["optimizer"]))
+        with keras.StatelessScope(state_mapping=mapping):
+            return jnp.asarray(self.optimizer.learning_rate, "float32")
+
+
+def compile_step(train_step, shardings=None, eager=False):
+    """Jits a step for a loop over batches.
+
+    Args:
+        train_step: function `(state, batch) -> (logs, state)`.
+        shardings: dict of lists of `jax.sharding.Sharding` by the names
+            `trainable`, `optimizer` and `metrics`, or `None` without a
+            distribution.
+        eager: bool, whether not to jit.
 
     Returns:
-        `(loss, metrics)`: these rows' share of the batch's loss, and the
-        metrics as `Loss.total` reports them.
+        A function `(changing, held, batch) -> (logs, changed)` of the parts
+        of the state that a step changes, with `step` and `seed`, and of
+        those that it only reads.
     """
-    loss = task.objective
-    if isinstance(loss, TokenLoss):
-        scale = reductions.ratio(1.0, normalizers["loss"])
-        weights = batch["completion_mask"].astype("float32") * scale
-        total, outputs = task.policy.token_loss_sum(
-            batch,
-            weights,
-            loss.token_loss,
-            needs=loss.needs,
-            dropout_key=key,
-        )
-        _, metrics = loss.total(batch, outputs)
-        return total, metrics
-    outputs = task.token_outputs(
-        batch,
-        loss.logps_mask(batch),
-        loss.needs,
-        dropout_key=key,
-        differentiable=differentiable,
-    )
-    terms, metrics = loss.total(batch, outputs)
-    shares = [reductions.ratio(terms[k], normalizers[k]) for k in terms]
-    return sum(shares), metrics
+
+    def run(changing, held, batch):
+        logs, state = train_step({**changing, **held}, batch)
+        names = ("trainable", "optimizer", "metrics")
+        return logs, {k: state[k] for k in names}
+
+    if eager:
+        return run
+    out = None if shardings is None else (None, shardings)
+    # What is held is an argument that is not donated: it is neither copied
+    # nor a constant of the program.
+    return jax.jit(run, donate_argnums=0, out_shardings=out)
 
 
-def over_micro_batches(function, batch, count):
-    """`function(rows) -> (sums, metrics)`, added up over micro-batches."""
-    if count == 1:
-        return function(batch)
-    kinds = {}
-
-    def body(total, rows):
-        sums, metrics = function(rows)
-        kinds.update({name: metric[0] for name, metric in metrics.items()})
-        values = {name: metric[1:] for name, metric in metrics.items()}
-        return jax.tree.map(jnp.add, total, sums), values
-
-    rows = split_rows(batch, count)
-    first = jax.tree.map(lambda x: x[0], rows)
-    shapes = jax.eval_shape(lambda x: function(x)[0], first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, "float32"), shapes)
-    total, values = jax.lax.scan(body, zeros, rows)
-    metrics = reductions.merge_metrics(
-        {name: (kind, *values[name]) for name, kind in kinds.items()}
-    )
-    return total, metrics
+def counters(step, seed):
+    """The counters of a state: the number of the step, and the seed."""
+    return {"step": np.int32(step), "seed": np.int32(seed)}
 
 
 def global_norm(gradients):
@@ -100,7 +322,7 @@ def global_norm(gradients):
 
 
 def clip(gradients, norm, max_norm):
-    """Gradients times `min(1, max_norm / (norm + 1e-6))`, as torch does."""
+    """Gradients times `min(1, max_norm / (norm + 1e-6))`, as in torch."""
     if max_norm is None:
         return gradients
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
@@ -113,13 +335,13 @@ def apply_optimizer(optimizer, masters, state, gradients, keep):
     Args:
         optimizer: built `keras.optimizers.Optimizer`.
         masters: list of indices into `optimizer.variables`, or `None`: the
-            float32 copy of each trainable variable that is kept in less.
+            float32 copy of each trainable variable of lower precision.
         state: dict with `trainable` and `optimizer`, lists of arrays.
         gradients: list of arrays.
         keep: bool scalar.
 
     Returns:
-        `state` with both lists renewed.
+        `state` with both lists replaced.
     """
     old, variables = state["trainable"], state["optimizer"]
     sources = [
@@ -128,8 +350,8 @@ def apply_optimizer(optimizer, masters, state, gradients, keep):
     ]
     gradients = [g.astype(s.dtype) for g, s in zip(gradients, sources)]
     new, renewed = optimizer.stateless_apply(variables, gradients, sources)
-    # The old values are being read for the update anyway, so that choosing
-    # between them and the new ones costs nothing.
+    # The update reads the old values anyway, so that choosing between them
+    # and the new ones costs nothing.
     new = [
         jnp.where(keep, n.astype(o.dtype), o)
         for n, o in zip(new, old, strict=True)
@@ -144,8 +366,8 @@ def update_metrics(trackers, values, logs, weights):
     Args:
         trackers: list of `keras.metrics.Mean`.
         values: list of arrays, those of the trackers' variables.
-        logs: dict of scalars by tracker name; a tracker that has none there
-            stays as it is.
+        logs: dict of scalars by tracker name. A custom `train_step` may omit
+            some; their trackers stay as they are.
         weights: dict of scalars by tracker name, 1 by default. A value that
             is not finite has no weight.
 
@@ -157,7 +379,7 @@ def update_metrics(trackers, values, logs, weights):
     with keras.StatelessScope(state_mapping=mapping) as scope:
         for tracker in trackers:
             if tracker.name not in logs:
-                continue  # a step of one's own need not report all
+                continue
             value = jnp.asarray(logs[tracker.name], "float32")
             weight = jnp.asarray(weights.get(tracker.name, 1.0), "float32")
             finite = jnp.isfinite(value)
@@ -167,12 +389,3 @@ def update_metrics(trackers, values, logs, weights):
             )
         renewed = [scope.get_current_value(v) for v in variables]
     return [n if n is not None else o for n, o in zip(renewed, values)]
-
-
-def bits(x):
-    """The bits of an array as uint32, for a checksum."""
-    kinds = {1: "uint8", 2: "uint16", 4: "uint32"}
-    kind = kinds.get(x.dtype.itemsize)
-    if kind is None or x.dtype == bool:
-        return x.astype("float32").view("uint32")
-    return jax.lax.bitcast_convert_type(x, kind).astype("uint32")

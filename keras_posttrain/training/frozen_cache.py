@@ -1,0 +1,141 @@
+"""What a frozen model computes of rows, computed once and kept on disk."""
+
+import dataclasses
+
+import jax
+import keras
+import numpy as np
+
+from keras_posttrain.data.batches.preference_batch import completion_key
+from keras_posttrain.data.batches.row_cache import RowCache
+from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.distribution import processes
+
+# So many rows are written at a time: what a killed run loses.
+SHARD = 512
+
+
+class FrozenCache:
+    """Arrays of a frozen model by row, in a directory.
+
+    Args:
+        directory: str or path.
+        header: dict, what the arrays depend on: `FrozenPolicy.identity` and
+            settings. A directory with another header is refused.
+        kind: str, that of the `FrozenPolicy`, or `"served"`.
+
+    Attributes:
+        rows: `RowCache`.
+        computed: int, rows that were not there before.
+    """
+
+    def __init__(self, directory, header, kind):
+        self.rows = RowCache(directory, header)
+        self.kind, self.computed = kind, 0
+
+    @property
+    def label(self):
+        """Str, the same for all runs with these frozen weights."""
+        return f"cached {self.rows.header['weights (checksum)']}"
+
+    def missing(self, items):
+        """The items of a dict by key whose arrays are not there yet."""
+        return {key: items[key] for key in self.rows.missing(items)}
+
+    def fill(self, missing, length, compute, message, verbose):
+        """Computes and writes what is missing, the shortest first.
+
+        Args:
+            missing: dict of items by key, as `missing` returns it.
+            length: function of an item, its tokens.
+            compute: function of a list of items that yields a dict of arrays
+                for each.
+            message: str, printed before the progress bar.
+            verbose: bool, whether to show a progress bar.
+        """
+        processes.check_equal({"rows that the cache lacks": sorted(missing)})
+        if verbose:
+            print(f"{message} {str(self.rows.directory)!r}", flush=True)
+        bar = keras.utils.Progbar(len(missing), verbose=int(bool(verbose)))
+        # By length, so that no batch is longer than need be.
+        keys = sorted(missing, key=lambda key: length(missing[key]))
+        for first in range(0, len(keys), SHARD):
+            shard, found = keys[first : first + SHARD], []
+            for arrays in compute([missing[key] for key in shard]):
+                found.append(arrays)
+                bar.update(first + len(found))
+            self.rows.write(dict(zip(shard, found, strict=True)))
+            self.computed += len(found)
+
+
+def run_rows(program, batches):
+    """Runs a program over batches of one sequence a row.
+
+    Args:
+        program: function of a batch to a pytree of arrays, `(rows, ...)`.
+        batches: `BatchAdapter`.
+
+    Yields:
+        For each example its part of the pytree; padding rows are left out.
+    """
+    for batch in batches.get_jax_iterator():
+        found = processes.fetch(program(batch))
+        for row in np.flatnonzero(batch["sequence_mask"][:, 0]):
+            yield {name: values[row] for name, values in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Part of a sequence that a frozen model is asked about.
+
+    Args:
+        token_ids: int32 array of shape `(tokens,)`, the sequence.
+        start: int, the first token of the part; it reaches to the end.
+    """
+
+    token_ids: np.ndarray
+    start: int
+
+    @property
+    def stop(self):
+        """Int, tokens of the sequence."""
+        return len(self.token_ids)
+
+    def example(self):
+        """The sequence as an `Example`, with loss in this part."""
+        mask = np.zeros(self.stop, np.float32)
+        mask[self.start :] = 1.0
+        return Example(np.asarray(self.token_ids, np.int32), mask, 0)
+
+
+def completions_by_key(examples):
+    """The completions of `Preference`s as `Span`s, by key."""
+    return {
+        completion_key(example, i): Span(
+            np.concatenate([example.prompt, completion]), len(example.prompt)
+        )
+        for example in examples
+        for i, completion in enumerate(example.completions)
+    }
+
+
+def completion_logps(reference, weights, batches):
+    """A `compute` of `FrozenCache.fill`: log-probabilities of `Span`s.
+
+    Args:
+        reference: `FrozenPolicy`.
+        weights: `ModelWeights` of the trained policy.
+        batches: function of a list of `Example`s to a `BatchAdapter`.
+    """
+    program = jax.jit(reference.logps)
+    state = reference.values, *weights.values()
+
+    def compute(spans):
+        rows = run_rows(
+            lambda batch: {"logps": program(*state, batch)},
+            batches([span.example() for span in spans]),
+        )
+        for span, found in zip(spans, rows, strict=True):
+            yield {"logps": found["logps"][span.start : span.stop]}
+
+    return compute

@@ -1,0 +1,212 @@
+"""A run on rows, through Keras's own `fit`."""
+
+import contextlib
+import warnings
+
+import jax
+import keras
+
+from keras_posttrain.distribution import processes
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import run_state
+from keras_posttrain.training.step import counters
+
+
+class RowRun:
+    """One call of `fit` on rows.
+
+    Args:
+        model: compiled `keras.Model` with a `compiled_train_step`, as
+            `compile_step` returns it, and a `fingerprint`.
+        step: `TrainStep`.
+        saved: `Saved`, the variables of the run.
+        state: `RunState`.
+        data: `BatchAdapter`, the batches of the run.
+        validation: `BatchAdapter` or `None`.
+        callbacks: list of `keras.callbacks.Callback`s.
+        epochs: int.
+        seed: int.
+        skip_steps: ints, steps whose batches are left out.
+        verbose: as in `fit`.
+        settings: dict, further settings that all processes must share.
+    """
+
+    # A checkpoint may be taken after every step.
+    at_rest = True
+
+    def __init__(
+        self,
+        model,
+        *,
+        step,
+        saved,
+        state,
+        data,
+        validation=None,
+        callbacks=(),
+        epochs=1,
+        seed=0,
+        skip_steps=(),
+        verbose=0,
+        settings=None,
+    ):
+        self.model, self.state, self.data = model, state, data
+        self._step, self._saved = step, saved
+        self.validation, self.epochs = validation, epochs
+        self.skip_steps = frozenset(skip_steps)
+        self.settings = settings or {}
+        self._logs_are_read = callback_lib.read_logs(callbacks)
+        self.callbacks = callback_lib.ordered(callbacks, verbose)
+        data.keep_rows(processes.own_rows())
+        state.begin(seed)
+
+    def fit(self):
+        """Trains, and returns a Keras `History`."""
+        # That of an earlier run has its data.
+        self.model.train_function = None
+        try:
+            with epochs_may_end():
+                return keras.Model.fit(
+                    self.model,
+                    x=self.data,
+                    epochs=self.epochs,
+                    verbose=0,
+                    callbacks=self.callbacks,
+                    validation_data=self.validation,
+                )
+        finally:
+            callback_lib.close(self.callbacks)
+
+    def train_function(self):
+        """The function that Keras calls for each batch."""
+        model, state = self.model, self.state
+
+        def train_function(values, iterator):
+            trainable, frozen, optimizer, metrics = values
+            # Whatever raises from here on, the weights are not lost.
+            hand_back(model, values)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if state.consumed or not state.resumed:
+                    raise
+                # A stream was stopped behind the last batch of an epoch: no
+                # batch is left, but Keras wants one step in each epoch.
+                state.resumed = False
+                return {}, values
+            consumed = state.consumed + 1
+            number = state.first_step + self.data.step_of(consumed)
+            changing = {
+                "trainable": trainable,
+                "optimizer": optimizer,
+                "metrics": metrics,
+                **counters(number, state.seed),
+            }
+            held = self._step.held(frozen)
+            logs, new = model.compiled_train_step(changing, held, batch)
+            state.consumed, state.step, state.logs = consumed, number, logs
+            values = (
+                new["trainable"],
+                frozen,
+                new["optimizer"],
+                new["metrics"],
+            )
+            # Keras turns logs into numbers at once, which waits for the
+            # device: they are handed out only where somebody reads them.
+            return (logs if self._logs_are_read else {}), values
+
+        return train_function
+
+    # What a checkpoint asks
+
+    def at_epoch_end(self):
+        """Whether the step just done was the last of its epoch."""
+        size = self.data.epoch_size
+        if not size:
+            return False
+        done = self.data.state_after(self.state.consumed)["step"]
+        left = range(done + 1, -(-done // size) * size + 1)
+        return all(step in self.skip_steps for step in left)
+
+    def training_state(self):
+        """What a checkpoint holds: `(arrays, meta)`, meta fit for JSON."""
+        meta = {
+            "step": self.state.step,
+            "seed": self.state.seed,
+            "data": self.data.state_after(self.state.consumed),
+            "run": self.model.fingerprint(),
+        }
+        return self._saved.arrays(), meta
+
+    def check(self, meta, directory):
+        """Raises a `ValueError` for the checkpoint of another run."""
+        ours = self.model.fingerprint()
+        run_state.check(meta, ours, self.state.seed, directory)
+
+    def restore(self, arrays, meta):
+        """Continues where `training_state` was taken."""
+        self.data.set_state(meta["data"])
+        self._saved.assign(arrays)
+        self.state.restore(meta, self.epochs)
+
+    def agreement(self):
+        """Settings that all processes of the run must share."""
+        return {
+            **self.model.fingerprint(),
+            **{f"data {k}": v for k, v in self.data.fingerprint.items()},
+            "seed": self.state.seed,
+            "epochs": self.epochs,
+            "skip_steps": sorted(self.skip_steps),
+            "step": self.state.step,
+            "callbacks": callback_lib.names(self.callbacks),
+            **self.settings,
+        }
+
+
+def test_function(model, step):
+    """The function that Keras calls for each batch of an evaluation.
+
+    Args:
+        model: compiled `keras.Model` with a pure `test_step`.
+        step: `TrainStep`.
+    """
+
+    def run(metrics, trainable, held, batch):
+        state = dict(trainable=trainable, metrics=metrics, **held)
+        _, state = model.test_step(state, batch)
+        return state["metrics"]
+
+    program = run if model.run_eagerly else jax.jit(run, donate_argnums=0)
+
+    def test_function(values, iterator):
+        trainable, frozen, metrics = values
+        hand_back(model, (trainable, frozen, None, metrics))
+        batch = next(iterator)
+        metrics = program(metrics, trainable, step.held(frozen), batch)
+        return {}, (trainable, frozen, metrics)
+
+    return test_function
+
+
+def state_shardings(model):
+    """Where the parts of a state are placed; `None` on one device."""
+    if keras.distribution.distribution() is None:
+        return None
+    trainable, _, optimizer, metrics = model._get_state_sharding_spec()
+    return dict(trainable=trainable, optimizer=optimizer, metrics=metrics)
+
+
+def hand_back(model, values):
+    """Lets Keras put back the variables that it has emptied."""
+    names = ("trainable", "non_trainable", "optimizer", "metrics")
+    model._jax_state = {
+        f"{name}_variables": value for name, value in zip(names, values)
+    }
+
+
+@contextlib.contextmanager
+def epochs_may_end():
+    """Lets data of unknown or resumed length end an epoch quietly."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield

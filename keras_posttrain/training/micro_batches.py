@@ -1,0 +1,69 @@
+"""Micro-batches: the rows that pass through the model at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from keras_posttrain.losses import reductions
+from keras_posttrain.training import padding
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """How a batch is cut into micro-batches.
+
+    Args:
+        size: int or `None`, examples of a micro-batch; `None` for the whole
+            batch at once.
+        rows_together: function of a batch, how many neighbouring rows are
+            one example, which is never split.
+    """
+
+    size: int | None = None
+    rows_together: object = lambda batch: 1
+
+    def count(self, batch):
+        """How many micro-batches a batch has, an int."""
+        if self.size is None:
+            return 1
+        rows = padding.micro_rows(self.size, self.rows_together(batch))
+        return max(batch["token_ids"].shape[0] // rows, 1)
+
+    def map(self, function, batch):
+        """Concatenates `function(rows)`, a pytree of arrays, over rows."""
+        count = self.count(batch)
+        if count == 1:
+            return function(batch)
+        found = jax.lax.map(function, split_rows(batch, count))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+    def sum(self, function, batch):
+        """Adds up `function(rows) -> (sums, metrics)` over micro-batches."""
+        count = self.count(batch)
+        if count == 1:
+            return function(batch)
+        kinds = {}
+
+        def body(total, rows):
+            sums, metrics = function(rows)
+            kinds.update({name: metric[0] for name, metric in metrics.items()})
+            values = {name: metric[1:] for name, metric in metrics.items()}
+            return jax.tree.map(jnp.add, total, sums), values
+
+        rows = split_rows(batch, count)
+        first = jax.tree.map(lambda x: x[0], rows)
+        shapes = jax.eval_shape(lambda x: function(x)[0], first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, "float32"), shapes)
+        total, values = jax.lax.scan(body, zeros, rows)
+        metrics = reductions.merge_metrics(
+            {name: (kind, *values[name]) for name, kind in kinds.items()}
+        )
+        return total, metrics
+
+
+def split_rows(batch, count):
+    """Cuts every array of a batch into `count` micro-batches of rows."""
+    return jax.tree.map(
+        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch
+    )

@@ -1,0 +1,51 @@
+"""The variables of a model and their values, as pure functions see them."""
+
+import contextlib
+import threading
+
+import keras
+
+# Held while a program of a model is traced: scopes such as
+# `adapter.disabled()` belong to the model, and several threads may trace.
+TRACING = threading.RLock()
+
+
+class ModelWeights:
+    """A model's variables, in the order of a step's lists of arrays.
+
+    Args:
+        trainable: list of `keras.Variable`s.
+        frozen: list of `keras.Variable`s that no step changes.
+    """
+
+    def __init__(self, trainable, frozen):
+        self.trainable, self.frozen = list(trainable), list(frozen)
+
+    @classmethod
+    def of(cls, model):
+        """The weights of a `keras.Model`."""
+        return cls(model.trainable_variables, model.non_trainable_variables)
+
+    def values(self):
+        """The present values: `(trainable, frozen)`, two lists of arrays."""
+        return (
+            [v.value for v in self.trainable],
+            [v.value for v in self.frozen],
+        )
+
+    def state(self):
+        """The present values as the part of a step's `state`."""
+        return dict(zip(("trainable", "frozen"), self.values()))
+
+    @contextlib.contextmanager
+    def scope(self, trainable, frozen):
+        """Gives the variables these values. One thread at a time enters.
+
+        Args:
+            trainable: list of arrays.
+            frozen: list of arrays.
+        """
+        mapping = list(zip(self.trainable, trainable))
+        mapping += list(zip(self.frozen, frozen))
+        with TRACING, keras.StatelessScope(state_mapping=mapping):
+            yield
