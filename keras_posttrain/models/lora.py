@@ -15,7 +15,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from keras_posttrain.models import device_transfer, sharding
-from keras_posttrain.models.hf import exchange
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -26,6 +25,7 @@ from keras_posttrain.models.hf.adapter_files import (
     open_weights,
     read_config,
 )
+from keras_posttrain.models.hf.tensors import Tensor, linear_layers
 
 
 def _is_number(x):
@@ -198,7 +198,7 @@ class Adapter(keras.layers.Layer):
     def __init__(self, causal_lm, lora, name="lora"):
         super().__init__(name=name, dtype="float32")
         self.lora = lora
-        layers = exchange.linear_layers(causal_lm)
+        layers = linear_layers(causal_lm)
         self.pairs = [
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
@@ -403,7 +403,7 @@ class Adapter(keras.layers.Layer):
         for pair, *factors in zip(self.pairs, self.a, self.b):
             for part, variable in zip("AB", factors):
                 name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                yield exchange.Tensor(name, variable, transposed)
+                yield Tensor(name, variable, transposed)
 
     def _target_modules(self):
         """Last parts of the names where these alone say which, else names."""

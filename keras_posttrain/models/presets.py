@@ -8,8 +8,13 @@ import numpy as np
 
 from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import exchange, loading
-from keras_posttrain.models.hf.checkpoint_files import read_json, write_json
+from keras_posttrain.models.hf import directories, loading
+from keras_posttrain.models.hf.checkpoint_files import (
+    CONFIG,
+    read_json,
+    write_json,
+)
+from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import family_of
 
 # What KerasHub's preset has no place for lies in this folder beside it: the
@@ -26,8 +31,8 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     """`loading.load_causal_lm`, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
     kwargs = {"dtype": dtype, "load_weights": load_weights}
-    if own is not None and (own / exchange.CONFIG).exists():
-        config = read_json(own / exchange.CONFIG)
+    if own is not None and (own / CONFIG).exists():
+        config = read_json(own / CONFIG)
         return loading.load_saved(own.parent, config, **kwargs)
     return loading.load_causal_lm(preset, **kwargs)
 
@@ -44,7 +49,7 @@ def load_tokenizer(preset):
         directory or a saved preset has no tokenizer.
     """
     own = _own_folder(preset)
-    directory = own or exchange.resolve(preset)
+    directory = own or directories.resolve(preset)
     if directory is not None:
         files = ("tokenizer.json", "tokenizer.model")
         if not any((directory / f).exists() for f in files):
@@ -88,8 +93,8 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
             stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
             write_json(own / "generation_config.json", stop)
         if family_of(causal_lm) is not None:
-            config = exchange.hf_config(causal_lm)
-            write_json(own / exchange.CONFIG, config)
+            config = hf_config(causal_lm)
+            write_json(own / CONFIG, config)
 
     device_transfer.on_first(write, arrays)
 

@@ -15,8 +15,9 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import keras_posttrain as kpt
-from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf import loading
 from keras_posttrain.models.hf.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import (
     Adapter,
@@ -589,7 +590,7 @@ def test_half_precision_adapters_load(dtype, tmp_path):
 
 def test_names_are_hugging_faces():
     causal_lm, adapter = make("gemma3")
-    names = {t.name for t in exchange.tensors(causal_lm)}
+    names = {t.name for t in model_tensors(causal_lm)}
     for pair in adapter.pairs:
         assert f"{pair.name}.weight" in names
 

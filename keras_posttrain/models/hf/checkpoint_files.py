@@ -11,6 +11,7 @@ import shutil
 import jax.numpy as jnp
 from safetensors import safe_open
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # The dtypes of weights, and what safetensors calls them; a file has its

@@ -8,10 +8,15 @@ import keras_hub
 
 from keras_posttrain._variables import without_values
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import exchange, layer_patches
-from keras_posttrain.models.hf.checkpoint_files import Reader, read_json
+from keras_posttrain.models.hf import directories, layer_patches
+from keras_posttrain.models.hf.checkpoint_files import (
+    CONFIG,
+    Reader,
+    read_json,
+)
 from keras_posttrain.models.hf.config import from_config
 from keras_posttrain.models.hf.families import FAMILIES, family_of
+from keras_posttrain.models.hf.tensors import model_tensors
 
 # What the names of a checkpoint begin with, before `embed_tokens.weight`:
 # a language model, a bare one, and two vintages of a multimodal one.
@@ -47,10 +52,10 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     # ['rms_norm_eps set to 1e-05 in 33 norms', ...]
     ```
     """
-    path = exchange.resolve(preset)
+    path = directories.resolve(preset)
     config = None
     if path is not None:
-        config = read_json(path / exchange.CONFIG)
+        config = read_json(path / CONFIG)
         config, notes = _text_config(config)
     if config is None or config["model_type"] not in FAMILIES:
         with device_transfer.whole_on_host():
@@ -273,7 +278,7 @@ def _named(causal_lm, checkpoint):
     """Every weight by its name in the checkpoint, which is what it needs."""
     prefix = _prefix(checkpoint)
     found = {}
-    for tensor in exchange.tensors(causal_lm):
+    for tensor in model_tensors(causal_lm):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name == HEAD:
             name = _head(checkpoint) or HEAD

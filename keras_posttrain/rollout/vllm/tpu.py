@@ -11,7 +11,8 @@ import jax
 import keras
 
 from keras_posttrain.models import presets
-from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.models.hf import checkpoint_files
+from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.rollout.vllm import weights as vllm_weights
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Job
 from keras_posttrain.rollout.vllm.local import LocalEngine, failing
@@ -70,7 +71,7 @@ def write_model(task, directory, dtype):
     directory.mkdir(parents=True, exist_ok=True)
     preset = directory / "preset"
     presets.save_to_preset(task.causal_lm, preset)
-    sizes = exchange.hf_config(task.causal_lm, dtype=dtype)
+    sizes = hf_config(task.causal_lm, dtype=dtype)
     config = {name: sizes[name] for name in SIZES if name in sizes}
     heads = config["num_attention_heads"]
     config.setdefault("head_dim", config["hidden_size"] // heads)
@@ -80,7 +81,7 @@ def write_model(task, directory, dtype):
         "keras_hub_preset": str(preset),
         "torch_dtype": dtype,
     }
-    checkpoint_files.write_json(directory / exchange.CONFIG, config)
+    checkpoint_files.write_json(directory / checkpoint_files.CONFIG, config)
 
 
 def arguments(found):

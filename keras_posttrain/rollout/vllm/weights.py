@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.models.hf import checkpoint_files
+from keras_posttrain.models.hf.export import hf_config
+from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.rollout.native.decoding import (
     Placement,
     model_inputs,
@@ -36,7 +38,7 @@ class Weights:
 
     def __init__(self, task, dtype, merged):
         self.task, self.dtype, self.merged = task, dtype, merged
-        self.table = {t.name: t for t in exchange.tensors(task.causal_lm)}
+        self.table = {t.name: t for t in model_tensors(task.causal_lm)}
         self.is_tied = HEAD not in self.table
 
     def shapes(self):
@@ -114,8 +116,8 @@ def write_config(task, directory, dtype):
     """Writes the `config.json` from which vLLM builds the model."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = exchange.hf_config(task.causal_lm, dtype=dtype)
-    checkpoint_files.write_json(directory / exchange.CONFIG, config)
+    config = hf_config(task.causal_lm, dtype=dtype)
+    checkpoint_files.write_json(directory / checkpoint_files.CONFIG, config)
 
 
 def write_adapter(task, directory):
