@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from keras_posttrain.losses import DistillationLoss, SumLoss, reductions
 from keras_posttrain.losses.features import FeatureLoss
 from keras_posttrain.models.divergence_head import TopTeacher
-from keras_posttrain.models.feature_maps import taps_of
+from keras_posttrain.models.feature_maps import capture_of
 
 # Of a batch, what a teacher reads in place of the student's tokens.
 TEACHER_TOKENS = {
@@ -40,12 +40,12 @@ def row_terms(task, state, rows, normalizers, key, differentiable=True):
     Returns:
         `(loss, metrics)`, as `steps.row_terms` does.
     """
-    student_taps = taps_of(task.feature_maps, 0)
-    teacher_taps = taps_of(task.feature_maps, 1)
-    hidden = task.policy.hidden_states(rows, key, taps=student_taps)
+    student_capture = capture_of(task.feature_maps, 0)
+    teacher_capture = capture_of(task.feature_maps, 1)
+    hidden = task.policy.hidden_states(rows, key, capture=student_capture)
     if not differentiable:
         hidden = jax.lax.stop_gradient(hidden)
-    teachers = given_teachers(task, state, rows, teacher_taps)
+    teachers = given_teachers(task, state, rows, teacher_capture)
     maps = iter(task.feature_maps)
     total, metrics = 0.0, {}
     for prefix, weight, loss in parts(task.objective):
@@ -61,7 +61,7 @@ def row_terms(task, state, rows, normalizers, key, differentiable=True):
             own = loss.total(rows, outputs)[1]
         else:
             if isinstance(loss, FeatureLoss):
-                outputs = next(maps).features(student_taps, teacher_taps)
+                outputs = next(maps).features(student_capture, teacher_capture)
             else:
                 outputs = task.policy.token_outputs(
                     rows,
@@ -111,7 +111,7 @@ def token_weights(rows):
     )
 
 
-def given_teachers(task, state, rows, taps=None):
+def given_teachers(task, state, rows, capture=None):
     """What the teachers say of rows, for the head: a tuple."""
     if "teacher_ids" in rows:
         k = rows["teacher_ids"].shape[-1]
@@ -125,7 +125,7 @@ def given_teachers(task, state, rows, taps=None):
     given = []
     for teacher, values in zip(task.teachers, state["teachers"]):
         with teacher.using(values, state["trainable"], state["frozen"]):
-            hidden = teacher.policy.hidden_states(view, taps=taps)
+            hidden = teacher.policy.hidden_states(view, capture=capture)
             given.append(teacher.policy.teacher(view, source, hidden))
     return tuple(given)
 

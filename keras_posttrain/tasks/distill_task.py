@@ -7,7 +7,7 @@ from keras_posttrain.distill.data import DistillData
 from keras_posttrain.distill.teachers import GivenTeachers, Teacher
 from keras_posttrain.losses import ForwardKLLoss, PolicyLoss, ReverseKLLoss
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models.feature_maps import FeatureMap, taps_of
+from keras_posttrain.models.feature_maps import FeatureMap, capture_of
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.task import Task
@@ -263,7 +263,7 @@ class DistillTask(DistillData, RolloutTask):
             for i, x in enumerate(losses)
         ]
         for side, policy in enumerate((self.policy, teacher)):
-            taps_of(self.feature_maps, side).check(policy)
+            capture_of(self.feature_maps, side).check(policy)
 
     # The teachers
 

@@ -341,4 +341,4 @@ def test_kernel_of_tpus(settings):
 
 def test_kernel_of_tpus_is_for_tpus_alone():
     (query, _, _), *_ = example(256, head_dim=64)
-    assert not tpu_attention.fits(query)
+    assert not tpu_attention.is_supported(query)

@@ -317,9 +317,9 @@ def test_dropout_drops_inputs_of_the_adapter_only():
     pair = adapter.pairs[0]
     x = np.random.default_rng(2).normal(size=(3, 1, 64)).astype("float32")
     keys = DropoutKeys(jax.random.key(1), jnp.arange(3), jnp.zeros(3, int))
-    with adapter.dropping(keys):
+    with adapter.dropout(keys):
         got = np.array(pair.layer(x))
-    with adapter.disabled(), adapter.dropping(keys):
+    with adapter.disabled(), adapter.dropout(keys):
         plain = np.array(pair.layer(x))
     keep = np.array(keys.mask(0, 64, 0.4))[:, None]
     dropped = np.where(keep, x / 0.6, 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_posttrain.losses.divergence import forward_kl
-from keras_posttrain.models.activation_capture import Taps
+from keras_posttrain.models.activation_capture import ActivationCapture
 from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
@@ -48,9 +48,11 @@ def tapped(policy, batch, layers=(0, 1)):
 
     @jax.jit
     def run(batch):
-        taps = Taps(hidden_layers=layers, attention_layers=layers)
-        final = policy.hidden_states(batch, taps=taps)
-        return final, taps.hidden, taps.attentions
+        capture = ActivationCapture(
+            hidden_layers=layers, attention_layers=layers
+        )
+        final = policy.hidden_states(batch, capture=capture)
+        return final, capture.hidden, capture.attentions
 
     return run(batch)
 
@@ -94,7 +96,7 @@ def test_the_last_layers_output_is_before_the_norm(models):
 
 def test_attention_stays_within_its_sequence(models):
     """Two sequences of a row show what each shows alone; nothing is seen
-    ahead, by another sequence, or by padding; and taps change nothing."""
+    ahead, by another sequence, or by padding; and capture change nothing."""
     policy = Policy(models("gemma2"))
     batch = batch_of([5, 4])
     alone = batch_of([5], [4])
@@ -135,10 +137,10 @@ def test_hidden_taps_and_their_gradients_stand_rematerialisation(models):
         import keras
 
         def loss(values):
-            taps = Taps(hidden_layers=(1,))
+            capture = ActivationCapture(hidden_layers=(1,))
             with keras.StatelessScope(list(zip(variables, values))):
-                policy.hidden_states(batch, taps=taps)
-            return jnp.sum(taps.hidden[1] ** 2)
+                policy.hidden_states(batch, capture=capture)
+            return jnp.sum(capture.hidden[1] ** 2)
 
         return jax.jit(jax.grad(loss))([v.value for v in variables])
 
@@ -149,24 +151,34 @@ def test_hidden_taps_and_their_gradients_stand_rematerialisation(models):
 
 
 @pytest.mark.parametrize(
-    "taps, remat, message",
+    "capture, remat, message",
     [
-        (Taps(hidden_layers=(2,)), "none", r"from 0 to 1.*hidden_layers=\(2,"),
-        (Taps(attention_layers=(-1,)), "none", "attention_layers=.-1"),
-        (Taps(attention_layers=(0,)), "full", "remat='none'"),
+        (
+            ActivationCapture(hidden_layers=(2,)),
+            "none",
+            r"from 0 to 1.*hidden_layers=\(2,",
+        ),
+        (
+            ActivationCapture(attention_layers=(-1,)),
+            "none",
+            "attention_layers=.-1",
+        ),
+        (ActivationCapture(attention_layers=(0,)), "full", "remat='none'"),
     ],
 )
-def test_what_cannot_be_tapped_says_so(models, taps, remat, message):
+def test_what_cannot_be_tapped_says_so(models, capture, remat, message):
     policy = Policy(models("qwen3"), remat=remat)
     with pytest.raises(ValueError, match=message):
-        policy.hidden_states(batch_of([LENGTH]), taps=taps)
+        policy.hidden_states(batch_of([LENGTH]), capture=capture)
 
 
 def test_a_family_without_the_seam_says_so(models):
     policy = Policy(models("qwen3"))
     policy.packable = False
     with pytest.raises(ValueError, match="KerasHub's own call"):
-        policy.hidden_states(batch_of([LENGTH]), taps=Taps(hidden_layers=(0,)))
+        policy.hidden_states(
+            batch_of([LENGTH]), capture=ActivationCapture(hidden_layers=(0,))
+        )
 
 
 # A policy and its teachers

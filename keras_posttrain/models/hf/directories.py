@@ -8,7 +8,8 @@ import keras_hub
 
 from keras_posttrain.models.hf.checkpoint_files import CONFIG, read_json
 
-# Not every safetensors file: some repositories hold the weights twice.
+# The files to download. Some repositories have the weights a second time in
+# other safetensors files.
 PATTERNS = [
     "*.json",
     "*.jinja",
@@ -19,15 +20,15 @@ PATTERNS = [
 
 
 def resolve(preset):
-    """The directory of a Hugging Face checkpoint, or `None` for KerasHub's.
+    """Returns the directory of a Hugging Face preset, downloaded if needed.
 
     Args:
         preset: str or path: a directory, `hf://owner/name` (downloaded),
             `kaggle://...` or the name of a KerasHub preset.
 
     Returns:
-        A `pathlib.Path` where `config.json` is Hugging Face's (it has a
-        `model_type`); `None` where KerasHub's own `from_preset` applies.
+        A `pathlib.Path` if the preset has a Hugging Face `config.json` (with
+        a `model_type`); `None` if it is a preset of KerasHub.
 
     Raises:
         ValueError: if there is no such directory or preset.
@@ -35,8 +36,8 @@ def resolve(preset):
     Example:
 
     ```python
-    huggingface.resolve("path/of/Qwen3-0.6B")  # PosixPath('path/of/...')
-    huggingface.resolve("qwen3_0.6b_en")  # None
+    resolve("path/of/Qwen3-0.6B")  # PosixPath('path/of/Qwen3-0.6B')
+    resolve("qwen3_0.6b_en")  # None
     ```
     """
     preset = os.fspath(preset)
@@ -52,7 +53,7 @@ def resolve(preset):
         raise ValueError(
             "A preset must be the path of an existing directory (Hugging "
             "Face's or KerasHub's), 'hf://owner/name', 'kaggle://...' or a "
-            "name out of `keras_hub.models.CausalLM.presets`. "
+            "name in `keras_hub.models.CausalLM.presets`. "
             f"Received: preset={preset!r}.{hint if close else ''}"
         )
     if not (path / CONFIG).is_file():
@@ -64,6 +65,7 @@ def resolve(preset):
 
 
 def _download(preset):
+    # Slow to import, and only needed for downloads.
     from huggingface_hub import hf_hub_download, snapshot_download
 
     repository = preset.removeprefix("hf://").strip("/")
@@ -72,7 +74,8 @@ def _download(preset):
             "A preset on the Hugging Face Hub must be 'hf://owner/name'. "
             f"Received: preset={preset!r}"
         )
-    # The config first: it tells whether the rest is KerasHub's to fetch.
+    # The config comes first: it shows whether KerasHub should download the
+    # rest.
     config = pathlib.Path(hf_hub_download(repository, CONFIG))
     if "model_type" not in read_json(config):
         return None

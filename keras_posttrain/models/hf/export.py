@@ -15,28 +15,29 @@ from keras_posttrain.models.hf.config import READ, to_config
 from keras_posttrain.models.hf.tensors import known_family, model_tensors
 
 GENERATION_CONFIG = "generation_config.json"
-# Says in `config.json` that a directory may be written over.
+# A field of `config.json` that marks an export, which may be overwritten.
 MARK = "exported_by"
 
 
 def hf_config(causal_lm, *, dtype=None, tokenizer=None):
-    """The Hugging Face `config.json` of a model as it is.
+    """Builds the Hugging Face `config.json` of a model.
 
     Args:
         causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`. If
-            it was read from a Hugging Face directory, the fields that decide
-            no number (token ids, lengths) are those of that config.
+            it was loaded from a Hugging Face directory, fields that do not
+            affect the forward pass (token ids, lengths) are copied from that
+            directory's config.
         dtype: str, the dtype of the weights. Defaults to the embedding's.
-        tokenizer: an object whose `bos_token_id`, `eos_token_id` and
-            `pad_token_id`, where it has them, are written for a model that
-            brought no config of its own.
+        tokenizer: an object whose attributes `bos_token_id`, `eos_token_id`
+            and `pad_token_id` are used if the model was not loaded from a
+            Hugging Face directory.
 
     Returns:
         A dict.
 
     Raises:
-        ValueError: if the family has no table, or its config has no field for
-            something that the model does.
+        ValueError: if the family is unknown, or its config has no field for
+            a setting of the model.
     """
     family = known_family(causal_lm)
     found = layer_patches.read_settings(causal_lm, family)
@@ -57,7 +58,7 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
     if base.get("max_position_embeddings") is None:
         base["max_position_embeddings"] = _length(found, family)
     if family.windows.startswith("qwen") and own["sliding_window"] is None:
-        # Unused, but KerasHub and others look it up.
+        # The field is unused, but KerasHub and other readers require it.
         own.pop("sliding_window")
         base.setdefault("sliding_window", None)
     dtype = dtype or causal_lm.backbone.token_embedding.variable_dtype
@@ -65,7 +66,8 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
     return {**base, **own, **names, "use_cache": True}
 
 
-# Left out of an export: what they say is no longer so, or said otherwise.
+# Fields of the original config that are left out of an export, as they are
+# outdated or written in another way.
 _STALE = {
     "id2label",
     "label2id",
@@ -89,7 +91,7 @@ def _token_ids(family, tokenizer):
 
 
 def _length(found, family):
-    """A length limit for a model whose source states none."""
+    """Returns a context length for a model without a source config."""
     rope = found.rope[-1]
     if rope["rope_type"] == "llama3":
         return 131_072
@@ -110,19 +112,20 @@ def export(
 ):
     """Writes a model as a Hugging Face directory.
 
-    transformers, vLLM and `from_preset` read it. It is written beside its
-    place and moved there when complete, so a crash leaves nothing half done.
-    Tensors come from the devices one at a time. Of several processes all must
-    call it, and the first one writes.
+    transformers, vLLM and `from_preset` can load it. It is written to a
+    temporary folder next to `directory` and renamed when complete, so that a
+    crash leaves no partial export. Tensors are fetched from the devices one
+    at a time. With several processes all of them must call this; the first
+    one writes.
 
     Args:
         causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
-        directory: path to write to: absent, empty, or an earlier export,
-            which is replaced.
+        directory: path to write to. It must not exist, be empty, or be an
+            earlier export, which is replaced.
         dtype: str, `"float32"`, `"bfloat16"` or `"float16"`. Defaults to the
             dtype of each variable.
-        max_shard_bytes: int; checkpoints above it are split into files of at
-            most that size.
+        max_shard_bytes: int; larger checkpoints are split into files of at
+            most this size.
         values: function from a `keras.Variable` to the array to write for
             it, such as a kernel with its adapter merged. Defaults to the
             variable's value.
@@ -130,14 +133,14 @@ def export(
             files.
 
     Raises:
-        ValueError: if the directory holds something else, or the model has no
-            Hugging Face form.
+        ValueError: if the directory has other content, or the model cannot
+            be represented.
 
     Example:
 
     ```python
     causal_lm = load_causal_lm("qwen3_0.6b_en")
-    huggingface.export(causal_lm, "model/", dtype="bfloat16")
+    export(causal_lm, "model/", dtype="bfloat16")
     ```
     """
     directory = pathlib.Path(directory)

@@ -1,7 +1,7 @@
 """The table of model families: Hugging Face's names and KerasHub's layers.
 
-A new family is one `Family` here. Everything that reads, checks, writes or
-names weights goes through it.
+To support a new family, add a `Family` here. All code that reads, checks,
+writes or names weights uses this table.
 """
 
 import dataclasses
@@ -11,23 +11,23 @@ import keras_hub
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one Hugging Face model type is built of KerasHub's layers.
+    """The KerasHub layers of one Hugging Face model type.
 
     Args:
         model_type: str, as in `config.json`.
         architecture: str, the Hugging Face class of the language model.
         keras_name: str; `keras_hub.models` has `<keras_name>Backbone` and
             `<keras_name>CausalLM`.
-        modules: dict, from the name of a module within a Hugging Face decoder
-            layer to the path of the attribute within KerasHub's.
-        attention: str, attribute of the decoder layer.
-        rotary: str, attribute of the attention layer.
+        modules: dict from the name of a module in a Hugging Face decoder
+            layer to the path of the attribute in KerasHub's.
+        attention: str, the decoder layer's attribute of its attention layer.
+        rotary: str, the attention layer's attribute of its rotary layer.
         heads_first: bool, whether the kernels of query, key and value are
             `(heads, hidden, head_dim)` and not `(hidden, heads, head_dim)`.
-        windows: str, how the layers keep a sliding window: `"none"`,
+        windows: str, how the layers store a sliding window: `"none"`,
             `"gemma"`, `"mistral"`, `"qwen"` or `"qwen3"`.
-        has_head_dim: bool, whether the size of a head is free.
-        defaults: dict, what an absent field of `config.json` means.
+        has_head_dim: bool, whether the size of a head can be set.
+        defaults: dict of the values of absent fields of `config.json`.
     """
 
     model_type: str
@@ -90,8 +90,8 @@ _QWEN3_NORMS = {
     "self_attn.k_norm": "_self_attention_layer._key_dense_layer_norm",
 }
 
-# The defaults of transformers' config classes. Sizes that every checkpoint
-# states are left out: their absence is an error.
+# The defaults of transformers' config classes. Sizes are not included: a
+# checkpoint without them is an error.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _GEMMA_DEFAULTS = {
     **_COMMON,
@@ -233,7 +233,7 @@ FAMILIES = {
         ),
     )
 }
-# KerasHub's LlamaBackbone is the class that Llama3Backbone derives from.
+# `LlamaBackbone` is the base class of `Llama3Backbone`.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",
     "LlamaBackbone": "llama",
@@ -244,14 +244,14 @@ _BY_BACKBONE = {
 
 
 def family_of(causal_lm):
-    """The `Family` of a built KerasHub `CausalLM`, or `None`.
+    """Returns the `Family` of a built KerasHub `CausalLM`, or `None`.
 
     Args:
         causal_lm: a `keras_hub.models.CausalLM`.
 
     Returns:
-        A `Family`; `None` where the table has none (then names, LoRA on
-        Hugging Face's terms and export are not to be had).
+        A `Family`, or `None` if the table has none. Such a model has no
+        Hugging Face names, and so no LoRA and no export.
     """
     backbone = causal_lm.backbone
     if isinstance(backbone, keras_hub.models.GemmaBackbone):
@@ -279,7 +279,7 @@ def _is_gemma3_text(backbone):
 
 
 def attribute(layer, path):
-    """`attribute(layer, "attention.query_dense")`, dot by dot."""
+    """Returns a nested attribute by a path such as "attention.query_dense"."""
     for name in path.split("."):
         layer = getattr(layer, name)
     return layer

@@ -11,13 +11,13 @@ from keras_posttrain.models.hf.families import FAMILIES, attribute, family_of
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A weight under its Hugging Face name.
+    """A weight of a KerasHub model as a tensor of a Hugging Face checkpoint.
 
     Args:
-        name: str, the tensor's name in a Hugging Face checkpoint.
-        variable: `keras.Variable`, where KerasHub keeps it.
-        axes: tuple of tuples of ints: for each axis in Hugging Face's order,
-            the axes of the variable that it is made of, the slowest first.
+        name: str, the tensor's name in the checkpoint.
+        variable: `keras.Variable` of the KerasHub model.
+        axes: tuple of tuples of ints: for each axis of the tensor, the axes
+            of the variable that it combines, the slowest-varying first.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Tensor:
 
     @property
     def shape(self):
-        """Tuple of ints, Hugging Face's."""
+        """Tuple of ints, the tensor's shape in the checkpoint."""
         sizes = self.variable.shape
         return tuple(math.prod(sizes[a] for a in axes) for axes in self.axes)
 
@@ -35,14 +35,17 @@ class Tensor:
         return [axis for axes in self.axes for axis in axes]
 
     def to_hf(self, array):
-        """An array of KerasHub's shape in that of Hugging Face."""
+        """Converts an array from the variable's shape to the tensor's."""
         return array.transpose(self._order).reshape(self.shape)
 
     def read(self, stored, index):
-        """A part of the variable's value, and not much more, from a file.
+        """Reads a part of the variable's value from a file.
+
+        It reads little more of the file than this part.
 
         Args:
-            stored: what gives parts of the file's tensor by tuples of slices.
+            stored: object that returns a part of the stored tensor for a
+                tuple of slices, such as safetensors' `PySafeSlice`.
             index: tuple of slices without steps, one for each axis of the
                 variable.
 
@@ -56,7 +59,8 @@ class Tensor:
             sizes = [shape[axis] for axis in axes]
             flat = np.arange(math.prod(sizes)).reshape(sizes)
             flat = flat[tuple(index[axis] for axis in axes)].reshape(-1)
-            # Where an inner axis is split, what is wanted has gaps.
+            # If an inner axis is split, the part is not contiguous: the
+            # range around it is read and the part taken out of it below.
             ranges.append(slice(int(flat[0]), int(flat[-1]) + 1))
             places.append(flat - flat[0])
         array = stored[tuple(ranges)]
@@ -69,9 +73,9 @@ class Tensor:
 
 
 def model_tensors(causal_lm):
-    """Every weight of a model with its Hugging Face name and shape.
+    """Lists the weights of a model as Hugging Face tensors.
 
-    A tied head has no entry of its own.
+    A tied head is not listed, as it is the embedding.
 
     Args:
         causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
@@ -80,12 +84,12 @@ def model_tensors(causal_lm):
         A list of `Tensor`.
 
     Raises:
-        ValueError: if the family has no table, or weights are quantized.
+        ValueError: if the family is unknown or the weights are quantized.
     """
     family = known_family(causal_lm)
     backbone = causal_lm.backbone
     embedding = backbone.token_embedding
-    _refuse_quantized(causal_lm)
+    _check_not_quantized(causal_lm)
     found = [_same("model.embed_tokens.weight", embedding.embeddings)]
     for i, layer in enumerate(backbone.transformer_layers):
         for name, path in family.modules.items():
@@ -105,7 +109,7 @@ def model_tensors(causal_lm):
 
 
 def linear_layers(causal_lm):
-    """The linear layers of the decoder under their Hugging Face names.
+    """Returns the linear layers of the decoder by Hugging Face name.
 
     Args:
         causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
@@ -115,7 +119,7 @@ def linear_layers(causal_lm):
         KerasHub `Dense` or `EinsumDense` layers.
 
     Raises:
-        ValueError: if the family has no table.
+        ValueError: if the family is unknown.
     """
     family = known_family(causal_lm)
     return {
@@ -127,19 +131,22 @@ def linear_layers(causal_lm):
 
 
 def known_family(causal_lm):
+    """Returns the `Family` of a model; raises a `ValueError` without one."""
     family = family_of(causal_lm)
     if family is None:
         raise ValueError(
             "The Hugging Face names of this model's weights are not known "
-            "(LoRA, PEFT files, export and weight sync go by them). Known "
+            "(LoRA, PEFT files, export and weight sync need them). Supported "
             f"are text models of {sorted(FAMILIES)}. Received: backbone of "
             f"class {type(causal_lm.backbone).__name__}"
         )
     return family
 
 
-def _refuse_quantized(causal_lm):
-    for layer in causal_lm.backbone._flatten_layers():
+def _check_not_quantized(causal_lm):
+    layers = [causal_lm.backbone.token_embedding]
+    layers += linear_layers(causal_lm).values()
+    for layer in layers:
         mode = getattr(layer, "quantization_mode", None)
         if mode is not None:
             raise ValueError(
@@ -158,7 +165,7 @@ def _bias(name, variable):
 
 
 def _kernel(name, variable, family):
-    """The matrix of a projection: Hugging Face's is `(out, in)`."""
+    """Returns the tensor of a projection's kernel, `(out, in)`."""
     order = tuple(range(variable.ndim))
     num_inputs = 1
     if name.endswith("o_proj"):
