@@ -561,7 +561,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     _, adapter = make("qwen3", kpt.LoRA(rank=4, alpha=8))
     with pytest.raises(ValueError, match="belongs to another model") as e:
         adapter.load(path)
-    assert "has shape (4, 128), this model wants (4, 64)" in str(e.value)
+    assert "has shape (4, 128), this model needs (4, 64)" in str(e.value)
     assert not any(np.array(b.value).any() for b in adapter.b)
 
 
