@@ -438,20 +438,10 @@ class Policy:
         )
 
     def divergence_sum(
-        self,
-        batch,
-        weights,
-        teachers,
-        teacher_weights,
-        divergence,
-        *,
-        temperature=1.0,
-        tail=True,
-        dropout_key=None,
-        hidden=None,
-        needs=(),
+        self, batch, weights, teachers, teacher_weights, divergence, *,
+        temperature=1.0, tail=True, dropout_key=None, hidden=None, needs=(),
         mask=None,
-    ):
+    ):  # fmt: skip
         """Sums weighted divergences from teachers and log-probabilities.
 
         Args:

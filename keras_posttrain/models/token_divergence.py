@@ -203,11 +203,13 @@ def _values(student, found, shares, names, targets, weights):
         )
 
     values = {"divergences": weighted("divergences")}
-    whole = sum(shares)
+    total_share = sum(shares)
     for name in ("agrees", "teacher_per_token_logps"):
         if name in names:
-            mean = weighted(name) / jnp.where(whole == 0, 1.0, whole)
-            values[name] = jnp.where(whole == 0, 0.0, mean)
+            mean = weighted(name) / jnp.where(
+                total_share == 0, 1.0, total_share
+            )
+            values[name] = jnp.where(total_share == 0, 0.0, mean)
     by_divergence, by_logp = weights
     total = jnp.where(
         by_divergence != 0, by_divergence * values["divergences"], 0.0

@@ -109,12 +109,14 @@ def _split(shape, kv_heads):
 
 
 def _ids(segment_ids):
+    # Importing Pallas's TPU kernels is slow, and only needed on TPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return splash.SegmentIds(segment_ids, segment_ids)
 
 
 def _kernel(shape, sliding_window, soft_cap, interpret):
+    # See `_ids`.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, length, heads, _ = shape

@@ -123,116 +123,80 @@ _GEMMA3_DEFAULTS = {
     "sliding_window_pattern": 6,
 }
 _QWEN_DEFAULTS = {
-    **_COMMON,
     "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
 
 
-def _gemma_like(**fields):
+def _gemma_like(model_type, name, keras_name, norms, windows, defaults):
     return Family(
+        model_type=model_type,
+        architecture=f"{name}ForCausalLM",
+        keras_name=keras_name,
+        modules={**_GEMMA, **norms},
         attention="attention",
         rotary="rope_layer",
         heads_first=True,
+        windows=windows,
         has_head_dim=True,
-        **fields,
+        defaults=defaults,
     )
 
 
-def _llama_like(**fields):
+def _llama_like(
+    name, keras_name, *, windows, norms=None, has_head_dim=True, **defaults
+):
     return Family(
+        model_type=name.lower(),
+        architecture=f"{name}ForCausalLM",
+        keras_name=keras_name,
+        modules={**_LLAMA, **(norms or {})},
         attention="_self_attention_layer",
         rotary="rotary_embedding_layer",
         heads_first=False,
-        **fields,
+        windows=windows,
+        has_head_dim=has_head_dim,
+        defaults={
+            **_COMMON,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            **defaults,
+        },
     )
 
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        _gemma_like(
-            model_type="gemma",
-            architecture="GemmaForCausalLM",
-            keras_name="Gemma",
-            modules={**_GEMMA, **_GEMMA1_NORMS},
-            windows="none",
-            defaults={**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
-        ),
-        _gemma_like(
-            model_type="gemma2",
-            architecture="Gemma2ForCausalLM",
-            keras_name="Gemma",
-            modules={**_GEMMA, **_GEMMA2_NORMS},
-            windows="gemma",
-            defaults=_GEMMA2_DEFAULTS,
-        ),
-        _gemma_like(
-            model_type="gemma3_text",
-            architecture="Gemma3ForCausalLM",
-            keras_name="Gemma3",
-            modules={**_GEMMA, **_GEMMA2_NORMS, **_GEMMA3_NORMS},
-            windows="gemma",
-            defaults=_GEMMA3_DEFAULTS,
-        ),
-        _llama_like(
-            model_type="llama",
-            architecture="LlamaForCausalLM",
-            keras_name="Llama3",
-            modules=_LLAMA,
-            windows="none",
-            has_head_dim=False,
-            defaults={
-                **_COMMON,
-                "max_position_embeddings": 2048,
-                "tie_word_embeddings": False,
-                "hidden_act": "silu",
-            },
-        ),
-        _llama_like(
-            model_type="mistral",
-            architecture="MistralForCausalLM",
-            keras_name="Mistral",
-            modules=_LLAMA,
-            windows="mistral",
-            has_head_dim=True,
-            defaults={
-                **_COMMON,
-                "max_position_embeddings": 131_072,
-                "tie_word_embeddings": False,
-                "hidden_act": "silu",
-                "num_key_value_heads": 8,
-                "sliding_window": 4096,
-            },
-        ),
-        _llama_like(
-            model_type="qwen2",
-            architecture="Qwen2ForCausalLM",
-            keras_name="Qwen",
-            modules=_LLAMA,
-            windows="qwen",
-            has_head_dim=False,
-            defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 32},
-        ),
-        _llama_like(
-            model_type="qwen3",
-            architecture="Qwen3ForCausalLM",
-            keras_name="Qwen3",
-            modules={**_LLAMA, **_QWEN3_NORMS},
-            windows="qwen3",
-            has_head_dim=True,
-            defaults={
-                **_QWEN_DEFAULTS,
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-            },
-        ),
-    )
-}
+_ALL = (
+    _gemma_like(
+        "gemma", "Gemma", "Gemma", _GEMMA1_NORMS, "none",
+        {**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    _gemma_like(
+        "gemma2", "Gemma2", "Gemma", _GEMMA2_NORMS, "gemma", _GEMMA2_DEFAULTS
+    ),
+    _gemma_like(
+        "gemma3_text", "Gemma3", "Gemma3", {**_GEMMA2_NORMS, **_GEMMA3_NORMS},
+        "gemma", _GEMMA3_DEFAULTS,
+    ),
+    _llama_like(
+        "Llama", "Llama3", windows="none", has_head_dim=False,
+        max_position_embeddings=2048,
+    ),
+    _llama_like(
+        "Mistral", "Mistral", windows="mistral", num_key_value_heads=8,
+        max_position_embeddings=131_072, sliding_window=4096,
+    ),
+    _llama_like(
+        "Qwen2", "Qwen", windows="qwen", has_head_dim=False,
+        num_key_value_heads=32, **_QWEN_DEFAULTS,
+    ),
+    _llama_like(
+        "Qwen3", "Qwen3", windows="qwen3", norms=_QWEN3_NORMS,
+        num_key_value_heads=32, head_dim=128, **_QWEN_DEFAULTS,
+    ),
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in _ALL}
 # `LlamaBackbone` is the base class of `Llama3Backbone`.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",

@@ -286,7 +286,7 @@ class BatchDecoder:
             cache, state = jax.lax.while_loop(
                 is_unfinished, body, (cache, state)
             )
-        return cache, self.placement.whole(state)
+        return cache, self.placement.replicated(state)
 
 
 def _check_family(causal_lm):

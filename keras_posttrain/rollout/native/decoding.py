@@ -130,7 +130,7 @@ class Placement:
             return tree
         return self._constrain(tree, self.data)
 
-    def whole(self, tree):
+    def replicated(self, tree):
         """Replicates arrays that every process reads, in a program."""
         return tree if self.mesh is None else self._constrain(tree)
 
@@ -377,4 +377,4 @@ class SlotDecoder:
             for old, new in zip(cache, carry["recent"])
         ]
         names = ("tokens", "logps", "taken", "active", "stopped")
-        return cache, self.placement.whole({n: carry[n] for n in names})
+        return cache, self.placement.replicated({n: carry[n] for n in names})
