@@ -1,4 +1,4 @@
-"""Student and teachers chunk by chunk, against whole distributions."""
+"""Student and teachers chunk by chunk, against full distributions."""
 
 import dataclasses
 import functools

@@ -422,7 +422,7 @@ def test_integer_weights_are_refused(tmp_path):
 
 
 def test_head_is_tied_as_stored(tmp_path):
-    """A head saved beside the embedding counts, whatever the config says."""
+    """A head in the checkpoint is loaded, whatever the config says."""
     directory, want = make_checkpoint(tmp_path / "hf", "llama")
     config = json.loads((directory / "config.json").read_text())
     config["tie_word_embeddings"] = True

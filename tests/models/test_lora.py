@@ -449,7 +449,7 @@ def test_an_adapter_is_loaded_before_compile(tmp_path):
 
 
 def test_target_modules_say_which_layers(tmp_path):
-    """The last part of the names where these say it, else whole names."""
+    """Last parts of the names if these are enough, else full names."""
     for targets, want in (
         ("all-linear", sorted(PROJECTIONS)),
         ("q_proj", ["q_proj"]),

@@ -92,7 +92,7 @@ def make(family):
     causal_lm = getattr(M, family + "CausalLM")(
         backbone=backbone, preprocessor=None
     )
-    # As they are made, all tokens would be about as probable.
+    # With the initial weights all tokens would be about equally probable.
     for v in causal_lm.variables:
         if len(v.shape) > 1:
             v.assign(3 * v.value)
@@ -239,7 +239,7 @@ def test_truncation_and_weights_are_those_of_the_call(gpt2):
     assert again[0] == one[0]
 
 
-def test_equal_requests_do_not_draw_the_same(gpt2):
+def test_equal_requests_get_different_samples(gpt2):
     one = Request([5, 6, 11], max_tokens=10, seed=3)
     a, b = generate(gpt2, 4, [one, one])
     [both] = generate(gpt2, 4, [Request([5, 6, 11], 2, 10, seed=3)])
@@ -247,12 +247,12 @@ def test_equal_requests_do_not_draw_the_same(gpt2):
     assert a[0][0] != b[0][0]
 
 
-def test_tokens_are_told_as_they_come(gpt2):
-    told, calls = {}, []
+def test_tokens_are_streamed(gpt2):
+    streamed, calls = {}, []
 
     def emit(request, generation, ids):
         calls.append((request, generation))
-        told.setdefault((request, generation), []).extend(ids)
+        streamed.setdefault((request, generation), []).extend(ids)
 
     asked = [
         Request([5, 6, 11], 2, 30, seed=3),
@@ -261,7 +261,7 @@ def test_tokens_are_told_as_they_come(gpt2):
     out = generate(gpt2, 4, asked, emit)
     for i, samples in enumerate(out):
         for g, s in enumerate(samples):
-            assert told[i, g] == s[0]
+            assert streamed[i, g] == s[0]
     assert calls.count((0, 0)) == 2
     assert [s[0] for x in out for s in x] == [
         s[0] for x in generate(gpt2, 4, asked) for s in x
@@ -270,7 +270,7 @@ def test_tokens_are_told_as_they_come(gpt2):
 
 def test_lengths_far_apart_share_no_batch(gpt2):
     """Two prompts of 2 tokens, two of 30: 28 columns of waiting would cost
-    more than the 4 columns that each batch has to draw."""
+    more than the 4 columns that each batch has to sample."""
     rng = np.random.default_rng(0)
     asked = [
         Request(rng.integers(3, 97, n).tolist(), 1, 4, seed=0)
@@ -331,7 +331,7 @@ def test_a_window_that_cannot_be_decoded_is_refused():
 
 
 @pytest.mark.slow
-def test_the_two_engines_draw_the_same():
+def test_the_two_decoders_sample_the_same():
     """On a family that both can serve."""
     keras.utils.set_random_seed(1)
     backbone = M.Llama3Backbone(**GROUPED)
@@ -365,7 +365,7 @@ print("equal")
 
 
 @pytest.mark.slow
-def test_eight_devices_draw_the_same(tmp_path):
+def test_eight_devices_sample_the_same(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(EIGHT_DEVICES)
     root = str(pathlib.Path(__file__).parents[2])

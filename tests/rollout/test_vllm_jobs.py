@@ -1,4 +1,4 @@
-"""What can be told of vLLM's engine without vLLM."""
+"""Tests of vLLM's engine that do not need vLLM."""
 
 import os
 import subprocess
@@ -65,22 +65,22 @@ def test_a_probe_that_differs_gives_both_numbers():
             assert part in str(error.value)
 
 
-def test_tokens_of_samples_drawn_again_are_told_once():
-    told = {}
+def test_tokens_that_are_sampled_again_are_streamed_once():
+    streamed = {}
 
     def on_tokens(i, g, ids):
-        told.setdefault((i, g), []).extend(ids)
+        streamed.setdefault((i, g), []).extend(ids)
 
-    heard = _TokenStream(
+    stream = _TokenStream(
         [Request([1], 2), Request([1], 2, temperature=0)], on_tokens
     )
-    heard(0, 1, [5, 6])
-    heard(1, 0, [9])
-    heard.restart()
-    heard(0, 1, [5])
-    heard(0, 1, [6, 7])
-    heard(1, 0, [9, 8])
-    assert told == {(0, 1): [5, 6, 7], (1, 0): [9, 8], (1, 1): [9, 8]}
+    stream(0, 1, [5, 6])
+    stream(1, 0, [9])
+    stream.restart()
+    stream(0, 1, [5])
+    stream(0, 1, [6, 7])
+    stream(1, 0, [9, 8])
+    assert streamed == {(0, 1): [5, 6, 7], (1, 0): [9, 8], (1, 1): [9, 8]}
 
 
 def test_flags_of_the_command_line():

@@ -1,4 +1,4 @@
-"""What can be told of vLLM on TPUs without one.
+"""Tests of vLLM on TPUs that do not need a TPU.
 
 The runner of tpu-inference is a stand-in: it holds a KerasHub model of its
 own, and computes with the state that it was given last.
@@ -218,7 +218,7 @@ def test_a_process_with_tpus(monkeypatch):
     engine.set_model(task)
     with pytest.raises(ValueError, match="takes no adapter"):
         engine.start()
-    # A server beside it is served as ever.
+    # With a server the adapter is sent.
     engine = VLLMRollout("http://127.0.0.1:1")
     engine.set_model(task)
     assert engine._sends_adapter
