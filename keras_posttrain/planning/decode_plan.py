@@ -86,7 +86,11 @@ def _arguments(task, num_slots, num_tokens):
     )
     shapes = [k.shape[1:] for k, _ in kept]
     decoder = decoding.SlotDecoder(
-        task, shapes, kept[0][0].dtype, lambda text: None
+        task.policy,
+        task.using_weights,
+        shapes,
+        kept[0][0].dtype,
+        lambda text: None,
     )
     place = decoder.placement
     if num_slots % place.shards:

@@ -34,7 +34,7 @@ from keras_posttrain.losses import (
     ReverseKLLoss,
 )
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models.feature_maps import FeatureMap, taps_of
+from keras_posttrain.models.feature_maps import FeatureMap, capture_of
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.collector import ForwardPass
@@ -302,7 +302,7 @@ class DistillTask(Task):
             for i, x in enumerate(losses)
         ]
         for side, policy in enumerate((self.policy, teacher)):
-            taps_of(self.feature_maps, side).check(policy)
+            capture_of(self.feature_maps, side).check(policy)
 
     # The teachers
 

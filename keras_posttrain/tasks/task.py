@@ -11,7 +11,7 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets
-from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
@@ -1039,7 +1039,7 @@ class Task(keras.Model):
             max_shard_bytes: int, the most bytes in a safetensors file.
         """
         values = self.adapter.merged_values() if self.adapter else None
-        exchange.export(
+        export.export(
             self.causal_lm,
             path,
             dtype=dtype,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_posttrain.models.hf.exchange import export
+from keras_posttrain.models.hf.export import export
 from keras_posttrain.models.hf.loading import load_causal_lm
 from tests.support import REFERENCE, run_on_eight_devices
 
