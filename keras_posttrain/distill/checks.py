@@ -1,4 +1,4 @@
-"""What a distillation may be compiled with."""
+"""Checks of what users pass to a distillation."""
 
 import numbers
 
@@ -141,22 +141,21 @@ def weights(weights, column, names):
     return tuple(array.tolist())
 
 
-def other_tokens(task, theirs, tokenizer):
+def other_tokens(ours, own_tokenizer, theirs, tokenizer):
     """Why a teacher's tokens are not the student's, or `None`.
 
     Args:
-        task: `DistillTask`.
-        theirs: int, the teacher's vocabulary size.
+        ours, theirs: ints, the vocabulary sizes of student and teacher.
+        own_tokenizer: the student's `Tokenizer`, or `None`.
         tokenizer: the teacher's, or `None` where it is not known.
     """
-    ours = task.causal_lm.backbone.vocabulary_size
     if ours != theirs:
         return (
             f"it has vocabulary_size={theirs}, the student "
             f"vocabulary_size={ours}"
         )
-    if tokenizer is not None and task.tokenizer is not None:
-        a, b = (x.backend.get_vocab() for x in (task.tokenizer, tokenizer))
+    if tokenizer is not None and own_tokenizer is not None:
+        a, b = (x.backend.get_vocab() for x in (own_tokenizer, tokenizer))
         if a != b:
             differ = sum(b.get(text) != i for text, i in a.items())
             return f"{differ} of the student's {len(a)} tokens have other ids"
@@ -189,22 +188,28 @@ def known_tokenizer(tokenizer, name):
     return tokenizer
 
 
-def combination(task, loss, given, top_k, cache):
-    """Refuses what cannot work together."""
+def combination(loss, given, top_k, cache, *, on_policy, other, vocabulary):
+    """Raises a `ValueError` for settings that exclude each other.
+
+    Args:
+        loss, top_k, cache, on_policy: as in `DistillTask.compile`.
+        given: `TeacherSources`.
+        other: bool, whether the teacher has other tokens.
+        vocabulary: int, the student's vocabulary size.
+    """
     found = [part for _, _, part in parts(loss)]
     engine = given.engine
     kept = cache is not None or engine is not None
     features = any(isinstance(x, FeatureLoss) for x in found)
     divergences = [x for x in found if isinstance(x, DistillationLoss)]
-    other = task.teacher_tokenizer is not None
     for wrong, text in (
         (
-            cache is not None and task.on_policy,
+            cache is not None and on_policy,
             "The student's own samples are new at each step: there is "
             "nothing to write down. Leave `teacher_cache` out.",
         ),
         (
-            engine is not None and not task.on_policy and cache is None,
+            engine is not None and not on_policy and cache is None,
             "On given rows a served teacher is asked once. Pass "
             "`teacher_cache=` for where its answers are kept.",
         ),
@@ -219,7 +224,7 @@ def combination(task, loss, given, top_k, cache):
             "A feature loss compares with one teacher.",
         ),
         (
-            other and (kept or task.on_policy or len(given) > 1),
+            other and (kept or on_policy or len(given) > 1),
             "A teacher with other tokens can be one, that runs in the step, "
             "on given rows.",
         ),
@@ -235,7 +240,6 @@ def combination(task, loss, given, top_k, cache):
     ):
         if wrong:
             raise ValueError(f"{text} Received: loss={loss!r}")
-    vocabulary = task.causal_lm.backbone.vocabulary_size
     if top_k is not None and top_k > vocabulary:
         raise ValueError(
             f"`top_k` must be at most the vocabulary's {vocabulary} tokens. "
@@ -243,10 +247,35 @@ def combination(task, loss, given, top_k, cache):
         )
 
 
-def may_evaluate(task):
-    if task.by_policy_loss:
+def may_evaluate(loss):
+    if isinstance(loss, PolicyLoss):
         raise ValueError(
             "A policy loss has no value on given rows. To see how near the "
             "student comes to the teacher, compile with "
             "`kpt.losses.ReverseKLLoss()` and evaluate."
+        )
+
+
+def plannable(given, *, on_policy, cache, other):
+    """Raises a `ValueError` for a step that reads more than its rows.
+
+    Args:
+        given: `TeacherSources`.
+        on_policy, cache, other: as in `combination`.
+    """
+    why = None
+    if len(given) > 1:
+        why = "one teacher, the largest: each adds a pass of its own"
+    elif given.engine is not None or cache is not None:
+        why = "an SFTTask of the student: the teacher is not in the step"
+    elif other:
+        why = "a teacher that has the student's tokenizer"
+    elif on_policy:
+        why = "on_policy=False: rows that are sampled take the same step"
+    if why is not None:
+        raise ValueError(
+            "Of a distillation a step is planned on given rows, with one "
+            f"teacher that reads the same tokens. Plan {why}. Received: "
+            f"teachers {given.names}, on_policy={on_policy}, "
+            f"teacher_cache={cache!r}"
         )

@@ -1,184 +1,152 @@
-"""The student's own samples, as its teacher sees them."""
+"""Collects on-policy batches for distillation."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from keras_posttrain.distill import step as distill_step
 from keras_posttrain.distill.teacher_cache import (
-    heard,
-    placed,
+    aligned,
     served_top_tokens,
+    teacher_span,
 )
-from keras_posttrain.distribution import processes
-from keras_posttrain.rl.collector import LOGPS_INPUTS, Collected, Collector
-from keras_posttrain.rl.sampling import length_metrics
-from keras_posttrain.training import step as steps
-
-# What the program of the teachers' log-probabilities reads of a batch.
-TEACHER_INPUTS = (
-    *LOGPS_INPUTS,
-    *distill_step.TEACHER_TOKENS.values(),
-    "teacher_source",
-    "teacher_mask",
-    "teacher_weights",
-)
+from keras_posttrain.rl.collector import Collection, Collector
+from keras_posttrain.rl.trajectory import length_metrics
 
 
 class DistillCollector(Collector):
-    """One rollout: prompts to batches that the teacher has looked at.
+    """Turns prompts into batches that hold what the loss reads of teachers.
 
     Args:
-        task: `DistillTask`, in `fit`.
-        layout: `TaughtLayout` of a minibatch.
+        generate: as in `Collector`.
+        prompts: `StudentPrompts`.
+        share: float, the share of each rollout's prompts that are sampled
+            from; the other rows are used as given.
+        engine: `Rollout` that serves the teacher, or `None`.
+        top_k: int or `None`, tokens that are asked of the engine.
+        kept_temperature: float, of the engine's log-probabilities.
+        teacher_pass: `TeacherPass` for a policy gradient, else `None`.
+        **kwargs: as in `Collector`.
     """
 
-    def draw(self, prompts, step):
+    def __init__(
+        self,
+        generate,
+        *,
+        prompts,
+        share,
+        engine=None,
+        top_k=None,
+        kept_temperature=1.0,
+        by_policy_loss=False,
+        teacher_pass=None,
+        **kwargs,
+    ):
+        super().__init__(generate, **kwargs)
+        self.prompts, self.share = prompts, share
+        self.engine, self.top_k = engine, top_k
+        self.kept_temperature = kept_temperature
+        self.by_policy_loss = by_policy_loss
+        self.teacher_pass = teacher_pass
+
+    def sample(self, prompts, step):
         own, _ = self._split(prompts, step)
-        drawn = super().draw(own, step)
-        drawn.prompts = prompts
-        return drawn
+        round = super().sample(own, step)
+        round.prompts = prompts
+        return round
 
-    def judge(self, drawn):
-        own, _ = self._split(drawn.prompts, drawn.step)
-        drawn.groups = drawn.sample.judged(own, drawn.completions)
-        return drawn
+    def score(self, round):
+        own, _ = self._split(round.prompts, round.step)
+        round.groups = round.sampler.score(own, round.completions, round.step)
+        return round
 
-    def build(self, drawn):
-        task, groups = self.task, drawn.groups
-        _, given = self._split(drawn.prompts, drawn.step)
-        taught = [
-            task.taught(group.prompt, completion)
+    def build(self, round):
+        groups = round.groups
+        _, given = self._split(round.prompts, round.step)
+        examples = [
+            self.prompts.example(group.prompt, trajectory)
             for group in groups
-            for completion in group.completions
+            for trajectory in group.trajectories
         ]
-        completions = [c for g in groups for c in g.completions]
-        taught += [task.stored[prompt.row] for prompt in given]
-        metrics = drawn.sample.seconds | drawn.metrics
+        examples += [self.prompts.stored[prompt.row] for prompt in given]
+        metrics = round.sampler.seconds | round.metrics
         if groups:
             metrics |= length_metrics(groups)
-        if task.given.engine is not None and not task.by_policy_loss:
-            self.layout.lookup = self._served(taught)
-        batches = self.layout.batches(taught)
-        if task.by_policy_loss:
-            self._put_logps(batches, completions)
-            metrics |= self._follow(batches, taught)
+        lookup = None
+        if self.engine is not None and not self.by_policy_loss:
+            lookup = self._served(examples)
+        batches = self.layout.batches(examples, lookup)
+        if self.by_policy_loss:
+            trajectories = [t for g in groups for t in g.trajectories]
+            self._put_logps(batches, trajectories)
+            metrics |= self._put_log_ratios(batches, examples)
         arrays = [batch.arrays for batch in batches]
-        return Collected(arrays, metrics, self._table(groups))
+        return Collection(arrays, metrics, _table(round.step, groups))
 
     def _split(self, prompts, step):
-        """Those that are sampled from, and those taken as they are given."""
-        task = self.task
-        count = round(task.on_policy * len(prompts))
+        """Splits prompts into those to sample from and those used as given."""
+        count = round(self.share * len(prompts))
         if count == len(prompts):
             return prompts, []
-        rng = np.random.default_rng([task._seed % 2**32, step])
+        rng = np.random.default_rng([self.seed % 2**32, step])
         chosen = set(rng.permutation(len(prompts))[:count].tolist())
         own = [p for i, p in enumerate(prompts) if i in chosen]
         return own, [p for i, p in enumerate(prompts) if i not in chosen]
 
-    def _served(self, taught):
-        """What a served teacher says of sequences, as a `lookup`."""
-        task = self.task
+    def _served(self, examples):
+        """A served teacher's most probable tokens, as a `lookup`."""
         answers = served_top_tokens(
-            task.given.engine,
-            [heard(x) for x in taught],
-            task.top_k,
-            task.kept_temperature,
+            self.engine,
+            [teacher_span(x) for x in examples],
+            self.top_k,
+            self.kept_temperature,
         )
-        found = {id(x): a for x, a in zip(taught, answers, strict=True)}
-        return lambda example: placed(example, found[id(example)])
+        found = {id(x): a for x, a in zip(examples, answers, strict=True)}
+        return lambda example: aligned(example, found[id(example)])
 
     # The policy gradient
 
-    def _follow(self, batches, taught):
-        """Adds advantages, teacher less student; returns metrics."""
+    def _put_log_ratios(self, batches, examples):
+        """Adds advantages, teacher minus student; returns metrics."""
         gaps, count = 0.0, 0.0
         for batch in batches:
             known = ("old_per_token_logps", "rollout_per_token_logps")
             name = next((n for n in known if n in batch.arrays), None)
-            # An engine need not say how probable its samples were.
-            old = batch.arrays[name] if name else self.logps(batch.arrays)
+            if name:
+                old = batch.arrays[name]
+            else:
+                # The engine reports no log-probabilities.
+                found = self.forward.policy(batch.arrays)
+                old = found["per_token_logps"]
             mask = batch.arrays["completion_mask"] != 0
-            theirs = self._teacher_logps(batch, taught)
+            theirs = self._teacher_logps(batch, examples)
             gap = np.where(mask, theirs - old, 0.0)
             batch.arrays["advantages"] = gap.astype(np.float32)
             gaps, count = gaps + gap.sum(), count + mask.sum()
-        # The mean of log p(student) - log p(teacher) of what was sampled.
+        # The mean of log p(student) - log p(teacher) over sampled tokens.
         return {"reverse_kl": float(-gaps / max(count, 1))}
 
-    def _teacher_logps(self, batch, taught):
+    def _teacher_logps(self, batch, examples):
         """The teachers' log-probabilities of a batch's completions."""
-        task = self.task
-        if task.given.engine is not None:
-            return self._served_logps(batch, taught)
-        if "teachers" not in self._programs:
-            self._programs["teachers"] = jax.jit(self._of_teachers)
-        names = {*TEACHER_INPUTS} & set(batch.arrays)
-        state = {
-            "trainable": [v.value for v in task.trainable_variables],
-            "frozen": [v.value for v in task.non_trainable_variables],
-            "teachers": [teacher.values for teacher in task.teachers],
-        }
-        given = task.to_device({name: batch.arrays[name] for name in names})
-        return processes.fetch(self._programs["teachers"](state, given))
-
-    def _served_logps(self, batch, taught):
-        """Those of a served teacher, at the samples' temperature."""
+        if self.engine is None:
+            return self.teacher_pass(batch.arrays)
         numbers = list(batch.places)
-        sequences = [heard(taught[i]) for i in numbers]
-        scores = self.task.given.engine.score(
-            [list(ids) for ids, _ in sequences],
-            temperature=self.task.temperature,
+        spans = [teacher_span(examples[i]) for i in numbers]
+        scores = self.engine.score(
+            [list(span.token_ids) for span in spans],
+            temperature=self.sampling.temperature,
         )
         values = {
-            i: s.per_token_logps[start:]
-            for i, s, (_, start) in zip(numbers, scores, sequences)
+            i: score.per_token_logps[span.start :]
+            for i, score, span in zip(numbers, scores, spans)
         }
         name = "teacher_per_token_logps"
         batch.put_tokens(name, values)
         return batch.arrays.pop(name)
 
-    def _of_teachers(self, state, batch):
-        task = self.task
 
-        def of_rows(rows):
-            view, source = distill_step.teacher_view(rows)
-            if source is None:
-                mask = rows["completion_mask"] != 0
-            else:
-                mask = view["segment_ids"] > 0
-            found = []
-            for teacher, values in zip(task.teachers, state["teachers"]):
-                with teacher.using(
-                    values, state["trainable"], state["frozen"]
-                ):
-                    logps = teacher.policy.token_outputs(
-                        view,
-                        mask,
-                        temperature=task.temperature,
-                        differentiable=False,
-                    )["per_token_logps"]
-                if source is not None:
-                    # The column after the one that predicts it.
-                    logps = jnp.take_along_axis(logps, source + 1, axis=1)
-                found.append(logps)
-            weights = distill_step.token_weights(rows)
-            if weights is None:
-                return found[0]
-            return jnp.sum(jnp.stack(found) * weights, axis=0)
-
-        count = task._micro_batches(batch)
-        if count == 1:
-            return of_rows(batch)
-        out = jax.lax.map(of_rows, steps.split_rows(batch, count))
-        return out.reshape(batch["token_ids"].shape)
-
-    def _table(self, groups):
-        many = [(g, i) for g in groups for i in range(len(g.completions))]
-        return {
-            "step": [self.task.step] * len(many),
-            "prompt": [g.prompt.prompt for g, _ in many],
-            "completion": [g.texts[i] for g, i in many],
-            "finish_reason": [g.completions[i].finish_reason for g, i in many],
-        }
+def _table(step, groups):
+    many = [(g, i) for g in groups for i in range(len(g.trajectories))]
+    return {
+        "step": [step] * len(many),
+        "prompt": [g.prompt.prompt for g, _ in many],
+        "completion": [g.texts[i] for g, i in many],
+        "finish_reason": [g.trajectories[i].finish_reason for g, i in many],
+    }

@@ -1,12 +1,16 @@
-"""One pass of a student and its teachers over rows, and the loss between."""
+"""The forward pass of a student and its teachers, and the loss between."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import DistillationLoss, SumLoss, reductions
 from keras_posttrain.losses.features import FeatureLoss
 from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.feature_maps import taps_of
+from keras_posttrain.rl.collector import LOGPS_INPUTS
 
 # Of a batch, what a teacher reads in place of the student's tokens.
 TEACHER_TOKENS = {
@@ -14,10 +18,18 @@ TEACHER_TOKENS = {
     "segment_ids": "teacher_segment_ids",
     "positions": "teacher_positions",
 }
+# What the program of the teachers' log-probabilities reads of a batch.
+TEACHER_INPUTS = (
+    *LOGPS_INPUTS,
+    *TEACHER_TOKENS.values(),
+    "teacher_source",
+    "teacher_mask",
+    "teacher_weights",
+)
 
 
 def parts(loss):
-    """`(prefix of its normalizers, weight, loss)` of what is summed up."""
+    """Lists `(prefix of its normalizers, weight, loss)` of a loss's parts."""
     if not isinstance(loss, SumLoss):
         return [("", 1.0, loss)]
     return [
@@ -26,82 +38,112 @@ def parts(loss):
     ]
 
 
-def row_terms(task, state, rows, normalizers, key, differentiable=True):
-    """Loss and metrics of some rows, within `using_weights`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class DistillTerms:
+    """The loss of some rows: one pass of a student and of its teachers.
 
     Args:
-        task: `DistillTask`.
-        state: dict, with the arrays of the `teachers`.
-        rows: dict of arrays, some rows of the whole batch.
-        normalizers: dict of scalars, those of the whole batch.
-        key: JAX key of the seed and the step, or `None` for no dropout.
-        differentiable: bool.
-
-    Returns:
-        `(loss, metrics)`, as `steps.row_terms` does.
+        loss: `kpt.losses.Loss`, or a `SumLoss` of divergences, feature
+            losses and losses of tokens.
+        policy: `Policy`, the student's.
+        teachers: tuple of `FrozenPolicy`s; none where the rows hold a
+            teacher's most probable tokens.
+        feature_maps: list of `FeatureMap`s, one a feature loss.
     """
-    student_taps = taps_of(task.feature_maps, 0)
-    teacher_taps = taps_of(task.feature_maps, 1)
-    hidden = task.policy.hidden_states(rows, key, taps=student_taps)
-    if not differentiable:
-        hidden = jax.lax.stop_gradient(hidden)
-    teachers = given_teachers(task, state, rows, teacher_taps)
-    maps = iter(task.feature_maps)
-    total, metrics = 0.0, {}
-    for prefix, weight, loss in parts(task.objective):
-        shares = {
-            name.removeprefix(prefix): weight * reductions.ratio(1.0, value)
-            for name, value in normalizers.items()
-            if name.startswith(prefix)
-        }
-        if isinstance(loss, DistillationLoss):
-            value, outputs = _divergences(
-                task, loss, rows, hidden, teachers, shares
-            )
-            own = loss.total(rows, outputs)[1]
-        else:
-            if isinstance(loss, FeatureLoss):
-                outputs = next(maps).features(student_taps, teacher_taps)
-            else:
-                outputs = task.policy.token_outputs(
-                    rows,
-                    loss.logps_mask(rows),
-                    needs=loss.needs,
-                    hidden=hidden,
-                    differentiable=differentiable,
+
+    loss: object
+    policy: object
+    teachers: tuple = ()
+    feature_maps: tuple = ()
+
+    def __call__(self, state, rows, normalizers, key, differentiable=True):
+        """Loss and metrics of some rows, as `LossTerms.__call__`.
+
+        Args:
+            state: dict, with the arrays of the `teachers`.
+            rows, normalizers, key, differentiable: as there.
+        """
+        student_taps = taps_of(self.feature_maps, 0)
+        teacher_taps = taps_of(self.feature_maps, 1)
+        hidden = self.policy.hidden_states(rows, key, taps=student_taps)
+        if not differentiable:
+            hidden = jax.lax.stop_gradient(hidden)
+        teachers = self._teachers(state, rows, teacher_taps)
+        maps = iter(self.feature_maps)
+        total, metrics = 0.0, {}
+        for prefix, weight, loss in parts(self.loss):
+            shares = {
+                name.removeprefix(prefix): weight
+                * reductions.ratio(1.0, value)
+                for name, value in normalizers.items()
+                if name.startswith(prefix)
+            }
+            if isinstance(loss, DistillationLoss):
+                value, outputs = _divergences(
+                    self.policy, loss, rows, hidden, teachers, shares
                 )
-            terms, own = loss.total(rows, outputs)
-            value = sum(terms[name] * shares[name] for name in terms)
-        total, metrics = total + value, own | metrics
-    return total, metrics
+                own = loss.total(rows, outputs)[1]
+            else:
+                if isinstance(loss, FeatureLoss):
+                    outputs = next(maps).features(student_taps, teacher_taps)
+                else:
+                    outputs = self.policy.token_outputs(
+                        rows,
+                        loss.logps_mask(rows),
+                        needs=loss.needs,
+                        hidden=hidden,
+                        differentiable=differentiable,
+                    )
+                terms, own = loss.total(rows, outputs)
+                value = sum(terms[name] * shares[name] for name in terms)
+            total, metrics = total + value, own | metrics
+        return total, metrics
+
+    def _teachers(self, state, rows, taps):
+        """The teachers' distributions for the head, a tuple."""
+        if "teacher_ids" in rows:
+            k = rows["teacher_ids"].shape[-1]
+            return (
+                TopTeacher(
+                    ids=rows["teacher_ids"].reshape(-1, k),
+                    logps=rows["teacher_logps"].reshape(-1, k),
+                ),
+            )
+        view, source = teacher_view(rows)
+        found = []
+        for teacher, values in zip(self.teachers, state["teachers"]):
+            with teacher.using(values, state["trainable"], state["frozen"]):
+                hidden = teacher.policy.hidden_states(view, taps=taps)
+                found.append(teacher.policy.teacher(view, source, hidden))
+        return tuple(found)
 
 
-def _divergences(task, loss, rows, hidden, teachers, shares):
+def _divergences(policy, loss, rows, hidden, teachers, shares):
     mask = rows["completion_mask"].astype("float32")
-    taught = mask * rows.get("teacher_mask", 1.0)
+    supervised = mask * rows.get("teacher_mask", 1.0)
     scale = loss.alpha
     if loss.squared_temperature:
         scale *= loss.temperature**2
     by_logp = None
     if loss.alpha < 1.0:
         by_logp = -(1.0 - loss.alpha) * shares["hard_loss"] * mask
-    return task.policy.divergence_sum(
+    return policy.divergence_sum(
         rows,
-        (scale * shares["divergence"] * taught, by_logp),
+        (scale * shares["divergence"] * supervised, by_logp),
         teachers,
         token_weights(rows),
         loss.divergence,
         temperature=loss.temperature,
         tail=loss.tail,
         hidden=hidden,
-        # Tokens that no teacher speaks of count in the metrics as well.
+        # Tokens without a teacher count in the metrics as well.
         mask=mask != 0,
         needs=loss.needs,
     )
 
 
 def token_weights(rows):
-    """What each teacher counts for each token, `(teachers, rows, length)`;
+    """The weight of each teacher at each token, `(teachers, rows, length)`;
     `None` where there is one teacher."""
     if "teacher_weights" not in rows:
         return None
@@ -111,25 +153,6 @@ def token_weights(rows):
     )
 
 
-def given_teachers(task, state, rows, taps=None):
-    """What the teachers say of rows, for the head: a tuple."""
-    if "teacher_ids" in rows:
-        k = rows["teacher_ids"].shape[-1]
-        return (
-            TopTeacher(
-                ids=rows["teacher_ids"].reshape(-1, k),
-                logps=rows["teacher_logps"].reshape(-1, k),
-            ),
-        )
-    view, source = teacher_view(rows)
-    given = []
-    for teacher, values in zip(task.teachers, state["teachers"]):
-        with teacher.using(values, state["trainable"], state["frozen"]):
-            hidden = teacher.policy.hidden_states(view, taps=taps)
-            given.append(teacher.policy.teacher(view, source, hidden))
-    return tuple(given)
-
-
 def teacher_view(rows):
     """`(batch, source)`: the tokens that teachers read, and the columns that
     predict the student's tokens there (`None` where they read the same)."""
@@ -137,3 +160,59 @@ def teacher_view(rows):
         return rows, None
     view = {ours: rows[theirs] for ours, theirs in TEACHER_TOKENS.items()}
     return view, rows["teacher_source"]
+
+
+class TeacherPass:
+    """Log-probabilities of complete batches by the teachers.
+
+    Args:
+        step: `TrainStep`, whose companions are the teachers.
+        temperature: float, divides the logits.
+    """
+
+    def __init__(self, step, temperature):
+        self.step, self.temperature = step, temperature
+        self._program = jax.jit(self._logps)
+
+    def __call__(self, batch):
+        """The weighted mean over teachers, float32 `(rows, length)`.
+
+        Args:
+            batch: dict of arrays.
+        """
+        state = self.step.weights.state()
+        state = {**state, **self.step.held(state["frozen"])}
+        batch = {k: batch[k] for k in TEACHER_INPUTS if k in batch}
+        found = self._program(state, processes.put_rows(batch))
+        return processes.fetch(found)
+
+    def _logps(self, state, batch):
+        return self.step.micro_batches.map(
+            lambda rows: self._of_rows(state, rows), batch
+        )
+
+    def _of_rows(self, state, rows):
+        view, source = teacher_view(rows)
+        if source is None:
+            mask = rows["completion_mask"] != 0
+        else:
+            mask = view["segment_ids"] > 0
+        found = []
+        teachers = self.step.companions["teachers"]
+        for teacher, values in zip(teachers, state["teachers"]):
+            logps = teacher.logps(
+                values,
+                state["trainable"],
+                state["frozen"],
+                view,
+                mask,
+                self.temperature,
+            )
+            if source is not None:
+                # The column after the one that predicts it.
+                logps = jnp.take_along_axis(logps, source + 1, axis=1)
+            found.append(logps)
+        weights = token_weights(rows)
+        if weights is None:
+            return found[0]
+        return jnp.sum(jnp.stack(found) * weights, axis=0)

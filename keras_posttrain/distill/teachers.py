@@ -1,4 +1,4 @@
-"""The models that a student learns from: frozen, and never trained."""
+"""The models that a student is distilled from."""
 
 import contextlib
 import functools
@@ -8,71 +8,12 @@ import keras_hub
 
 from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
-from keras_posttrain.models import guards, presets
+from keras_posttrain.models import presets
 from keras_posttrain.rollout import Rollout
-from keras_posttrain.training.frozen import Reference
-from keras_posttrain.training.run_state import weights_digest
+from keras_posttrain.training.frozen import frozen_model, frozen_policy
 
 
-class Teacher(Reference):
-    """A teacher that runs in the student's own step.
-
-    Args:
-        task: `DistillTask`.
-        model: a preset, a KerasHub `CausalLM`, or `None` for the student when
-            training began.
-        other_vocabulary: bool, whether its tokens may be others than the
-            student's.
-    """
-
-    role = "teacher"
-
-    def __init__(self, task, model=None, other_vocabulary=False):
-        self.other_vocabulary = other_vocabulary
-        self.given = model
-        super().__init__(task, model)
-
-    @functools.cached_property
-    def digest(self):
-        """A checksum of a model's weights, `None` for the student's."""
-        return weights_digest(self.values) if self.kind == "model" else None
-
-    def check(self, length, packing):
-        """Refuses what the teacher cannot read.
-
-        Args:
-            length: int, the most tokens of a row.
-            packing: bool, whether sequences share a row.
-        """
-        longest = guards.max_length(self.policy.causal_lm)
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"`teacher_length` must be at most {longest}, the positions "
-                "the teacher was made for. "
-                f"Received: teacher_length={length}"
-            )
-        if packing and not self.policy.packable:
-            raise ValueError(
-                f"{type(self.policy.backbone).__name__}, the teacher, has no "
-                "attention that keeps packed sequences apart. Use "
-                "packing=False, or a teacher of a Gemma 1-3, Llama, Mistral "
-                "or Qwen 2-3 preset."
-            )
-
-    def _check_vocabulary(self, theirs):
-        ours = self.task.causal_lm.backbone.vocabulary_size
-        if ours != theirs and not self.other_vocabulary:
-            raise ValueError(
-                "The teacher must have the vocabulary of the student: their "
-                "distributions are compared token by token. Received: a "
-                f"teacher with vocabulary_size={theirs}, a student with "
-                f"vocabulary_size={ours}. Use a teacher of the same family, "
-                "or `kpt.losses.ULDLoss()`, which compares what has no "
-                "tokens in common."
-            )
-
-
-class GivenTeachers:
+class TeacherSources:
     """The teachers that a user has named; presets are loaded when needed.
 
     Args:
@@ -86,7 +27,7 @@ class GivenTeachers:
     """
 
     def __init__(self, teacher, causal_lm, tokenizer=None):
-        self._given = check_given(teacher, causal_lm)
+        self._given = check_teachers(teacher, causal_lm)
         self._student, self._tokenizer = causal_lm, tokenizer
         self._loaded = {}
         self.names = list(self._given)
@@ -105,7 +46,7 @@ class GivenTeachers:
             return given
         if name not in self._loaded:
             dtype = self._student.backbone.dtype_policy
-            # Beside a student of shapes a teacher has no values either.
+            # A student of shapes has a teacher without values.
             bare = optimizers.holds_shapes(self._student.variables)
             with shapes_only() if bare else contextlib.nullcontext():
                 self._loaded[name] = presets.load_causal_lm(
@@ -114,11 +55,11 @@ class GivenTeachers:
         return self._loaded[name]
 
     def models(self):
-        """Those of all of them, a list."""
+        """The models of all teachers, a list."""
         return [self.model(name) for name in self.names]
 
     def release(self):
-        """Lets go of what was loaded."""
+        """Frees the models that were loaded."""
         self._loaded = {}
 
     @functools.cached_property
@@ -136,9 +77,26 @@ class GivenTeachers:
             return presets.load_tokenizer(given)
         return self._tokenizer
 
+    def freeze(self, policy, weights, same_tokens=True):
+        """A tuple of `FrozenPolicy`s, one a teacher.
 
-def check_given(teacher, causal_lm):
-    """Refuses what is no teacher; a dict of those that were given by name.
+        Args:
+            policy: `Policy`, the student's.
+            weights: `ModelWeights`, the student's.
+            same_tokens: bool, whether they must have its vocabulary.
+        """
+        return tuple(
+            frozen_policy(policy, weights, role="teacher")
+            if model is None
+            else frozen_model(
+                model, policy, role="teacher", same_tokens=same_tokens
+            )
+            for model in self.models()
+        )
+
+
+def check_teachers(teacher, causal_lm):
+    """Raises a `ValueError` for what cannot be a teacher.
 
     Args:
         teacher: what the user passed.
@@ -176,7 +134,7 @@ def check_given(teacher, causal_lm):
         )
     if engines and engines[0].model is None:
         raise ValueError(
-            "An engine that teaches must have a model: call "
+            "An engine that serves a teacher must have a model: call "
             "`engine.set_model(task)` with a task of the teacher's first."
         )
     return many

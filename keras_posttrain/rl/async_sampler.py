@@ -1,4 +1,4 @@
-"""Rollouts that are sampled and judged while others are trained on."""
+"""Samples and scores rollouts while others are trained on."""
 
 import collections
 import concurrent.futures
@@ -10,36 +10,46 @@ import numpy as np
 
 from keras_posttrain.rollout.interrupted import generate_whole
 
-# How often a rollout that is waited for is asked what it waits for itself.
+# How often the engine is asked, while a rollout is waited for, whether it
+# waits for weights itself.
 POLL_SECONDS = 0.05
 # How long a run that ends waits for its sampling thread.
 CLOSE_SECONDS = 60
 
 
 class Closed(Exception):
-    """The run ends: what is being sampled is not wanted any more."""
+    """Raised in sampling threads when the run ends."""
 
 
-class Ahead:
-    """The rollouts of a run, begun before their turn.
+class AsyncSampler:
+    """Samples and scores rollouts while earlier ones are trained on.
 
-    One thread samples, in order, and as many as there are rollouts in flight
-    judge. When the engine gets new weights, what is being sampled is
-    interrupted and goes on with them. Rollout `n` begins when `n - k`
-    rollouts have been trained on, so no token is drawn from weights that are
-    more than `k` rollouts old when it is trained on.
+    One thread samples, in order, and as many threads score as there are
+    rollouts in flight. When the engine gets new weights, sampling is
+    interrupted and continues with them. Rollout `n` begins when `n - k`
+    rollouts have been trained on, so no token is sampled from weights that
+    are more than `k` rollouts old when it is trained on.
 
-    With `max_resamples` what is sampled depends on rewards: the thread that
-    samples judges too.
+    Where groups are resampled, sampling depends on rewards: the thread that
+    samples scores too.
 
     Args:
-        task: `RolloutTask`, in `fit`, whose engine has weights.
+        engine: `Rollout` that has weights.
         max_staleness: int, `k`.
+        sample: function of the number of steps before to a `Round`.
+        score: function of a `Round` to a scored one.
+        num_steps: function of a `Round`, its optimizer steps.
+        step: int, steps of the run before.
+        resamples: bool, whether `score` samples again.
     """
 
-    def __init__(self, task, max_staleness):
-        self.task, self.max_staleness = task, max_staleness
-        self._engine = task.rollout
+    def __init__(
+        self, engine, max_staleness, *, sample, score, num_steps, step,
+        resamples,
+    ):  # fmt: skip
+        self._engine, self.max_staleness = engine, max_staleness
+        self._sample, self._score = sample, score
+        self._num_steps, self._resamples = num_steps, resamples
         self._owner = threading.current_thread()
         self._changed = threading.Condition()
         self._closed = False
@@ -47,9 +57,9 @@ class Ahead:
         self._jobs = collections.deque()
         self._sampling = []
         self._begun = self._trained = 0
-        self._step = task.step
+        self._step = step
         # How many rollouts had been trained on when a version was made.
-        self._made = {self._engine.weight_version: 0}
+        self._made = {engine.weight_version: 0}
         distribution = keras.distribution.distribution()
         settings = {
             # Keras keeps the distribution for each thread.
@@ -58,24 +68,23 @@ class Ahead:
         }
         pool = concurrent.futures.ThreadPoolExecutor
         self._sampler = pool(1, "sampling", **settings)
-        self._judges = pool(max_staleness + 1, "judging", **settings)
+        self._scorers = pool(max_staleness + 1, "scoring", **settings)
 
     def next(self):
-        """The next rollout, judged: a `Drawn`, without prompts at the end of
-        an epoch."""
+        """The next `Round`, scored; without prompts at an epoch's end."""
         start = time.perf_counter()
         while self._begun <= self._trained + self.max_staleness:
             self._begin()
-        drawn = self._result(self._jobs.popleft())
-        if not drawn.prompts:
+        round = self._result(self._jobs.popleft())
+        if not round.prompts:
             # Those begun after it found no prompts either.
             while self._jobs:
                 self._result(self._jobs.popleft())
             self._begun = self._trained
-            return drawn
-        drawn.metrics |= self._staleness(drawn)
-        drawn.metrics["time/wait"] = time.perf_counter() - start
-        return drawn
+            return round
+        round.metrics |= self._staleness(round)
+        round.metrics["time/wait"] = time.perf_counter() - start
+        return round
 
     def sync(self, trained=True):
         """Gives the engine the new weights, whatever it is doing.
@@ -101,7 +110,7 @@ class Ahead:
             self._closed = True
             self._engine.interrupt()
             self._changed.notify_all()
-        for pool in (self._sampler, self._judges):
+        for pool in (self._sampler, self._scorers):
             pool.shutdown(wait=False, cancel_futures=True)
         # An engine is not stopped while it samples, nor sampled from after.
         # A reward may take its time: nobody waits for it.
@@ -119,25 +128,22 @@ class Ahead:
 
     def _begin(self):
         self._begun += 1
-        sampled = self._sampler.submit(self._draw)
+        sampled = self._sampler.submit(self._sample_next)
         self._sampling = [job for job in self._sampling if not job.done()]
         self._sampling.append(sampled)
-        if self.task.max_resamples:
+        if self._resamples:
             self._jobs.append(sampled)
         else:
-            self._jobs.append(self._judges.submit(self._judged, sampled))
+            job = self._scorers.submit(lambda: self._score(sampled.result()))
+            self._jobs.append(job)
 
-    def _draw(self):
-        task = self.task
-        drawn = task.draw(self._step)
-        self._step = drawn.step + task.steps_of(drawn.prompts)
-        return task.judge(drawn) if task.max_resamples else drawn
-
-    def _judged(self, sampled):
-        return self.task.judge(sampled.result())
+    def _sample_next(self):
+        round = self._sample(self._step)
+        self._step = round.step + self._num_steps(round)
+        return self._score(round) if self._resamples else round
 
     def _result(self, job):
-        """What a job gives; the engine gets weights while it needs them."""
+        """Waits for a job; gives the engine weights when it needs them."""
         while not concurrent.futures.wait([job], POLL_SECONDS).done:
             if self._engine.needs_weights:
                 self.sync(trained=False)
@@ -160,10 +166,10 @@ class Ahead:
         if self._closed:
             raise Closed()
 
-    def _staleness(self, drawn):
-        """How many rollouts old the weights are that drew the tokens."""
+    def _staleness(self, round):
+        """The age of the weights that sampled the tokens, in rollouts."""
         versions = [
-            c.token_versions for g in drawn.groups for c in g.completions
+            t.token_versions for g in round.groups for t in g.trajectories
         ]
         versions = np.concatenate(versions) if versions else np.zeros(0)
         ages = self._trained - np.array([self._made[v] for v in versions])

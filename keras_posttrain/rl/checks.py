@@ -1,4 +1,4 @@
-"""What a task with rollouts may be compiled and fitted with."""
+"""Checks of what users pass to tasks that sample."""
 
 import dataclasses
 import inspect
@@ -18,6 +18,7 @@ from keras_posttrain.losses import (
 )
 from keras_posttrain.rewards import reward as reward_lib
 from keras_posttrain.rewards import run
+from keras_posttrain.rl.sampling import Sampling, Scoring
 from keras_posttrain.rollout import NativeRollout, Rollout
 from keras_posttrain.training import checks
 
@@ -33,12 +34,12 @@ def policy_loss(loss):
         )
 
 
-def sampling(temperature):
+def training_temperature(temperature):
     is_number = isinstance(temperature, numbers.Real)
     if not is_number or not 0 < temperature < float("inf"):
         raise ValueError(
-            "`temperature` must be a finite number above 0: without chance "
-            "all completions of a prompt are one. "
+            "`temperature` must be a finite number above 0: with greedy "
+            "decoding all completions of a prompt are equal. "
             f"Received: temperature={temperature!r}"
         )
 
@@ -93,11 +94,16 @@ def whole_distribution(top_k, top_p, min_p):
             )
 
 
-def evaluation(task, num_generations, temperature, answer=None):
-    """The temperature of an evaluation, its settings checked."""
+def evaluation(training, num_generations, temperature, answer=None):
+    """Checks the settings of an evaluation and returns its temperature.
+
+    Args:
+        training: float, the temperature of training.
+        num_generations, temperature, answer: as in `RolloutTask.evaluate`.
+    """
     checks.positive_int("num_generations", num_generations)
     if isinstance(temperature, str) and temperature == "auto":
-        temperature = 0.0 if num_generations == 1 else task.temperature
+        temperature = 0.0 if num_generations == 1 else training
     is_number = isinstance(temperature, numbers.Real)
     if not is_number or not 0 <= temperature < float("inf"):
         raise ValueError(
@@ -110,11 +116,6 @@ def evaluation(task, num_generations, temperature, answer=None):
             f"Received: answer={answer!r}"
         )
     return temperature
-
-
-def counts(**values):
-    for name, value in values.items():
-        checks.positive_int(name, value)
 
 
 def not_negative(name, value):
@@ -254,11 +255,17 @@ def token_budget(packing, sequence_length, longest):
     return packing
 
 
-def room(task, max_completion_length):
-    """`(tokens a prompt may have, where that comes from)`."""
-    limits = [("sequence_length", task.sequence_length)]
-    if task.max_length is not None:
-        limits.append(("the model's context", task.max_length))
+def room(sequence_length, max_length, max_completion_length):
+    """The most tokens of a prompt, and a text that says why.
+
+    Args:
+        sequence_length: int, tokens a row may hold.
+        max_length: int or `None`, the model's context.
+        max_completion_length: int.
+    """
+    limits = [("sequence_length", sequence_length)]
+    if max_length is not None:
+        limits.append(("the model's context", max_length))
     name, limit = min(limits, key=lambda pair: pair[1])
     left = limit - max_completion_length
     if left < 1:
@@ -269,4 +276,61 @@ def room(task, max_completion_length):
         )
     return left, (
         f"{name} of {limit} less max_completion_length={max_completion_length}"
+    )
+
+
+def sampling(*, tokenizer, vocabulary_size, **settings):
+    """Checks how a task samples.
+
+    Args:
+        tokenizer: `Tokenizer` or `None`.
+        vocabulary_size: int.
+        **settings: the fields of `Sampling`, as the user passed them.
+
+    Returns:
+        A `Sampling`.
+    """
+    names = (
+        "num_generations",
+        "max_completion_length",
+        "num_minibatches",
+        "num_iterations",
+    )
+    for name in names:
+        checks.positive_int(name, settings[name])
+    training_temperature(settings["temperature"])
+    old_log_probs(settings["old_log_probs"])
+    settings["temperature"] = float(settings["temperature"])
+    settings["mask_truncated_completions"] = bool(
+        settings["mask_truncated_completions"]
+    )
+    settings["stop_token_ids"] = stop_token_ids(
+        settings["stop_token_ids"], tokenizer, vocabulary_size
+    )
+    return Sampling(**settings)
+
+
+def scoring(rewards, reward_weights, advantages_, loss, num_generations, **kw):
+    """Checks how a task scores completions.
+
+    Args:
+        rewards, reward_weights: as the user passed them.
+        advantages_: as the user passed `advantages`.
+        loss: `PolicyLoss`.
+        num_generations: int.
+        **kw: the other fields of `Scoring`.
+
+    Returns:
+        A `Scoring`.
+    """
+    names = reward_settings(rewards, kw["timeout"], kw["on_error"])
+    not_negative("max_resamples", kw["max_resamples"])
+    kind = advantages(advantages_, loss, num_generations)
+    return Scoring(
+        rewards=tuple(rewards),
+        names=tuple(names),
+        weights=weights(reward_weights, names),
+        advantages=kind,
+        kl_in_reward=takes_kl(kind),
+        **kw,
     )

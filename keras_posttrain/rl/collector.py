@@ -1,4 +1,4 @@
-"""From prompts to batches: completions, rewards, advantages, arrays."""
+"""Collects rollouts: from prompts to batches that are complete."""
 
 import dataclasses
 
@@ -8,13 +8,8 @@ import numpy as np
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rl.batches import Sampled
-from keras_posttrain.rl.sampling import (
-    Sampler,
-    length_metrics,
-    request_seed,
-    zero_spread,
-)
-from keras_posttrain.training import step as steps
+from keras_posttrain.rl.sampling import Sampler, request_seed
+from keras_posttrain.rl.trajectory import length_metrics
 
 LOGPS_INPUTS = (
     "token_ids",
@@ -35,25 +30,26 @@ RESERVED = (
 
 
 @dataclasses.dataclass
-class Drawn:
-    """What was sampled for one rollout; nothing where there is no prompt.
+class Round:
+    """One rollout on its way: sampled, then scored.
 
     Attributes:
         step: int, steps of the run before its first one.
-        prompts: list of `Prompt`s that its steps are for.
+        prompts: list of `Prompt`s that its steps are for; empty at the end
+            of an epoch.
         taken: int, prompts of the epoch that were taken for it and before.
-        sample: `Sampler`.
+        sampler: `Sampler`.
         completions: list of lists of the engine's completions, one a prompt
             that was sampled from.
-        groups: list of `Group`s to train on, once judged.
-        sampled: list of all `Group`s, those left out among them.
+        groups: list of `Group`s to train on, once scored.
+        sampled: list of all `Group`s, including those that were replaced.
         metrics: dict of floats.
     """
 
     step: int
     prompts: list = dataclasses.field(default_factory=list)
     taken: int = 0
-    sample: Sampler | None = None
+    sampler: Sampler | None = None
     completions: list = dataclasses.field(default_factory=list)
     groups: list = dataclasses.field(default_factory=list)
     sampled: list = dataclasses.field(default_factory=list)
@@ -61,13 +57,13 @@ class Drawn:
 
 
 @dataclasses.dataclass
-class Collected:
-    """What one rollout gives.
+class Collection:
+    """What one rollout results in.
 
     Attributes:
         batches: list of dicts of arrays, one an optimizer step.
         metrics: dict of floats.
-        table: dict of lists, what `CompletionsLog` writes down.
+        table: dict of lists, the rows that `CompletionsLog` writes.
     """
 
     batches: list
@@ -75,201 +71,254 @@ class Collected:
     table: dict
 
 
-class Collector:
-    """One rollout: prompts to batches that are complete.
+class ForwardPass:
+    """Outputs of the policy and of the reference for complete batches.
 
     Args:
-        task: `RolloutTask`, in `fit`.
-        layout: `Layout` of a minibatch.
+        step: `TrainStep`, whose policy, mask and micro-batches are used.
+        reference: `FrozenPolicy` or `None`.
+        temperature: float, divides the reference's logits.
     """
 
-    def __init__(self, task, layout):
-        self.task, self.layout = task, layout
+    def __init__(self, step, reference=None, temperature=1.0):
+        self.step, self.reference = step, reference
+        self.temperature = temperature
         self._programs = {}
 
-    def draw(self, prompts, step):
-        """What is sampled first: a `Drawn`, to be judged."""
-        task = self.task
-        many, temperature = task.num_generations, task.temperature
-        sample = Sampler(task, many, temperature, step)
-        completions = sample.drawn(prompts, request_seed(task._seed, step))
-        return Drawn(step, prompts, task.order.taken, sample, completions)
+    def policy(self, batch, needs=("per_token_logps",)):
+        """Outputs of the policy as it is now.
 
-    def build(self, drawn):
-        """A `Collected` of what was sampled and judged."""
-        groups = drawn.groups
-        rewards = np.concatenate([g.rewards for g in groups])
-        completions = [c for g in groups for c in g.completions]
-        batches = self.layout.batches(list(self._sequences(groups)))
-        advantages = self._fill(batches, completions, rewards)
-        metrics = self._metrics(drawn.sampled)
-        metrics |= drawn.sample.seconds | drawn.metrics
-        table = self._table(groups, rewards, advantages)
-        return Collected([b.arrays for b in batches], metrics, table)
+        Args:
+            batch: dict of arrays.
+            needs: names as in `Loss.needs`.
 
-    # Sampling
+        Returns:
+            Dict of float32 arrays of shape `(rows, length)`.
+        """
+        step = self.step
 
-    def judge(self, drawn):
-        """Judges what was sampled, and samples in place of what is equal."""
-        task, wanted = self.task, len(drawn.prompts)
-        groups = drawn.sample.judged(drawn.prompts, drawn.completions)
-        drawn.sampled = drawn.groups = groups
-        if not task.max_resamples:
-            return drawn
+        def program(weights, batch):
+            def of_rows(rows):
+                mask = step.loss.logps_mask(rows)
+                with step.weights.scope(*weights):
+                    return step.token_outputs(
+                        rows, mask, needs, differentiable=False
+                    )
+
+            return step.micro_batches.map(of_rows, batch)
+
+        return self._run(needs, program, step.weights.values(), batch)
+
+    def reference_logps(self, batch):
+        """The reference's log-probabilities, `(rows, length)`."""
+        step, reference = self.step, self.reference
+
+        def program(weights, batch):
+            def of_rows(rows):
+                mask = step.loss.logps_mask(rows)
+                return reference.logps(*weights, rows, mask, self.temperature)
+
+            return step.micro_batches.map(of_rows, batch)
+
+        weights = reference.values, *step.weights.values()
+        return self._run("reference", program, weights, batch)
+
+    def _run(self, name, program, weights, batch):
+        if name not in self._programs:
+            self._programs[name] = jax.jit(program)
+        batch = {k: batch[k] for k in LOGPS_INPUTS if k in batch}
+        found = self._programs[name](weights, processes.put_rows(batch))
+        return processes.fetch(found)
+
+
+class Collector:
+    """Turns prompts into the batches of a rollout.
+
+    Args:
+        generate: function of a list of `Request`s to completions.
+        sampling: `Sampling`.
+        scoring: `Scoring`.
+        tokenizer: `Tokenizer` or `None`.
+        layout: the layout of the batch of one step, `rl/batches.py`.
+        forward: `ForwardPass`.
+        order: `PromptOrder`.
+        seed: int, of the samples.
+    """
+
+    def __init__(
+        self,
+        generate,
+        *,
+        sampling,
+        scoring,
+        tokenizer,
+        layout,
+        forward,
+        order,
+        seed,
+    ):
+        self.generate, self.tokenizer = generate, tokenizer
+        self.sampling, self.scoring = sampling, scoring
+        self.layout, self.forward = layout, forward
+        self.order, self.seed = order, seed
+
+    def num_steps(self, num_prompts):
+        """Optimizer steps of a rollout of so many prompts."""
+        completions = num_prompts * self.sampling.num_generations
+        batches = -(-completions // self.layout.num_sequences)
+        return batches * self.sampling.num_iterations
+
+    def sample(self, prompts, step):
+        """Samples from prompts.
+
+        Args:
+            prompts: list of `Prompt`s.
+            step: int, steps of the run before.
+
+        Returns:
+            A `Round`, to be scored.
+        """
+        sampler = Sampler(
+            self.generate, self.sampling, self.scoring, self.tokenizer
+        )
+        taken = self.order.taken
+        completions = sampler.sample(prompts, request_seed(self.seed, step))
+        return Round(step, prompts, taken, sampler, completions)
+
+    def score(self, round):
+        """Scores completions and resamples groups whose rewards are equal."""
+        scoring, wanted = self.scoring, len(round.prompts)
+        groups = round.sampler.score(
+            round.prompts, round.completions, round.step
+        )
+        round.sampled = round.groups = groups
+        if not scoring.max_resamples:
+            return round
         useful, equal, attempt = [], [], 0
         while True:
             for group in groups:
-                idle = zero_spread(group, task.reward_weights)
+                idle = has_equal_rewards(group, scoring.weights)
                 (equal if idle else useful).append(group)
             attempt += 1
             prompts = []
-            if attempt <= task.max_resamples:
-                prompts = task.order.take(wanted - len(useful))
+            if attempt <= scoring.max_resamples:
+                prompts = self.order.take(wanted - len(useful))
             if not prompts:
                 break
-            seed = request_seed(task._seed, drawn.step, attempt)
-            groups = drawn.sample(prompts, seed)
-            drawn.sampled = drawn.sampled + groups
-        drawn.taken = task.order.taken
-        # Where the bound was reached, groups that teach nothing fill up.
-        drawn.groups = (useful + equal)[:wanted]
-        return drawn
+            seed = request_seed(self.seed, round.step, attempt)
+            groups = round.sampler(prompts, seed, round.step)
+            round.sampled = round.sampled + groups
+        round.taken = self.order.taken
+        # Where the bound was reached, groups without advantages fill up.
+        round.groups = (useful + equal)[:wanted]
+        return round
 
-    # Arrays
+    def build(self, round):
+        """Builds the batches of a scored `Round`: a `Collection`."""
+        groups = round.groups
+        rewards = np.concatenate([g.rewards for g in groups])
+        trajectories = [t for g in groups for t in g.trajectories]
+        batches = self.layout.batches(list(sequences(groups)))
+        advantages = self._fill(batches, trajectories, rewards)
+        metrics = self._metrics(round.sampled)
+        metrics |= round.sampler.seconds | round.metrics
+        table = self._table(round.step, groups, rewards, advantages)
+        return Collection([b.arrays for b in batches], metrics, table)
 
-    def _sequences(self, groups):
-        for g, group in enumerate(groups):
-            prompt = np.array(group.prompt.token_ids, np.int32)
-            for completion in group.completions:
-                ids = np.array(completion.token_ids, np.int32)
-                cut = completion.finish_reason == "length"
-                masked = cut and self.task.mask_truncated_completions
-                mask = np.full(len(ids), 0.0 if masked else 1.0, np.float32)
-                yield Sampled(g, prompt, ids, mask, group.prompt.row)
-
-    def _fill(self, batches, completions, rewards):
+    def _fill(self, batches, trajectories, rewards):
         """Adds what the loss needs beside tokens; returns advantages."""
-        self._put_logps(batches, completions)
+        self._put_logps(batches, trajectories)
         return self._put_advantages(batches, rewards)
 
-    def _put_logps(self, batches, completions):
-        task = self.task
-        engine = [c.per_token_logps for c in completions]
+    def _put_logps(self, batches, trajectories):
+        source, forward = self.sampling.old_log_probs, self.forward
+        engine = [t.per_token_logps for t in trajectories]
         for batch in batches:
             if all(x is not None for x in engine):
                 batch.put_tokens("rollout_per_token_logps", engine)
-            if task.old_log_probs == "rollout":
+            several = len(batches) * self.sampling.num_iterations > 1
+            if source == "rollout":
                 batch.put_tokens("old_per_token_logps", engine)
-            elif len(batches) * task.num_iterations > 1 or task.kl_in_reward:
-                batch.arrays |= self.old_outputs(batch.arrays)
-            if task.reference is not None:
-                logps = self.logps(batch.arrays, reference=True)
+            elif several or self.scoring.kl_in_reward:
+                batch.arrays |= self._old_outputs(batch.arrays)
+            if forward.reference is not None:
+                logps = forward.reference_logps(batch.arrays)
                 batch.arrays["ref_per_token_logps"] = logps
 
-    def old_outputs(self, batch):
-        """What the policy that sampled says of a batch: a dict of arrays."""
-        return {"old_per_token_logps": self.logps(batch)}
+    def _old_outputs(self, batch):
+        """Outputs of the policy that sampled, for a batch: a dict."""
+        found = self.forward.policy(batch)
+        return {"old_per_token_logps": found["per_token_logps"]}
 
     def _put_advantages(self, batches, rewards):
-        task, settings = self.task, {}
-        if task.kl_in_reward:
-            settings["kl"] = self._kl(batches)
-        advantages = task.advantages(
-            rewards, task.num_generations, task.reward_weights, **settings
+        scoring, settings = self.scoring, {}
+        if scoring.kl_in_reward:
+            settings["kl"] = _kl(batches)
+        advantages = scoring.advantages(
+            rewards, self.sampling.num_generations, scoring.weights, **settings
         )
         for batch in batches:
             batch.put_sequences("advantages", advantages)
         return np.asarray(advantages)
 
-    def _kl(self, batches):
-        sums = {}
-        for batch in batches:
-            old = batch.arrays["old_per_token_logps"]
-            gap = old - batch.arrays["ref_per_token_logps"]
-            sums |= batch.sequence_sums(gap * batch.arrays["completion_mask"])
-        return np.array([sums[i] for i in range(len(sums))])
-
-    def logps(self, batch, reference=False):
-        """Log-probabilities of a batch's completions, `(rows, length)`.
-
-        Args:
-            batch: dict of arrays.
-            reference: bool, those of the reference, not of the policy.
-
-        Returns:
-            A float32 array.
-        """
-        task = self.task
-        if reference not in self._programs:
-            self._programs[reference] = jax.jit(
-                self._policy_logps if not reference else self._ref_logps
-            )
-        names = {*LOGPS_INPUTS} & set(batch)
-        values = (
-            task.reference.values if reference else [],
-            [v.value for v in task.trainable_variables],
-            [v.value for v in task.non_trainable_variables],
-            task.to_device({name: batch[name] for name in names}),
-        )
-        return processes.fetch(self._programs[reference](*values))
-
-    def _policy_logps(self, values, trainable, frozen, batch):
-        with self.task.using_weights(trainable, frozen):
-            return self._forward(self.task.policy, batch)
-
-    def _ref_logps(self, values, trainable, frozen, batch):
-        reference = self.task.reference
-        with reference.using(values, trainable, frozen):
-            return self._forward(reference.policy, batch)
-
-    def _forward(self, policy, batch):
-        task = self.task
-
-        def rows_logps(rows):
-            return policy.token_outputs(
-                rows,
-                task.objective.logps_mask(rows),
-                temperature=task.temperature,
-                differentiable=False,
-            )["per_token_logps"]
-
-        count = task._micro_batches(batch)
-        if count == 1:
-            return rows_logps(batch)
-        out = jax.lax.map(rows_logps, steps.split_rows(batch, count))
-        return out.reshape(batch["token_ids"].shape)
-
-    # What is shown
-
     def _metrics(self, groups):
-        task = self.task
         metrics = advantage_lib.reward_metrics(
             np.concatenate([g.rewards for g in groups]),
-            task.num_generations,
-            task.reward_weights,
-            task.reward_names,
+            self.sampling.num_generations,
+            self.scoring.weights,
+            self.scoring.names,
         )
         metrics |= length_metrics(groups)
-        if task.max_resamples:
+        if self.scoring.max_resamples:
             metrics["dynamic_sampling/num_prompts"] = float(len(groups))
         return metrics
 
-    def _table(self, groups, rewards, advantages):
-        task = self.task
-        many = task.num_generations
-        total = advantage_lib.total_rewards(rewards, many, task.reward_weights)
+    def _table(self, step, groups, rewards, advantages):
+        many = self.sampling.num_generations
+        total = self.scoring.total(rewards, many)
         table = {
-            "step": [task.step] * len(rewards),
+            "step": [step] * len(rewards),
             "prompt": [g.prompt.prompt for g in groups for _ in range(many)],
             "completion": [text for g in groups for text in g.texts],
         }
-        for name, values in zip(task.reward_names, rewards.T):
+        for name, values in zip(self.scoring.names, rewards.T):
             name = f"rewards/{name}" if name in RESERVED else name
             table[name] = values.tolist()
         return table | {
             "reward": total.reshape(-1).tolist(),
             "advantage": advantages.tolist(),
             "finish_reason": [
-                c.finish_reason for g in groups for c in g.completions
+                t.finish_reason for g in groups for t in g.trajectories
             ],
         }
+
+
+def sequences(groups):
+    """Yields the trajectories of groups as sequences of a batch."""
+    for g, group in enumerate(groups):
+        prompt = np.array(group.prompt.token_ids, np.int32)
+        for trajectory in group.trajectories:
+            yield Sampled(
+                g,
+                prompt,
+                trajectory.token_ids,
+                trajectory.mask,
+                group.prompt.row,
+            )
+
+
+def has_equal_rewards(group, weights):
+    """Whether all completions of a group have the same reward."""
+    many = len(group.trajectories)
+    total = advantage_lib.total_rewards(group.rewards, many, weights)
+    return bool(advantage_lib.constant(total, 1)[0, 0])
+
+
+def _kl(batches):
+    """The policy's log-ratio to the reference, summed over completions."""
+    sums = {}
+    for batch in batches:
+        old = batch.arrays["old_per_token_logps"]
+        gap = old - batch.arrays["ref_per_token_logps"]
+        sums |= batch.sequence_sums(gap * batch.arrays["completion_mask"])
+    return np.array([sums[i] for i in range(len(sums))])

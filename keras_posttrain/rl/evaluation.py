@@ -1,4 +1,4 @@
-"""How good the policy is on prompts: samples, judged and counted."""
+"""Scores the policy on prompts: pass@k and the metrics of rewards."""
 
 import collections
 
@@ -6,45 +6,41 @@ import numpy as np
 
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.reward import completion_text
-from keras_posttrain.rl.sampling import Sampler, length_metrics, request_seed
+from keras_posttrain.rl.sampling import request_seed
+from keras_posttrain.rl.trajectory import length_metrics
 
 
 def evaluate_prompts(
-    task,
-    prompts,
-    *,
-    batch_size,
-    num_generations,
-    temperature,
-    correct_reward,
-    answer,
-    seed,
+    sampler, prompts, *, batch_size, correct_reward, answer, seed, step=0
 ):
-    """The metrics of `RolloutTask.evaluate`, which see."""
-    sample = Sampler(task, num_generations, temperature, task.step)
+    """Computes the metrics of `RolloutTask.evaluate`.
+
+    Args:
+        sampler: `Sampler`.
+        prompts: list of `Prompt`s.
+        batch_size, correct_reward, answer, seed: as in
+            `RolloutTask.evaluate`.
+        step: int, the step of the run, for messages.
+    """
+    scoring, many = sampler.scoring, sampler.sampling.num_generations
     groups = []
     for first in range(0, len(prompts), batch_size):
         part = prompts[first : first + batch_size]
-        groups += sample(part, request_seed(seed, first))
+        groups += sampler(part, request_seed(seed, first), step)
     metrics = advantage_lib.reward_metrics(
         np.concatenate([g.rewards for g in groups]),
-        num_generations,
-        task.reward_weights,
-        task.reward_names,
+        many,
+        scoring.weights,
+        scoring.names,
     )
-    total = [
-        advantage_lib.total_rewards(
-            g.rewards, num_generations, task.reward_weights
-        )[0]
-        for g in groups
-    ]
-    # What was not judged is not right.
+    total = [scoring.total(g.rewards, many)[0] for g in groups]
+    # A completion without a reward is not right.
     right = np.nan_to_num(np.stack(total), nan=-np.inf) >= correct_reward
     metrics |= length_metrics(groups) | {"pass@1": float(right.mean())}
-    if num_generations > 1:
+    if many > 1:
         votes = [_majority(g, r, answer) for g, r in zip(groups, right)]
-        metrics[f"pass@{num_generations}"] = float(right.any(1).mean())
-        metrics[f"maj@{num_generations}"] = float(np.mean(votes))
+        metrics[f"pass@{many}"] = float(right.any(1).mean())
+        metrics[f"maj@{many}"] = float(np.mean(votes))
     return metrics
 
 

@@ -1,25 +1,22 @@
-"""From rewards and values to the batches of PPO."""
+"""Collects the batches of PPO: values, advantages and returns of tokens."""
 
 import dataclasses
 
 import jax
 import numpy as np
 
-from keras_posttrain.distribution import processes
-from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.losses import (
     generalized_advantages,
     importance,
     token_rewards,
     whiten,
 )
-from keras_posttrain.rl.collector import LOGPS_INPUTS, Collector
-from keras_posttrain.training import step as steps
+from keras_posttrain.rl.collector import Collector
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenAdvantages:
-    """Rewards and values to advantages, of a whole rollout at once.
+    """Turns rewards and values of a whole rollout into advantages.
 
     Args:
         beta: float, the weight of the KL divergence in the reward.
@@ -70,97 +67,68 @@ class TokenAdvantages:
 
 
 class PPOCollector(Collector):
-    """One rollout, with the values of the model that sampled it.
+    """Turns prompts into batches with values, advantages and returns.
 
     Args:
-        task: `PPOTask`, in `fit`.
-        layout: `Layout` of a minibatch.
+        as in `Collector`; `scoring.advantages` is a `TokenAdvantages`.
     """
 
-    def _fill(self, batches, completions, rewards):
-        task = self.task
-        total = advantage_lib.total_rewards(
-            rewards, task.num_generations, task.reward_weights
-        ).reshape(-1)
+    def _fill(self, batches, trajectories, rewards):
+        many = self.sampling.num_generations
+        total = self.scoring.total(rewards, many).reshape(-1)
         for batch in batches:
             _check_shapes(batch.arrays)
             for i, place in batch.places.items():
                 if np.isnan(total[i]):
-                    # Not judged: there is nothing to learn from it.
+                    # Without a reward nothing can be learned from it.
                     batch.arrays["completion_mask"][place.tokens] = 0.0
             batch.put_sequences("rewards", np.nan_to_num(total))
-        return super()._fill(batches, completions, rewards)
+        return super()._fill(batches, trajectories, rewards)
 
-    def _put_logps(self, batches, completions):
-        super()._put_logps(batches, completions)
+    def _put_logps(self, batches, trajectories):
+        super()._put_logps(batches, trajectories)
         for batch in batches:
             if "old_values" not in batch.arrays:
-                old = self.old_outputs(batch.arrays)
+                old = self._old_outputs(batch.arrays)
                 batch.arrays = {**old, **batch.arrays}
 
-    def old_outputs(self, batch):
-        if "old" not in self._programs:
-            self._programs["old"] = jax.jit(self._old_outputs)
-        task = self.task
-        names = {*LOGPS_INPUTS} & set(batch)
-        found = self._programs["old"](
-            [v.value for v in task.trainable_variables],
-            [v.value for v in task.non_trainable_variables],
-            task.to_device({name: batch[name] for name in names}),
-        )
-        found = processes.fetch(found)
+    def _old_outputs(self, batch):
+        found = self.forward.policy(batch, ("per_token_logps", "values"))
         return {
             "old_per_token_logps": found["per_token_logps"],
             "old_values": found["values"],
         }
 
-    def _old_outputs(self, trainable, frozen, batch):
-        task, needs = self.task, ("per_token_logps", "values")
-
-        def of_rows(rows):
-            mask = task.objective.logps_mask(rows)
-            with task.using_weights(trainable, frozen):
-                return task.token_outputs(
-                    rows, mask, needs, differentiable=False
-                )
-
-        count = task._micro_batches(batch)
-        if count == 1:
-            return of_rows(batch)
-        found = jax.lax.map(of_rows, steps.split_rows(batch, count))
-        shape = batch["token_ids"].shape
-        return jax.tree.map(lambda x: x.reshape(shape), found)
-
     def _put_advantages(self, batches, rewards):
-        task, arrays = self.task, [batch.arrays for batch in batches]
+        arrays = [batch.arrays for batch in batches]
         kl = [None] * len(arrays)
-        if task.kl_in_reward:
+        if self.scoring.kl_in_reward:
             kl = [
                 importance.kl_estimate(
                     x["old_per_token_logps"], x["ref_per_token_logps"], "k1"
                 )
                 for x in arrays
             ]
-        advantages, returns = task.advantages(arrays, kl)
+        advantages, returns = self.scoring.advantages(arrays, kl)
         means = {}
         for batch, a, r in zip(batches, advantages, returns):
             batch.arrays |= {"advantages": a, "returns": r}
             count = batch.sequence_sums(batch.arrays["completion_mask"])
             for i, total in batch.sequence_sums(a).items():
                 means[i] = total / max(count[i], 1.0)
-        self._of_rollout = _rollout_metrics(arrays, kl)
+        self._value_metrics = _value_metrics(arrays, kl)
         return np.array([means[i] for i in range(len(means))])
 
     def _metrics(self, groups):
-        metrics = super()._metrics(groups) | self._of_rollout
-        if self.task.num_generations == 1:
-            # A group of one is always equal.
+        metrics = super()._metrics(groups) | self._value_metrics
+        if self.sampling.num_generations == 1:
+            # The rewards of a group of one are always equal.
             del metrics["frac_reward_zero_std"]
         return metrics
 
 
-def _rollout_metrics(arrays, kl):
-    """How far the policy has moved, and how well values foretell."""
+def _value_metrics(arrays, kl):
+    """The KL divergence and the explained variance of the values."""
 
     def tokens(values):
         pairs = zip(values, arrays)
@@ -181,7 +149,7 @@ def _rollout_metrics(arrays, kl):
 
 def _check_shapes(arrays):
     if arrays["sequence_mask"].shape == arrays["token_ids"].shape:
-        # A number a token could not be told from one a sequence.
+        # Per-token and per-sequence arrays would be ambiguous.
         raise ValueError(
             "A packed row must hold more tokens than sequences. Received: "
             f"rows of {arrays['token_ids'].shape[1]} tokens and as many "

@@ -1,4 +1,4 @@
-"""Prompts to completions, judged."""
+"""Samples prompts and scores what was sampled."""
 
 import dataclasses
 import time
@@ -7,115 +7,178 @@ import numpy as np
 
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
+from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import run_rewards
+from keras_posttrain.rl.trajectory import Group, from_completion
 from keras_posttrain.rollout.rollout import Request
 
 
-@dataclasses.dataclass
-class Group:
-    """The completions of one prompt.
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a task samples, as `compile` was told.
 
-    Attributes:
-        prompt: `Prompt`.
-        completions: list of the engine's `Completion`s.
-        texts: list of what rewards were shown: strings or messages, or ids
-            where there is no tokenizer.
-        rewards: float array of shape `(completions, functions)`, NaN where
-            not judged; of a task without rewards there are no functions.
+    Attributes are the arguments of `kpt.GRPOTask.compile`.
     """
 
-    prompt: object
-    completions: list
-    texts: list
-    rewards: np.ndarray
+    num_generations: int = 1
+    max_completion_length: int = 256
+    temperature: float = 1.0
+    stop_token_ids: tuple = ()
+    num_minibatches: int = 1
+    num_iterations: int = 1
+    old_log_probs: str = "trainer"
+    mask_truncated_completions: bool = False
+
+    def fingerprint(self):
+        """Dict of the settings that must match for a run to be resumed."""
+        stop = sorted(self.stop_token_ids)
+        return dataclasses.asdict(self) | {"stop_token_ids": stop}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a task scores completions, as `compile` was told.
+
+    Attributes:
+        rewards: tuple of reward functions; none where nothing is scored.
+        names: tuple of their names.
+        weights: float array, one a function, or `None` for 1 each.
+        advantages: function of rewards, or `None`.
+        kl_in_reward: bool, whether `advantages` subtracts a KL divergence.
+        max_resamples, timeout, on_error: as `max_resamples`,
+            `reward_timeout` and `on_reward_error` of
+            `kpt.GRPOTask.compile`.
+    """
+
+    rewards: tuple = ()
+    names: tuple = ()
+    weights: np.ndarray | None = None
+    advantages: object = None
+    kl_in_reward: bool = False
+    max_resamples: int = 0
+    timeout: float | None = None
+    on_error: str = "raise"
+
+    def total(self, rewards, num_generations):
+        """Weighted sums of rewards, `(prompts, num_generations)`."""
+        return advantage_lib.total_rewards(
+            rewards, num_generations, self.weights
+        )
+
+    def fingerprint(self):
+        """Dict of the settings that must match for a run to be resumed."""
+        weights = None if self.weights is None else self.weights.tolist()
+        is_value = dataclasses.is_dataclass(self.advantages)
+        name = repr if is_value or self.advantages is None else reward_name
+        return {
+            "rewards": list(self.names),
+            "reward_weights": weights,
+            "advantages": name(self.advantages),
+            "max_resamples": self.max_resamples,
+        }
 
 
 class Sampler:
-    """Prompts to groups of judged completions.
+    """Turns prompts into groups of scored trajectories.
 
     Args:
-        task: `RolloutTask`, compiled.
-        num_generations: int, completions a prompt.
-        temperature: float.
-        step: int, of the run, for messages.
+        generate: function of a list of `Request`s to the engine's
+            completions, a list of lists.
+        sampling: `Sampling`.
+        scoring: `Scoring`.
+        tokenizer: `Tokenizer`, or `None`: rewards are given ids then.
+
+    Attributes:
+        seconds: dict, the time spent on sampling and on rewards.
     """
 
-    def __init__(self, task, num_generations, temperature, step=0):
-        self.task, self.step = task, step
-        self.num_generations = num_generations
-        self.temperature = temperature
+    def __init__(self, generate, sampling, scoring, tokenizer=None):
+        self.generate, self.tokenizer = generate, tokenizer
+        self.sampling, self.scoring = sampling, scoring
         self.seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
-    def __call__(self, prompts, seed):
+    def __call__(self, prompts, seed, step=0):
         """A list of `Group`s, one a prompt."""
-        return self.judged(prompts, self.drawn(prompts, seed))
+        return self.score(prompts, self.sample(prompts, seed), step)
 
-    def drawn(self, prompts, seed):
-        """A list with the list of completions of each prompt."""
-        task, start = self.task, time.perf_counter()
+    def sample(self, prompts, seed):
+        """A list with the completions of each prompt, a list."""
+        sampling, start = self.sampling, time.perf_counter()
         requests = [
             Request(
                 prompt.token_ids,
-                num_generations=self.num_generations,
-                max_tokens=task.max_completion_length,
-                temperature=self.temperature,
-                stop_token_ids=task.stop_token_ids,
+                num_generations=sampling.num_generations,
+                max_tokens=sampling.max_completion_length,
+                temperature=sampling.temperature,
+                stop_token_ids=sampling.stop_token_ids,
                 seed=seed,
             )
             for prompt in prompts
         ]
-        completions = task.generate_samples(requests)
+        completions = self.generate(requests)
         self.seconds["time/rollout"] += time.perf_counter() - start
         return completions
 
-    def judged(self, prompts, completions):
-        """A list of `Group`s, one a prompt."""
+    def score(self, prompts, completions, step=0):
+        """Scores completions.
+
+        Args:
+            prompts: list of `Prompt`s.
+            completions: list of lists, as `sample` returns it.
+            step: int, the step of the run, for messages.
+
+        Returns:
+            A list of `Group`s, one a prompt.
+        """
         start = time.perf_counter()
         texts = [
             [self._text(prompt, c.token_ids) for c in group]
             for prompt, group in zip(prompts, completions)
         ]
-        rewards = self._rewards(prompts, completions, texts)
+        rewards = self._rewards(prompts, completions, texts, step)
         self.seconds["time/reward"] += time.perf_counter() - start
+        masked = self.sampling.mask_truncated_completions
         return [
-            Group(*parts)
-            for parts in zip(prompts, completions, texts, rewards)
+            Group(p, [from_completion(c, masked) for c in group], text, reward)
+            for p, group, text, reward in zip(
+                prompts, completions, texts, rewards
+            )
         ]
 
     def _text(self, prompt, ids):
-        tokenizer = self.task.tokenizer
+        tokenizer = self.tokenizer
         text = list(ids) if tokenizer is None else tokenizer.decode(ids)
         if isinstance(prompt.prompt, str) or tokenizer is None:
             return text
         return [{"role": "assistant", "content": text}]
 
-    def _rewards(self, prompts, completions, texts):
-        """Rewards of all groups, of which each process judges its share."""
-        if not self.task.rewards:
-            shape = len(prompts), self.num_generations, 0
+    def _rewards(self, prompts, completions, texts, step):
+        """Rewards of all groups; each process scores its share."""
+        if not self.scoring.rewards:
+            shape = len(prompts), self.sampling.num_generations, 0
             return np.zeros(shape, np.float32)
         if processes.count() == 1:
-            return self._judge(prompts, completions, texts)
+            return self._run_rewards(prompts, completions, texts, step)
         own = processes.share(len(prompts))
 
-        def judge():
+        def score():
             if not prompts[own]:
                 return []
             args = prompts[own], completions[own], texts[own]
-            return self._judge(*args).tolist()
+            return self._run_rewards(*args, step).tolist()
 
-        parts = processes.exchange_results(judge)
+        parts = processes.exchange_results(score)
         return np.array([group for part in parts for group in part], "float32")
 
-    def _judge(self, prompts, completions, texts):
-        task, many = self.task, self.num_generations
+    def _run_rewards(self, prompts, completions, texts, step):
+        scoring, many = self.scoring, self.sampling.num_generations
         each = [p for p in prompts for _ in range(many)]
         columns = {
             name: [p.columns[name] for p in each]
             for name in prompts[0].columns
         }
         rewards, report = run_rewards(
-            task.rewards,
+            scoring.rewards,
             [p.prompt for p in each],
             [text for group in texts for text in group],
             columns,
@@ -124,40 +187,20 @@ class Sampler:
                 list(c.token_ids) for group in completions for c in group
             ],
             rows=[p.row for p in each],
-            timeout=task.reward_timeout,
-            on_error=task.on_reward_error,
+            timeout=scoring.timeout,
+            on_error=scoring.on_error,
         )
         for name, entry in report.items():
             if entry["skipped"]:
-                task.note_skipped_rewards(name, entry, self.step)
+                print(
+                    f"Step {step + 1}: {entry['skipped']} rewards of "
+                    f"{name!r} were left out. {entry['error']}",
+                    flush=True,
+                )
         return rewards.reshape(len(prompts), many, -1)
-
-
-def zero_spread(group, weights):
-    """Whether all completions of a group earn the same."""
-    many = len(group.completions)
-    total = advantage_lib.total_rewards(group.rewards, many, weights)
-    return bool(advantage_lib.constant(total, 1)[0, 0])
 
 
 def request_seed(seed, step, attempt=0):
     """The seed of a rollout's samples: of the run and the step alone."""
     key = np.random.SeedSequence([seed % 2**32, step, attempt])
     return int(key.generate_state(1)[0]) >> 1
-
-
-def length_metrics(groups):
-    """Lengths of completions, in tokens, under TRL's names."""
-    completions = [c for g in groups for c in g.completions]
-    lengths = np.array([len(c.token_ids) for c in completions])
-    ended = np.array([c.finish_reason != "length" for c in completions])
-    metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
-    for name, values in (
-        ("length", lengths),
-        ("terminated_length", lengths[ended]),
-    ):
-        for kind in ("mean", "min", "max"):
-            # Nothing has ended: 0, as in TRL.
-            value = getattr(values, kind)() if len(values) else 0.0
-            metrics[f"completions/{kind}_{name}"] = float(value)
-    return metrics

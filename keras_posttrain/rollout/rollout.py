@@ -1,5 +1,6 @@
 """What a rollout engine is: token ids in, sampled tokens out."""
 
+import contextlib
 import dataclasses
 import numbers
 import operator
@@ -419,3 +420,24 @@ def _check_fits(what, tokens, new_tokens, max_length):
         f"{tokens + new_tokens} in all. Shorten it"
         + (" or lower `max_tokens`." if new_tokens else ".")
     )
+
+
+@contextlib.contextmanager
+def ready_engine(engine, model, running=False):
+    """A scope in which an engine samples from a model's present weights.
+
+    Args:
+        engine: `Rollout`.
+        model: as in `Rollout.set_model`.
+        running: bool, whether a run keeps the engine ready already.
+    """
+    if running:
+        yield
+        return
+    engine.set_model(model)
+    engine.start()
+    try:
+        engine.sync_weights()
+        yield
+    finally:
+        engine.stop()

@@ -1,27 +1,60 @@
 import contextlib
+import dataclasses
+import functools
 
+from keras_posttrain import optimizers
+from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.rows.datasets import is_stream
+from keras_posttrain.data.rows.distillation import prepare_distillation
+from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
 from keras_posttrain.distill import checks as distill_checks
-from keras_posttrain.distill import step
 from keras_posttrain.distill.collector import DistillCollector
-from keras_posttrain.distill.data import DistillData
-from keras_posttrain.distill.teachers import GivenTeachers, Teacher
-from keras_posttrain.losses import ForwardKLLoss, PolicyLoss, ReverseKLLoss
+from keras_posttrain.distill.prompts import (
+    SampleLayout,
+    StudentPrompts,
+    contexts_of,
+    prompts_of_rows,
+    teacher_prompts,
+)
+from keras_posttrain.distill.step import DistillTerms, TeacherPass, parts
+from keras_posttrain.distill.teacher_cache import (
+    cached_tokens,
+    served_top_tokens,
+    spans_by_key,
+    teacher_cache,
+    top_tokens,
+)
+from keras_posttrain.distill.teachers import TeacherSources
+from keras_posttrain.distribution import processes
+from keras_posttrain.losses import (
+    DistillationLoss,
+    ForwardKLLoss,
+    PolicyLoss,
+    ReverseKLLoss,
+)
 from keras_posttrain.losses.features import FeatureLoss
 from keras_posttrain.models.feature_maps import FeatureMap, taps_of
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.tasks.rollout_task import RolloutTask
+from keras_posttrain.rl import checks as rl_checks
+from keras_posttrain.rl.collector import ForwardPass
+from keras_posttrain.rl.loop import RolloutRun
+from keras_posttrain.rl.sampling import Scoring
+from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import checks
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import checks, padding
+from keras_posttrain.training.weights import ModelWeights
 
 
-class DistillTask(DistillData, RolloutTask):
-    """Distillation: a student learns what a teacher can do.
+class DistillTask(Task):
+    """Distillation: trains a student on the distributions of a teacher.
 
     The loss says how they are compared. `compile(loss=...)` takes a
     divergence of their distributions (`ForwardKLLoss`, the default,
     `ReverseKLLoss`, `JSDLoss`, `SkewKLLoss`, `TotalVariationLoss`), over the
     whole vocabulary; `ULDLoss`, where they have different tokenizers;
-    `HiddenStateLoss` and `AttentionLoss`, of what goes on inside; or a
+    `HiddenStateLoss` and `AttentionLoss`, of what happens inside; or a
     `SumLoss` of these.
 
     Offline the student learns on given rows, those of `kpt.SFTTask`. A
@@ -70,7 +103,6 @@ class DistillTask(DistillData, RolloutTask):
     ```
     """
 
-    auto_learning_rates = (2e-4, 2e-5)
     shown_metrics = (
         "loss",
         "divergence",
@@ -79,14 +111,6 @@ class DistillTask(DistillData, RolloutTask):
         "completions/mean_length",
         "grad_norm",
     )
-    collector = DistillCollector
-    # Set by `compile`.
-    on_policy = 0.0
-    teachers = ()
-    feature_maps = ()
-    _began = _packs = False
-    top_k = teacher_cache = teacher_column = None
-    teacher_weights = teacher_tokenizer = None
 
     def __init__(
         self,
@@ -98,18 +122,17 @@ class DistillTask(DistillData, RolloutTask):
         teacher_length=None,
         **kwargs,
     ):
-        given = GivenTeachers(teacher, causal_lm, teacher_tokenizer)
+        given = TeacherSources(teacher, causal_lm, teacher_tokenizer)
         super().__init__(causal_lm, tokenizer, **kwargs)
         if teacher_length is not None:
             checks.positive_int("teacher_length", teacher_length)
         self.teacher_length = teacher_length or self.sequence_length
-        # Behind a function its models are no sublayers.
-        self._given_teachers = lambda: given
-
-    @property
-    def given(self):
-        """`GivenTeachers`: those that the user named."""
-        return self._given_teachers()
+        self.given, self.feature_maps, self._feature_losses = given, (), ()
+        # Set by `compile` and `fit`.
+        self.on_policy, self.teachers, self.rollout = 0.0, (), None
+        self.teacher_cache = self.cached = self.teacher_tokenizer = None
+        self.teacher_column = self.teacher_weights = self.top_k = None
+        self._began = self._packs = False
 
     def default_loss(self):
         return ReverseKLLoss() if self.on_policy else ForwardKLLoss()
@@ -172,18 +195,19 @@ class DistillTask(DistillData, RolloutTask):
                 that differ, layers that are not there, and settings that do
                 not go together.
         """
-        self.on_policy = distill_checks.share("on_policy", on_policy)
+        on_policy = distill_checks.share("on_policy", on_policy)
+        self.on_policy = on_policy
         loss = self.default_loss() if loss == "auto" else loss
-        distill_checks.loss(loss, self.on_policy)
+        distill_checks.loss(loss, on_policy)
+        given = self.given
         distill_checks.teacher_settings(
-            self.given, teacher_weights, teacher_column, top_k, teacher_cache
+            given, teacher_weights, teacher_column, top_k, teacher_cache
         )
         teacher_weights = distill_checks.weights(
-            teacher_weights, teacher_column, self.given.names
+            teacher_weights, teacher_column, given.names
         )
-        self._compile_samples(
-            loss,
-            rollout=rollout,
+        self._set_sampling(
+            rollout,
             num_generations=num_generations,
             max_completion_length=max_completion_length,
             temperature=temperature,
@@ -193,67 +217,82 @@ class DistillTask(DistillData, RolloutTask):
             old_log_probs=old_log_probs,
             mask_truncated_completions=mask_truncated_completions,
         )
-        self.teacher_tokenizer = self._other_tokenizer(loss)
+        vocabulary = self.causal_lm.backbone.vocabulary_size
+        self.teacher_tokenizer = self._other_tokenizer(loss, vocabulary)
         distill_checks.combination(
-            self, loss, self.given, top_k, teacher_cache
+            loss,
+            given,
+            top_k,
+            teacher_cache,
+            on_policy=on_policy,
+            other=self.teacher_tokenizer is not None,
+            vocabulary=vocabulary,
         )
         self._make_feature_maps(loss)
-        Task.compile(
-            self,
+        self.teacher_column, self.top_k = teacher_column, top_k
+        self.teacher_cache = teacher_cache
+        self.teacher_weights = teacher_weights
+        self.teachers, self.cached, self._began = (), None, False
+        super().compile(
             optimizer,
             loss,
             micro_batch_size=micro_batch_size,
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,
         )
-        self.teacher_column, self.top_k = teacher_column, top_k
-        self.teacher_cache = teacher_cache
-        self.teacher_weights = teacher_weights
-        self.teachers, self.reference, self._cache = (), None, None
-        self._began = False
 
-    def _compile_samples(self, loss, **settings):
-        self.rewards, self.reward_names = (), ()
-        self.reward_weights, self.advantages = None, None
-        self.max_resamples, self.reward_timeout = 0, None
-        self.on_reward_error = "raise"
-        if self.on_policy:
-            self._set_sampling(**settings)
-            many = self.num_generations
-            if self.on_policy < 1.0 and many > 1:
-                raise ValueError(
-                    "Rows that are given have one completion, so with a "
-                    "share of them `num_generations` must be 1. Received: "
-                    f"on_policy={self.on_policy}, num_generations={many}"
-                )
-        else:
-            distill_checks.unused(settings)
-            self.rollout, self.temperature = None, 1.0
+    def _set_sampling(self, rollout, **settings):
+        if not self.on_policy:
+            distill_checks.unused({"rollout": rollout, **settings})
+            self.rollout = self.sampling = None
+            self.temperature = 1.0
+            return
+        sampling = rl_checks.sampling(
+            tokenizer=self.tokenizer,
+            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
+            **settings,
+        )
+        rl_checks.room(
+            self.sequence_length,
+            self.max_length,
+            sampling.max_completion_length,
+        )
+        many = sampling.num_generations
+        if self.on_policy < 1.0 and many > 1:
+            raise ValueError(
+                "Rows that are given have one completion, so with a "
+                "share of them `num_generations` must be 1. Received: "
+                f"on_policy={self.on_policy}, num_generations={many}"
+            )
+        self.rollout, self.sampling = rl_checks.engine(rollout), sampling
+        self.temperature = sampling.temperature
 
-    def _other_tokenizer(self, loss):
+    def _other_tokenizer(self, loss, vocabulary):
         """The tokenizer of a teacher with other tokens, or `None`."""
         given = self.given
         for name, size in zip(given.names, given.vocabulary_sizes):
             tokenizer = given.tokenizer(name)
-            why = distill_checks.other_tokens(self, size, tokenizer)
+            why = distill_checks.other_tokens(
+                vocabulary, self.tokenizer, size, tokenizer
+            )
             if why:
                 distill_checks.universal(loss, name, why)
                 return distill_checks.known_tokenizer(tokenizer, name)
         return None
 
     def _make_feature_maps(self, loss):
-        losses = [part for _, _, part in step.parts(loss)]
-        losses = [x for x in losses if isinstance(x, FeatureLoss)]
+        losses = [part for _, _, part in parts(loss)]
+        losses = tuple(x for x in losses if isinstance(x, FeatureLoss))
         if self.feature_maps:
-            known = self._feature_losses()
+            known = self._feature_losses
             if losses != known:
                 raise ValueError(
                     "A task keeps the feature losses of its first `compile`, "
-                    f"whose maps it has learned: {known!r}. Make a new task "
-                    f"for others. Received: {losses!r}"
+                    f"whose maps it has trained: {list(known)!r}. Make a new "
+                    f"task for others. Received: {list(losses)!r}"
                 )
             return
-        self._feature_losses = lambda: losses
+        self._feature_losses = losses
         if not losses:
             return
         model = self.given.models()[0]
@@ -269,39 +308,205 @@ class DistillTask(DistillData, RolloutTask):
 
     @property
     def by_policy_loss(self):
-        """Whether the teacher is followed by a policy gradient."""
+        """Whether the student follows the teacher by a policy gradient."""
         return isinstance(self.objective, PolicyLoss)
 
-    def make_teachers(self):
-        """Teachers that run in the step, once for a run."""
+    def companion_models(self):
+        return {"teachers": self.given.models()}
+
+    def frozen_models(self):
+        return {f"teacher_{i}": x for i, x in enumerate(self.teachers)}
+
+    def make_step(self, weights=None):
+        step = dataclasses.replace(
+            super().make_step(weights), companions={"teachers": self.teachers}
+        )
+        if self.by_policy_loss:
+            return dataclasses.replace(step, has_signal=has_advantage)
+        terms = DistillTerms(
+            self.objective, self.policy, self.teachers, self.feature_maps
+        )
+        return dataclasses.replace(step, terms=terms)
+
+    def _make_teachers(self):
+        """Makes the teachers that run in this process, once for a run."""
         if self.teachers or self.given.engine is not None:
             return
-        other = self.teacher_tokenizer is not None
-        self.teachers = tuple(
-            Teacher(self, model, other_vocabulary=other)
-            for model in self.given.models()
+        self.teachers = self.given.freeze(
+            self.policy,
+            ModelWeights.of(self),
+            same_tokens=self.teacher_tokenizer is None,
         )
-        for teacher in self.teachers:
-            teacher.check(self.teacher_length, packing=False)
-        self.train_function = self.test_function = None
+        self._renew_step()
 
     def _make_teachers_of_the_step(self):
-        # What is written down needs none.
+        # A cache replaces them.
         if self.teacher_cache is None:
-            self.make_teachers()
+            self._make_teachers()
             for teacher in self.teachers:
                 teacher.check(self.teacher_length, self._packs)
 
-    def held(self, frozen):
-        held = super().held(frozen)
-        return {**held, "teachers": [t.values for t in self.teachers]}
+    def _release_teachers(self):
+        self.given.release()
+        if self.teachers:
+            self.teachers = ()
+            self._renew_step()
 
-    # Training
+    @contextlib.contextmanager
+    def _served(self):
+        """A scope in which the teacher's engine, if there is one, is ready."""
+        engine = self.given.engine
+        if engine is None:
+            yield
+            return
+        engine.start()
+        try:
+            yield
+        finally:
+            engine.stop()
+
+    # Rows
+
+    def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
+        settings = {**self.row_settings(name), **overrides}
+        if train_on == "all":
+            # For `log_probs`, which asks no teacher.
+            return prepare_sft(
+                dataset, self.tokenizer, train_on=train_on, **settings
+            )
+        by_column = self.teacher_column is not None
+        return prepare_distillation(
+            dataset,
+            self.tokenizer,
+            train_on=train_on,
+            teacher_column=self.teacher_column,
+            teacher_names=self.given.names if by_column else None,
+            teacher_tokenizer=self.teacher_tokenizer,
+            teacher_length=self.teacher_length,
+            teacher_vocabulary_size=self.given.vocabulary_sizes[0],
+            **settings,
+        )
+
+    def begin_run(self, datasets, batch_size, callbacks):
+        self._make_teachers_of_the_step()
+        if self.teacher_cache is not None:
+            for examples in datasets:
+                self._fill_cache(examples, batch_size)
+            self._release_teachers()
+
+    def make_batches(self, examples, batch_size, *, packing=False, **kwargs):
+        if is_stream(examples):
+            # The lengths of rows that are yet to come are not known.
+            longest = self.sequence_length
+            layout = self._layout(batch_size, packing, longest)
+            self._refuse_stream(examples)
+        else:
+            lookup = None
+            if self.teacher_cache is not None:
+                self._fill_cache(examples, batch_size)
+                self._release_teachers()
+                lookup = cached_tokens(self.cached)
+            longest = max(len(x.token_ids) for x in examples)
+            layout = self._layout(batch_size, packing, longest)
+            layout = dataclasses.replace(layout, lookup=lookup)
+            layout = layout.fitted(examples)
+        return self.row_batches(examples, batch_size, build=layout, **kwargs)
+
+    def _layout(self, num_sequences, packing, longest):
+        """The layout of batches of so many sequences."""
+        several = self.teacher_column is not None
+        return DistillationLayout(
+            batch_size=num_sequences,
+            sequence_length=self.sequence_length,
+            teacher_length=self.teacher_length,
+            token_budget=rl_checks.token_budget(
+                packing, self.sequence_length, longest
+            ),
+            row_multiple=padding.row_multiple(
+                self.micro_batch_size,
+                *self.filled_rows(num_sequences, packing),
+            ),
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            teacher_weights=self.teacher_weights,
+            num_teachers=len(self.given) if several else 1,
+        )
+
+    def filled_rows(self, batch_size, packing=False):
+        return None if packing else batch_size, 1
+
+    # The cache
 
     @property
-    def _kind(self):
-        """Whose run this is: of a task that samples, or of one on rows."""
-        return RolloutTask if self.on_policy else Task
+    def kept_temperature(self):
+        """The temperature of a teacher's log-probabilities that are kept."""
+        losses = [part for _, _, part in parts(self.objective)]
+        found = [x for x in losses if isinstance(x, DistillationLoss)]
+        return found[0].temperature if found else 1.0
+
+    def _refuse_stream(self, examples):
+        if self.teacher_cache is not None and is_stream(examples):
+            raise ValueError(
+                "A teacher's answers to all rows are cached before the first "
+                "step. Received: a Grain `IterDataset` with "
+                f"teacher_cache={str(self.teacher_cache)!r}. Use a Grain "
+                "`MapDataset`, a list of dicts or a file."
+            )
+
+    def _fill_cache(self, examples, batch_size):
+        """Computes what the cache lacks of some examples."""
+        self._refuse_stream(examples)
+        engine, temperature = self.given.engine, self.kept_temperature
+        if self.cached is None:
+            self._make_teachers()
+            self.cached = teacher_cache(
+                self.teacher_cache,
+                self.teachers[0] if self.teachers else None,
+                engine,
+                temperature,
+                self.top_k,
+            )
+        missing = self.cached.missing(spans_by_key(examples))
+        if not missing:
+            return
+        self._refuse_new_rows(len(missing))
+        self._make_teachers()
+        if engine is not None:
+            compute = functools.partial(
+                served_top_tokens,
+                engine,
+                top_k=self.top_k,
+                temperature=temperature,
+            )
+        else:
+            compute = top_tokens(
+                self.teachers[0],
+                ModelWeights.of(self),
+                lambda rows, longest: self.row_batches(
+                    rows, batch_size, sequence_length=longest, shuffle=False
+                ),
+                self.top_k,
+                temperature,
+            )
+        self.cached.fill(
+            missing,
+            length=lambda span: span.stop,
+            compute=compute,
+            message=f"teacher: reads {len(missing):,} rows, which are kept in",
+            verbose=self._verbose,
+        )
+
+    def _refuse_new_rows(self, count):
+        is_student = self.cached.kind == "copy" and not self.teachers
+        if is_student:
+            raise ValueError(
+                "The teacher is the student when training began, which is "
+                "no longer there to be asked about rows that it has not "
+                f"read. Received: {count} rows that are not in "
+                f"{str(self.teacher_cache)!r}. Pass them to `fit` as "
+                "`validation_data`, or evaluate them before training."
+            )
+
+    # Training
 
     def fit(self, dataset, batch_size=8, epochs=1, *, packing=False, **kwargs):
         """Trains on rows, or on prompts with `on_policy`.
@@ -328,6 +533,7 @@ class DistillTask(DistillData, RolloutTask):
                 "`share_prefix` is for groups of many completions a prompt; "
                 "here use packing=True."
             )
+        kwargs.pop("share_prefix", None)
         if not self.on_policy and kwargs.pop("max_staleness", 0):
             raise ValueError(
                 "`max_staleness` is for the student's own samples: here rows "
@@ -335,11 +541,144 @@ class DistillTask(DistillData, RolloutTask):
                 "`compile` with on_policy=True."
             )
         self._began, self._packs = True, bool(packing)
-        self._shows = bool(kwargs.get("verbose", True))
+        fit = self._fit_samples if self.on_policy else super().fit
         with self._served():
-            return self._kind.fit(
-                self, dataset, batch_size, epochs, packing=packing, **kwargs
+            return fit(dataset, batch_size, epochs, packing=packing, **kwargs)
+
+    def _fit_samples(
+        self,
+        dataset,
+        batch_size,
+        epochs,
+        *,
+        shuffle=True,
+        seed=0,
+        packing=False,
+        validation_data=None,
+        callbacks=None,
+        verbose="auto",
+        skip_steps=(),
+        max_staleness=0,
+    ):
+        """`fit` on the student's own samples."""
+        callbacks = callback_lib.as_list(callbacks)
+        processes.need_distribution()
+        verbose = verbose if processes.is_first() else 0
+        checks.positive_int("epochs", epochs)
+        checks.may_train(self.policy, packing, callbacks)
+        rl_checks.staleness(max_staleness)
+        prompts, self.data_report = self._student_prompts(dataset)
+        callback_lib.show(self.data_report, verbose)
+        sampling = self.sampling
+        sequences = rl_checks.minibatches(
+            batch_size, sampling.num_generations, sampling.num_minibatches
+        )
+        callback_lib.show(self._padding(sequences, packing), verbose)
+        longest = max(len(p.token_ids) for p in prompts.prompts)
+        longest += sampling.max_completion_length
+        layout = SampleLayout(
+            sequences, self._layout(sequences, packing, longest)
+        )
+        validate = None
+        if validation_data is not None:
+            held_out, report = self.prepare(validation_data, "validation_data")
+            callback_lib.show(report, verbose)
+            held_out = self.make_batches(held_out, batch_size, shuffle=False)
+            validate = functools.partial(self.evaluate, held_out)
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        loss, corrected = self.objective, self.objective
+        if max_staleness:
+            corrected = rl_checks.corrected(loss, sampling.old_log_probs)
+        if corrected is not loss:
+            self._set_objective(corrected)
+        self._make_teachers_of_the_step()
+        order = PromptOrder(
+            prompts.prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+        )
+        follows = self.by_policy_loss
+        self.run = RolloutRun(
+            self,
+            step=self._step,
+            saved=self.saved_variables(),
+            state=self.run_state,
+            engine=self.rollout,
+            order=order,
+            collector=functools.partial(
+                DistillCollector,
+                prompts=prompts,
+                share=self.on_policy,
+                engine=self.given.engine,
+                top_k=self.top_k,
+                kept_temperature=self.kept_temperature,
+                by_policy_loss=follows,
+                teacher_pass=TeacherPass(self._step, self.temperature),
+                sampling=sampling,
+                scoring=Scoring(),
+                tokenizer=self.tokenizer,
+                layout=layout,
+                forward=ForwardPass(self._step),
+                order=order,
+                seed=seed,
+            ),
+            validate=validate,
+            callbacks=callbacks,
+            epochs=epochs,
+            seed=seed,
+            skip_steps=skip_steps,
+            max_staleness=max_staleness,
+            verbose=verbose,
+            settings={"micro_batch_size": self.micro_batch_size},
+        )
+        try:
+            return self.run.fit()
+        finally:
+            if corrected is not loss:
+                self._set_objective(loss)
+
+    def _student_prompts(self, dataset, name="dataset"):
+        """`(StudentPrompts, report)` of prompts, or of rows to sample from."""
+        completion = self.sampling.max_completion_length
+        most, why = rl_checks.room(
+            self.sequence_length, self.max_length, completion
+        )
+        if self.on_policy < 1.0:
+            examples, report = self.prepare(dataset, name)
+            return (
+                prompts_of_rows(examples, self.tokenizer, most, why, name),
+                report,
             )
+        prompts, report = self._prompts(dataset, name, most, why)
+        column, rows = teacher_prompts(prompts)
+        if column is not None:
+            # None may be left out: each goes with a prompt.
+            rows, _ = self._prompts(
+                rows,
+                f"{name}, column {column!r}",
+                self.teacher_length - completion,
+                f"teacher_length={self.teacher_length} less "
+                f"max_completion_length={completion}",
+                truncation="error",
+            )
+        contexts = contexts_of(
+            prompts, rows, self.teacher_column, self.given.names, name
+        )
+        return StudentPrompts(prompts, contexts=contexts), report
+
+    def _prompts(self, dataset, name, most, why, **overrides):
+        settings = {**self.row_settings(name), **overrides}
+        del settings["sequence_length"]
+        return prepare_prompts(
+            dataset,
+            self.tokenizer,
+            max_prompt_length=most,
+            limit=why,
+            **settings,
+        )
+
+    @property
+    def last_rollout(self):
+        """Dict of lists: the samples of the last rollout, or `None`."""
+        return getattr(self.run, "last_rollout", None)
 
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
         """The loss and metrics of rows, as means over all their tokens.
@@ -353,81 +692,35 @@ class DistillTask(DistillData, RolloutTask):
             A dict of floats: `loss` and the loss's metrics.
         """
         self._assert_compile_called("evaluate")
-        distill_checks.may_evaluate(self)
-        self._shows = bool(kwargs.get("verbose"))
+        distill_checks.may_evaluate(self.objective)
+        self._verbose = kwargs.get("verbose", 0)
         self._make_teachers_of_the_step()
         try:
-            return Task.evaluate(self, dataset, batch_size, **kwargs)
+            return super().evaluate(dataset, batch_size, **kwargs)
         finally:
             if not self._began:
-                # The student when training begins may be another yet.
-                self.teachers, self._cache = (), None
-                self.test_function = None
+                # The student may change before training begins.
+                self.teachers, self.cached = (), None
+                self._renew_step()
 
-    @contextlib.contextmanager
-    def _served(self):
-        """The teacher's engine made ready, where there is one."""
-        engine = self.given.engine
-        if engine is None:
-            yield
-            return
-        engine.start()
-        try:
-            yield
-        finally:
-            engine.stop()
-
-    def _begin_run(self, examples, callbacks, verbose):
-        self._make_teachers_of_the_step()
-
-    def _begin(self, *args):
-        super()._begin(*args)
-        self._make_teachers_of_the_step()
-
-    # The steps
-
-    def row_terms(self, state, rows, normalizers, key, differentiable=True):
-        if self.by_policy_loss:
-            return super().row_terms(
-                state, rows, normalizers, key, differentiable
-            )
-        return step.row_terms(
-            self, state, rows, normalizers, key, differentiable
+    def example_batch(self, batch_size, **kwargs):
+        distill_checks.plannable(
+            self.given,
+            on_policy=self.on_policy,
+            cache=self.teacher_cache,
+            other=self.teacher_tokenizer is not None,
         )
-
-    def loss_and_gradients(self, state, batch):
-        kind = RolloutTask if self.by_policy_loss else Task
-        return kind.loss_and_gradients(self, state, batch)
-
-    # The state of a run
-
-    def at_epoch_end(self):
-        return self._kind.at_epoch_end(self)
-
-    def data_state(self):
-        return self._kind.data_state(self)
-
-    def reset_metrics(self):
-        self._kind.reset_metrics(self)
-
-    def training_state(self):
-        arrays, meta = self._kind.training_state(self)
-        for i, teacher in enumerate(self.teachers):
-            arrays[f"teacher_{i}"] = teacher.state()
-        return arrays, meta
-
-    def restore_training_state(self, arrays, meta):
-        self._kind.restore_training_state(self, arrays, meta)
-        for i, teacher in enumerate(self.teachers):
-            teacher.set_state(arrays[f"teacher_{i}"])
+        return super().example_batch(batch_size, **kwargs)
 
     def fingerprint(self):
-        kind = self._kind.fingerprint(self)
-        return kind | {
+        found = super().fingerprint()
+        if self.on_policy:
+            found |= Scoring().fingerprint() | self.sampling.fingerprint()
+        return found | {
             "on_policy": self.on_policy,
             "top_k": self.top_k,
             "teacher_weights": self.teacher_weights,
             "teacher_column": self.teacher_column,
             "teachers": [[t.kind, t.digest] for t in self.teachers],
-            "teacher_cache": self._cache and self._cache.rows.header,
+            "teacher_cache": self.cached and self.cached.rows.header,
         }

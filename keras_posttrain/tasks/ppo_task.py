@@ -4,13 +4,15 @@ import numbers
 import os
 
 import keras_hub
+import numpy as np
 
 from keras_posttrain.losses import Loss, PPOLoss, SumLoss, ValueLoss
 from keras_posttrain.models import presets
 from keras_posttrain.models.value_head import ValueHead
-from keras_posttrain.rl import checks
+from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.ppo import PPOCollector, TokenAdvantages
 from keras_posttrain.tasks.rollout_task import RolloutTask
+from keras_posttrain.training.frozen import Untracked
 
 
 class PPOTask(RolloutTask):
@@ -126,7 +128,7 @@ class PPOTask(RolloutTask):
                     f"it out. Received: {name}={kwargs[name]!r}"
                 )
         loss = self.default_loss() if loss == "auto" else loss
-        checks.policy_loss(loss)
+        rl_checks.policy_loss(loss)
         value_loss = ValueLoss() if value_loss == "auto" else value_loss
         _check_value_loss(value_loss)
         _check_kl(loss, kl_coef, kl_in)
@@ -136,8 +138,9 @@ class PPOTask(RolloutTask):
         in_reward = kl_in == "reward"
         if kl_coef and not in_reward:
             loss = dataclasses.replace(loss, beta=kl_coef)
-        # Behind a function the model is no sublayer.
-        self._value_settings = lambda: (value_model, value_loss)
+        self._value_loss = value_loss
+        if self.value_model is None:
+            self._value_source = Untracked(value_model)
         super().compile(
             optimizer,
             loss,
@@ -153,11 +156,10 @@ class PPOTask(RolloutTask):
             **kwargs,
         )
 
-    def whole_loss(self, loss):
-        source, value_loss = self._value_settings()
+    def combined_loss(self, loss):
         if self.value_model is None:
-            self._make_value_model(source)
-        return SumLoss([loss, value_loss])
+            self._make_value_model(self._value_source.value)
+        return SumLoss([loss, self._value_loss])
 
     def _make_value_model(self, source):
         model, backbone = source, self.causal_lm.backbone
@@ -180,7 +182,6 @@ class PPOTask(RolloutTask):
             sequence_length=self.sequence_length,
             remat=self.remat,
         )
-        self._value_source = lambda: source
 
     def _check_value_model(self, source):
         known = (str, os.PathLike, keras_hub.models.CausalLM)
@@ -196,7 +197,7 @@ class PPOTask(RolloutTask):
             )
         if self.value_model is None:
             return
-        known = self._value_source()
+        known = self._value_source.value
         same = source is known
         if isinstance(source, (str, os.PathLike)):
             same = isinstance(known, (str, os.PathLike))
@@ -210,16 +211,16 @@ class PPOTask(RolloutTask):
 
     # Training
 
-    def _begin(self, dataset, batch_size, order, packing, share, verbose):
+    def _layout(self, prompts, batch_size, packing, share_prefix):
         own = self.value_model.policy
-        if (packing or share) and own is not None and not own.packable:
+        if (packing or share_prefix) and own is not None and not own.packable:
             raise ValueError(
                 f"{type(own.backbone).__name__}, the value model, has no "
                 "attention that keeps packed sequences apart. Use "
                 "packing=False, or a value model of a Gemma 1-3, Llama, "
                 "Mistral or Qwen 2-3 preset."
             )
-        super()._begin(dataset, batch_size, order, packing, share, verbose)
+        return super()._layout(prompts, batch_size, packing, share_prefix)
 
     def token_outputs(self, batch, mask, needs, *, dropout_key=None, **kwargs):
         hidden = self.policy.hidden_states(batch, dropout_key)
@@ -232,10 +233,25 @@ class PPOTask(RolloutTask):
             )
         return outputs
 
-    def loss_and_gradients(self, state, batch):
-        gradients, logs = super().loss_and_gradients(state, batch)
-        # The value model learns where no advantage is left, too.
-        return gradients, {**logs, "teaches": True}
+    def make_step(self, weights=None):
+        # The value model is trained also where no advantage is left.
+        return dataclasses.replace(super().make_step(weights), has_signal=None)
+
+    def example_batch(self, batch_size, **kwargs):
+        if self.value_model.causal_lm is not None:
+            raise ValueError(
+                "PPO is planned with a value head on the policy's own "
+                "backbone. Received: a `value_model` of its own. Plan "
+                "value_model=None, and an SFTTask of the value model's "
+                "preset: they add up."
+            )
+        return super().example_batch(batch_size, **kwargs)
+
+    def example_advantages(self, batch, count, logps):
+        names = ("old_per_token_logps", "old_values", "advantages", "returns")
+        for name in names:
+            batch.put_tokens(name, logps)
+        batch.put_sequences("rewards", np.ones(count, "float32"))
 
 
 def _check_value_loss(loss):

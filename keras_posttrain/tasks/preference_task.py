@@ -31,14 +31,7 @@ class PreferenceTask(Task):
         return checks.labelled(self.objective)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-            **overrides,
-        }
+        settings = {**self.row_settings(name), **overrides}
         if train_on is not None:
             # Rows with one completion, for `log_probs`.
             return prepare_sft(

@@ -1,27 +1,45 @@
-"""The loop of reinforcement learning: sample, judge, train, and again."""
+"""The base class of tasks that train on their own samples."""
 
 import dataclasses
+import functools
 
-import keras
+import jax.numpy as jnp
+import numpy as np
 
-from keras_posttrain.data.rows.prompts import Prompt
+from keras_posttrain import optimizers
+from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.prompts import (
+    Prompt,
+    PromptOrder,
+    prepare_prompts,
+)
 from keras_posttrain.distribution import processes
-from keras_posttrain.rl import checks as rollout_checks
-from keras_posttrain.rl.async_sampler import Ahead
+from keras_posttrain.losses import reductions
+from keras_posttrain.rewards.run import check_rewards
+from keras_posttrain.rl import checks as rl_checks
+from keras_posttrain.rl.batches import Layout, Sampled
+from keras_posttrain.rl.collector import Collector, ForwardPass
 from keras_posttrain.rl.evaluation import evaluate_prompts
-from keras_posttrain.tasks.rollout_run import RolloutRun, show
-from keras_posttrain.training import checks
+from keras_posttrain.rl.loop import RolloutRun
+from keras_posttrain.rl.sampling import Sampler
+from keras_posttrain.rollout.rollout import ready_engine
+from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import checks, padding
+from keras_posttrain.training.frozen import Untracked, make_reference
+from keras_posttrain.training.weights import ModelWeights
 
 
-class RolloutTask(RolloutRun):
-    """A task that trains on what the policy itself has sampled.
+class RolloutTask(Task):
+    """Base class of tasks that train on what the policy has sampled.
 
-    The base of `kpt.GRPOTask`. Rows are `{"prompt"}`, a string or a list of
-    messages, or `{"prompt_ids"}`; all other columns reach the rewards.
+    `kpt.GRPOTask` and `kpt.PPOTask` are such tasks. Rows are `{"prompt"}`, a
+    string or a list of messages, or `{"prompt_ids"}`; all other columns are
+    passed to the rewards.
 
-    A step none of whose completions has an advantage, because all of each
-    group earned the same, teaches nothing: it changes no weight, by no
-    momentum, decay or KL term, and counts as `skipped`.
+    A step with all-zero advantages, because the rewards of each group are
+    equal, is skipped: it changes no weight, neither by momentum, decay nor a
+    KL term, and counts as `skipped`.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
@@ -32,6 +50,33 @@ class RolloutTask(RolloutRun):
             one.
         **kwargs: see `kpt.Task`.
     """
+
+    auto_learning_rates = (1e-5, 1e-6)
+    shown_metrics = (
+        "loss",
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "entropy",
+        "kl",
+        "grad_norm",
+        "pass@1",
+    )
+    skipped_because = (
+        "their gradient was not finite or the completions of each prompt "
+        "earned the same"
+    )
+    can_share_prefix = True
+    # Builds the batches of a rollout.
+    collector = Collector
+    # Set by `compile` and `fit`.
+    rollout = sampling = scoring = reference = None
+
+    def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
+        super().__init__(causal_lm, tokenizer, **kwargs)
+        self._given_reference = Untracked(reference)
 
     def compile(
         self,
@@ -100,15 +145,15 @@ class RolloutTask(RolloutRun):
             max_grad_norm, run_eagerly: as in `kpt.Task.compile`.
         """
         loss = self.default_loss() if loss == "auto" else loss
-        rollout_checks.policy_loss(loss)
+        rl_checks.policy_loss(loss)
         if getattr(loss, "max_completion_length", 0) is None:
             loss = dataclasses.replace(
                 loss, max_completion_length=max_completion_length
             )
-        rollout_checks.not_negative("max_resamples", max_resamples)
-        rollout_checks.whole_distribution(top_k, top_p, min_p)
-        self._set_sampling(
-            rollout=rollout,
+        rl_checks.whole_distribution(top_k, top_p, min_p)
+        sampling = rl_checks.sampling(
+            tokenizer=self.tokenizer,
+            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
             num_generations=num_generations,
             max_completion_length=max_completion_length,
             temperature=temperature,
@@ -118,32 +163,63 @@ class RolloutTask(RolloutRun):
             old_log_probs=old_log_probs,
             mask_truncated_completions=mask_truncated_completions,
         )
-        names = rollout_checks.reward_settings(
-            rewards, reward_timeout, on_reward_error
+        rl_checks.room(
+            self.sequence_length, self.max_length, max_completion_length
         )
-        reward_weights = rollout_checks.weights(reward_weights, names)
-        advantages = rollout_checks.advantages(
-            advantages, loss, num_generations
+        scoring = rl_checks.scoring(
+            rewards,
+            reward_weights,
+            advantages,
+            loss,
+            num_generations,
+            max_resamples=max_resamples,
+            timeout=reward_timeout,
+            on_error=on_reward_error,
         )
+        self.rollout = rl_checks.engine(rollout)
+        self.sampling, self.scoring = sampling, scoring
+        self.temperature, self.reference = sampling.temperature, None
         super().compile(
             optimizer,
-            self.whole_loss(loss),
+            self.combined_loss(loss),
             micro_batch_size=micro_batch_size,
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,
         )
-        self.rewards, self.reward_names = tuple(rewards), tuple(names)
-        self.reward_weights = reward_weights
-        self.advantages = advantages
-        self.kl_in_reward = rollout_checks.takes_kl(advantages)
-        self.max_resamples = max_resamples
-        self.reward_timeout = reward_timeout
-        self.on_reward_error = on_reward_error
-        self.reference = None
 
-    def whole_loss(self, loss):
-        """What is minimised, where that is more than the policy's loss."""
+    def combined_loss(self, loss):
+        """The loss that is minimised, for a policy loss."""
         return loss
+
+    # The data
+
+    def prepare(self, dataset, name="dataset", **overrides):
+        """Rows with a completion, for `log_probs`."""
+        return prepare_sft(
+            dataset,
+            self.tokenizer,
+            **{**self.row_settings(name), **overrides},
+        )
+
+    def prepare_prompts(self, dataset, name="dataset"):
+        """Rows to prompts: `(prompts, report)`."""
+        most, why = rl_checks.room(
+            self.sequence_length,
+            self.max_length,
+            self.sampling.max_completion_length,
+        )
+        settings = self.row_settings(name)
+        del settings["sequence_length"]
+        prompts, report = prepare_prompts(
+            dataset,
+            self.tokenizer,
+            max_prompt_length=most,
+            limit=why,
+            **settings,
+        )
+        columns = list(prompts[0].columns)
+        check_rewards(self.scoring.rewards, columns, f"`{name}`")
+        return prompts, report
 
     # Training
 
@@ -172,7 +248,7 @@ class RolloutTask(RolloutRun):
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
             batch_size: int, prompts of one rollout.
             epochs: int.
-            shuffle: bool; the order is drawn anew for every epoch.
+            shuffle: bool; the order is sampled again for every epoch.
             seed: int, of the order, the samples and dropout.
             packing: `False`, `True` to put several completions, each with
                 its prompt, in a row of `sequence_length` tokens, or an int,
@@ -210,67 +286,139 @@ class RolloutTask(RolloutRun):
                 trained on, before anything is sampled.
         """
         self._assert_compile_called("fit")
-        if isinstance(callbacks, keras.callbacks.Callback):
-            callbacks = [callbacks]
-        callbacks = list(callbacks or [])
+        callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()
         verbose = verbose if processes.is_first() else 0
         checks.positive_int("epochs", epochs)
-        checks.may_train(self, packing or share_prefix, callbacks)
-        order = {"shuffle": shuffle, "seed": seed}
-        self._begin(dataset, batch_size, order, packing, share_prefix, verbose)
-        rollout_checks.staleness(max_staleness)
+        checks.may_train(self.policy, packing or share_prefix, callbacks)
+        rl_checks.staleness(max_staleness)
+        prompts, self.data_report = self.prepare_prompts(dataset)
+        callback_lib.show(self.data_report, verbose)
+        layout = self._layout(prompts, batch_size, packing, share_prefix)
+        note = self._padding(layout.num_sequences, packing or share_prefix)
+        callback_lib.show(note, verbose)
         held_out = None
         if validation_data is not None:
-            held_out, report = self.prepare_held_out(validation_data)
-            show(report, verbose)
-        rollout_checks.evaluation(
-            self, validation_generations, validation_temperature
+            held_out, report = self.prepare_prompts(
+                validation_data, "validation_data"
+            )
+            callback_lib.show(report, verbose)
+        rl_checks.evaluation(
+            self.temperature, validation_generations, validation_temperature
         )
-        self._skip_steps, self._epochs = frozenset(skip_steps), epochs
-        callbacks = self._callback_list(callbacks, epochs, verbose)
-        validation = {
-            "num_generations": validation_generations,
-            "temperature": validation_temperature,
-        }
-        logs, self._running = {}, True
+        validate = functools.partial(
+            self.evaluate,
+            held_out,
+            batch_size,
+            num_generations=validation_generations,
+            temperature=validation_temperature,
+            seed=seed,
+        )
+        optimizers.refresh_masters(self.optimizer, self.trainable_variables)
+        loss, corrected = self.objective, self.objective
+        if max_staleness:
+            corrected = rl_checks.corrected(loss, self.sampling.old_log_probs)
+        if corrected is not loss:
+            self._set_objective(corrected)
+        self._make_reference(callbacks, verbose)
+        order = PromptOrder(
+            prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+        )
+        self.run = RolloutRun(
+            self,
+            step=self._step,
+            saved=self.saved_variables(),
+            state=self.run_state,
+            engine=self.rollout,
+            order=order,
+            collector=functools.partial(
+                self.collector,
+                sampling=self.sampling,
+                scoring=self.scoring,
+                tokenizer=self.tokenizer,
+                layout=layout,
+                forward=ForwardPass(
+                    self._step, self.reference, self.temperature
+                ),
+                order=order,
+                seed=seed,
+            ),
+            validate=None if held_out is None else validate,
+            callbacks=callbacks,
+            epochs=epochs,
+            seed=seed,
+            skip_steps=skip_steps,
+            max_staleness=max_staleness,
+            verbose=verbose,
+            settings={"micro_batch_size": self.micro_batch_size},
+        )
         try:
-            with self._overlapping(max_staleness):
-                callbacks.on_train_begin()
-                self.rollout.sync_weights()
-                if max_staleness:
-                    self.ahead = Ahead(self, max_staleness)
-                for epoch in range(self._initial_epoch or 0, epochs):
-                    self.reset_metrics()
-                    callbacks.on_epoch_begin(epoch)
-                    while drawn := self._next_or_saved():
-                        batches = self.collect(drawn)
-                        for i, batch in enumerate(batches):
-                            callbacks.on_train_batch_begin(i)
-                            logs = self.update(batch)
-                            if i + 1 == len(batches):
-                                logs |= self.sync()
-                            self._record(logs)
-                            callbacks.on_train_batch_end(i, logs)
-                        if self.stop_training:
-                            break
-                    logs = self._epoch_logs()
-                    if held_out is not None:
-                        logs |= self._validate(held_out, callbacks, validation)
-                    callbacks.on_epoch_end(epoch, logs)
-                    if self.stop_training:
-                        break
-                    self.order.next_epoch()
-            callbacks.on_train_end(logs)
-        except BaseException:
-            self.rollout.stop()
-            raise
+            return self.run.fit()
         finally:
-            self._running = False
-            for callback in self.fit_callbacks:
-                if hasattr(callback, "close"):
-                    callback.close()
-        return self.history
+            if corrected is not loss:
+                self._set_objective(loss)
+
+    def _layout(self, prompts, batch_size, packing, share_prefix):
+        """The layout of the batch of one step."""
+        sampling = self.sampling
+        sequences = rl_checks.minibatches(
+            batch_size, sampling.num_generations, sampling.num_minibatches
+        )
+        longest = max(len(p.token_ids) for p in prompts)
+        packs = packing or share_prefix
+        return Layout(
+            num_sequences=sequences,
+            sequence_length=self.sequence_length,
+            token_budget=rl_checks.token_budget(
+                packs,
+                self.sequence_length,
+                longest + sampling.max_completion_length,
+            ),
+            share_prefix=share_prefix,
+            num_generations=sampling.num_generations,
+            row_multiple=padding.row_multiple(
+                self.micro_batch_size, *self.filled_rows(sequences, packs)
+            ),
+            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+        )
+
+    def filled_rows(self, batch_size, packing=False):
+        return None if packing else batch_size, 1
+
+    def _make_reference(self, callbacks, verbose):
+        compares = "ref_per_token_logps" in self.objective.needs
+        if not (compares or self.scoring.kl_in_reward) or self.reference:
+            return
+        self.reference = make_reference(
+            self._given_reference.value,
+            self.policy,
+            ModelWeights.of(self),
+            callback_lib.moves_reference(callbacks),
+        )
+        if verbose and self.reference.num_bytes:
+            size = self.reference.num_bytes / 2**20
+            print(f"reference: {size:,.1f} MiB", flush=True)
+
+    def frozen_models(self):
+        if self.reference is None:
+            return {}
+        return {"reference": self.reference}
+
+    def make_step(self, weights=None):
+        step = super().make_step(weights)
+        return dataclasses.replace(step, has_signal=has_advantage)
+
+    def fingerprint(self):
+        return (
+            super().fingerprint()
+            | self.scoring.fingerprint()
+            | self.sampling.fingerprint()
+        )
+
+    @property
+    def last_rollout(self):
+        """Dict of lists: the completions of the last rollout, or `None`."""
+        return self.run.last_rollout if self.run else None
 
     def evaluate(
         self,
@@ -308,24 +456,97 @@ class RolloutTask(RolloutRun):
         """
         self._assert_compile_called("evaluate")
         checks.positive_int("batch_size", batch_size)
-        temperature = rollout_checks.evaluation(
-            self, num_generations, temperature, answer
+        temperature = rl_checks.evaluation(
+            self.temperature, num_generations, temperature, answer
         )
         prompts = dataset
         if not _are_prepared(dataset):
             prompts, report = self.prepare_prompts(dataset)
-            show(report, verbose or bool(report.dropped or report.cut))
-        with self.sampling():
+            shown = verbose or bool(report.dropped or report.cut)
+            callback_lib.show(report, shown)
+        sampling = dataclasses.replace(
+            self.sampling,
+            num_generations=num_generations,
+            temperature=temperature,
+        )
+        running = self.run is not None and self.run.is_running
+        generate = self.run.generate if running else self.rollout.generate
+        sampler = Sampler(generate, sampling, self.scoring, self.tokenizer)
+        with ready_engine(self.rollout, self, running):
             return evaluate_prompts(
-                self,
+                sampler,
                 prompts,
                 batch_size=batch_size,
-                num_generations=num_generations,
-                temperature=temperature,
                 correct_reward=correct_reward,
                 answer=answer,
                 seed=seed,
+                step=self.step,
             )
+
+    # Planning
+
+    def example_batch(
+        self,
+        batch_size,
+        prompt_length=None,
+        packing=False,
+        share_prefix=False,
+    ):
+        sampling = self.sampling
+        completion = sampling.max_completion_length
+        if prompt_length is None:
+            prompt_length = self.sequence_length - completion
+        prompt = np.ones(prompt_length, "int32")
+        prompts = [
+            Prompt((1,) * prompt_length, None, {}, i)
+            for i in range(batch_size)
+        ]
+        layout = self._layout(prompts, batch_size, packing, share_prefix)
+        ids, ones = (
+            np.ones(completion, "int32"),
+            np.ones(completion, "float32"),
+        )
+        batches = layout.batches(
+            [
+                Sampled(i, prompt, ids, ones, i)
+                for i in range(batch_size)
+                for _ in range(sampling.num_generations)
+            ]
+        )
+        count = batch_size * sampling.num_generations
+        logps, batch = [0 * ones] * count, batches[0]
+        kl_in_reward = self.scoring.kl_in_reward
+        batch.put_tokens("rollout_per_token_logps", logps)
+        several = len(batches) * sampling.num_iterations > 1
+        if sampling.old_log_probs == "rollout" or several or kl_in_reward:
+            batch.put_tokens("old_per_token_logps", logps)
+        if "ref_per_token_logps" in self.objective.needs or kl_in_reward:
+            batch.put_tokens("ref_per_token_logps", logps)
+        self.example_advantages(batch, count, logps)
+        return batch.arrays
+
+    def example_advantages(self, batch, count, logps):
+        """Adds advantages to the batch of `example_batch`.
+
+        Args:
+            batch: `RolloutBatch`.
+            count: int, its sequences.
+            logps: list of float arrays, 0 for each token of a completion.
+        """
+        del logps
+        batch.put_sequences("advantages", np.ones(count, "float32"))
+
+
+def has_advantage(batch):
+    """Whether a token with loss has an advantage, a bool scalar.
+
+    Without one there is nothing to learn: neither momentum nor the KL term,
+    whose gradient may be rounding alone, may change a weight.
+    """
+    advantages = batch["advantages"]
+    if advantages.shape == batch["sequence_mask"].shape:
+        advantages = reductions.spread(advantages, batch["segment_ids"])
+    return jnp.any((batch["completion_mask"] != 0) & (advantages != 0))
 
 
 def _are_prepared(dataset):

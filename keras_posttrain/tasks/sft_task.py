@@ -46,14 +46,7 @@ class SFTTask(Task):
         return SFTLoss()
 
     def prepare(self, dataset, name="dataset", **overrides):
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "train_on": self.train_on,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-        }
+        settings = {**self.row_settings(name), "train_on": self.train_on}
         return prepare_sft(
             dataset, self.tokenizer, **{**settings, **overrides}
         )

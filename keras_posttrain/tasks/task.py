@@ -16,7 +16,6 @@ from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_fit, padding, run_state
@@ -356,6 +355,20 @@ class Task(keras.Model):
         finally:
             if streamed:
                 callback_lib.show(self.data_report, verbose)
+
+    def row_settings(self, name):
+        """Settings of the preparation of rows, a dict.
+
+        Args:
+            name: str, the argument that the rows were passed as.
+        """
+        return {
+            "sequence_length": self.sequence_length,
+            "truncation": self.truncation,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "name": name,
+        }
 
     def begin_run(self, datasets, batch_size, callbacks):
         """Makes what a run needs before its batches.
@@ -865,6 +878,8 @@ class Task(keras.Model):
         print(task.plan("v5e:4x4", batch_size=16, remat="full"))
         ```
         """
+        from keras_posttrain.planning import train_plan
+
         self._assert_compile_called("plan")
         settings = {
             "sequence_length": self.sequence_length
@@ -912,6 +927,8 @@ class Task(keras.Model):
         Raises:
             ValueError: as in `plan`.
         """
+        from keras_posttrain.planning import decode_plan
+
         self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
             self, topology, strategy, num_slots, num_tokens, exact

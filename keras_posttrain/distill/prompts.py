@@ -1,0 +1,165 @@
+"""Prompts of on-policy distillation, and what teachers read before them."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.rows.distillation_columns import teacher_index
+from keras_posttrain.data.rows.distillation_example import (
+    Taught,
+    behind_prompt,
+)
+from keras_posttrain.data.rows.prompts import Prompt
+from keras_posttrain.distill.teacher_cache import first_with_loss
+from keras_posttrain.rl.batches import RolloutBatch
+
+# The column of a prompt that the teacher reads in place of the student's.
+TEACHER_PROMPTS = {
+    "teacher_prompt": "prompt",
+    "teacher_prompt_ids": "prompt_ids",
+}
+
+
+@dataclasses.dataclass
+class StudentPrompts:
+    """The prompts of a run on the student's own samples.
+
+    Attributes:
+        prompts: list of `Prompt`s.
+        stored: dict by row of the examples that are used as given.
+        contexts: dict by row of `(teacher's prompt, teacher's index)`, each
+            `None` where it is the student's or there is one teacher.
+    """
+
+    prompts: list
+    stored: dict = dataclasses.field(default_factory=dict)
+    contexts: dict = dataclasses.field(default_factory=dict)
+
+    def example(self, prompt, trajectory):
+        """The example of a sample.
+
+        Args:
+            prompt: `Prompt`.
+            trajectory: `Trajectory` that follows it.
+        """
+        new = trajectory.token_ids
+        ids = np.concatenate([np.array(prompt.token_ids, np.int32), new])
+        mask = np.zeros(len(ids), np.float32)
+        mask[len(ids) - len(new) :] = trajectory.mask
+        before, index = self.contexts.get(prompt.row, (None, None))
+        theirs = source = None
+        if before is not None:
+            theirs, source = behind_prompt(before, new, len(ids))
+        return Taught(ids, mask, prompt.row, theirs, source, index)
+
+
+@dataclasses.dataclass
+class SampleLayout:
+    """The layout of the batch of one step of samples.
+
+    Args:
+        num_sequences: int, the most of them in a batch.
+        layout: `DistillationLayout`.
+    """
+
+    num_sequences: int
+    layout: DistillationLayout
+
+    def batches(self, examples, lookup=None):
+        """A list of `RolloutBatch`es of neighbours.
+
+        Args:
+            examples: list of `Example`s.
+            lookup: as in `DistillationLayout`.
+        """
+        layout = dataclasses.replace(self.layout, lookup=lookup)
+        out = []
+        for first in range(0, len(examples), self.num_sequences):
+            part = examples[first : first + self.num_sequences]
+            arrays, places = layout.arrange(part)
+            places = {first + i: place for i, place in enumerate(places)}
+            out.append(RolloutBatch(arrays, places))
+        return out
+
+
+def prompts_of_rows(examples, tokenizer, most, why, name):
+    """Prompts of rows with completions, some of which are used as given.
+
+    Args:
+        examples: list of `Example`s.
+        tokenizer: `Tokenizer` or `None`.
+        most: int, the most tokens of a prompt.
+        why: str, where that comes from.
+        name: str, the argument's name, for messages.
+
+    Returns:
+        A `StudentPrompts`.
+    """
+    found = StudentPrompts([], {x.row: x for x in examples})
+    for x in examples:
+        start = first_with_loss(x)
+        if start > most:
+            raise ValueError(
+                "A prompt must leave room for a completion. Received: "
+                f"row {x.row} of `{name}` with a prompt of {start} "
+                f"tokens; it may have {most} ({why})."
+            )
+        ids = tuple(x.token_ids[:start].tolist())
+        text = tokenizer.decode(ids) if tokenizer else list(ids)
+        found.prompts.append(Prompt(ids, text, {}, x.row))
+        if isinstance(x, Taught):
+            before = None
+            if x.teacher_ids is not None:
+                if x.teacher_source[start] < 0:
+                    raise ValueError(
+                        "To sample from a row, the teacher's prompt must "
+                        "end where its completion begins. Received: row "
+                        f"{x.row} of `{name}`, whose first token with "
+                        "loss reaches over that place. End both prompts "
+                        "with a space or a new line, or pass tokenised "
+                        "rows."
+                    )
+                before = x.teacher_ids[: x.teacher_source[start] + 1]
+            found.contexts[x.row] = before, x.teacher_index
+    return found
+
+
+def teacher_prompts(prompts):
+    """The rows of a column of teachers' prompts.
+
+    Args:
+        prompts: list of `Prompt`s.
+
+    Returns:
+        `(name of the column, rows)`, or `(None, None)` without one.
+    """
+    given = prompts[0].columns
+    column = next((c for c in TEACHER_PROMPTS if c in given), None)
+    if column is None:
+        return None, None
+    key = TEACHER_PROMPTS[column]
+    return column, [{key: p.columns[column]} for p in prompts]
+
+
+def contexts_of(prompts, teachers, column, names, name):
+    """The `contexts` of `StudentPrompts`.
+
+    Args:
+        prompts: list of `Prompt`s.
+        teachers: list of `Prompt`s that the teacher reads instead, or
+            `None`.
+        column: str or `None`, the column that names a row's teacher.
+        names: list of str, the teachers.
+        name: str, the argument's name, for messages.
+    """
+    found = {}
+    for i, p in enumerate(prompts):
+        before = index = None
+        if teachers is not None:
+            before = np.array(teachers[i].token_ids, np.int32)
+        if column is not None:
+            where = f"row {p.row} of `{name}`"
+            index = teacher_index(p.columns, column, names, where)
+        found[p.row] = before, index
+    return found

@@ -1,0 +1,359 @@
+"""The loop of reinforcement learning: sample, score, batch, step, sync.
+
+`RolloutRun.fit` is the loop; its verbs follow in the order in which the loop
+calls them, then what a checkpoint asks of a run.
+"""
+
+import contextlib
+import math
+import random
+import time
+
+import jax
+import keras
+import numpy as np
+
+from keras_posttrain.distribution import processes
+from keras_posttrain.rl.async_sampler import AsyncSampler
+from keras_posttrain.rl.collector import Round
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import run_state
+from keras_posttrain.training.step import counters
+
+
+class RolloutRun:
+    """One call of `fit` on prompts.
+
+    Args:
+        model: compiled `keras.Model` with a `compiled_train_step`, as
+            `compile_step` returns it, and a `fingerprint`.
+        step: `TrainStep`.
+        saved: `Saved`, the variables of the run.
+        state: `RunState`.
+        engine: `kpt.rollout.Rollout`.
+        order: `PromptOrder`, the data of the run.
+        collector: function of `generate`, a function of requests to
+            completions, to a `Collector`.
+        validate: function without arguments to a dict of floats, or `None`.
+        callbacks: list of `keras.callbacks.Callback`s.
+        epochs: int.
+        seed: int.
+        skip_steps: ints, steps that are left out.
+        max_staleness: int, as in `RolloutTask.fit`.
+        verbose: as in `fit`.
+        settings: dict, further settings that all processes must share.
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        step,
+        saved,
+        state,
+        engine,
+        order,
+        collector,
+        validate=None,
+        callbacks=(),
+        epochs=1,
+        seed=0,
+        skip_steps=(),
+        max_staleness=0,
+        verbose=0,
+        settings=None,
+    ):
+        self.model, self.state, self.engine = model, state, engine
+        self.order = self.data = order
+        self._step, self._saved, self._validate = step, saved, validate
+        self.collector = collector(self.generate)
+        self.epochs, self.skip_steps = epochs, frozenset(skip_steps)
+        self.max_staleness = max_staleness
+        self.settings = settings or {}
+        self.callbacks = callback_lib.ordered(callbacks, verbose)
+        order.epoch_size = self._epoch_size()
+        state.begin(seed)
+        # A rollout that is cut into steps is not saved in its middle, where
+        # the weights no longer are those that sampled it.
+        self.at_rest = True
+        self.is_running = False
+        self.async_sampler = self.last_rollout = None
+        self._means = Means()
+
+    def _epoch_size(self):
+        """Steps of an epoch; `None` where it depends on rewards."""
+        if self.collector.scoring.max_resamples:
+            return None
+        size = self.order.batch_size
+        whole, rest = divmod(len(self.order.prompts), size)
+        num_steps = self.collector.num_steps
+        return whole * num_steps(size) + num_steps(rest)
+
+    def fit(self):
+        """Trains, and returns a Keras `History`."""
+        model, logs = self.model, {}
+        model.stop_training = False
+        callbacks = keras.callbacks.CallbackList(
+            [self.engine, *self.callbacks],
+            add_history=True,
+            model=model,
+            epochs=self.epochs,
+            steps=self.order.epoch_size,
+            verbose=0,
+        )
+        with self._running():
+            callbacks.on_train_begin()
+            self._start_sampling()
+            for epoch in range(self.state.initial_epoch or 0, self.epochs):
+                self._reset_means()
+                callbacks.on_epoch_begin(epoch)
+                while round := self.next_round():
+                    batches = self.collect(round)
+                    for i, batch in enumerate(batches):
+                        callbacks.on_train_batch_begin(i)
+                        logs = self.update(batch)
+                        if i + 1 == len(batches):
+                            logs |= self.sync()
+                        self.record(logs)
+                        callbacks.on_train_batch_end(i, logs)
+                    if model.stop_training:
+                        break
+                logs = self.epoch_logs() | self.validate(callbacks)
+                callbacks.on_epoch_end(epoch, logs)
+                if model.stop_training:
+                    break
+                self.order.next_epoch()
+            self._stop_sampling()
+            callbacks.on_train_end(logs)
+        return model.history
+
+    @contextlib.contextmanager
+    def _running(self):
+        """Ends the engine, the threads and the callbacks in any case."""
+        engine, self.is_running = self.engine, True
+        engine.overlaps = self.max_staleness > 0
+        try:
+            yield
+        except BaseException:
+            self._stop_sampling()
+            engine.stop()
+            raise
+        finally:
+            self.is_running = False
+            callback_lib.close(self.callbacks)
+
+    def _start_sampling(self):
+        self.engine.sync_weights()
+        if self.max_staleness:
+            self.async_sampler = AsyncSampler(
+                self.engine,
+                self.max_staleness,
+                sample=self.sample,
+                score=self.score,
+                num_steps=lambda x: self.collector.num_steps(len(x.prompts)),
+                step=self.state.step,
+                resamples=bool(self.collector.scoring.max_resamples),
+            )
+
+    def _stop_sampling(self):
+        if self.async_sampler is not None:
+            self.async_sampler.close()
+        self.async_sampler, self.engine.overlaps = None, False
+
+    # The verbs of the loop
+
+    def next_round(self):
+        """The next rollout, scored: a `Round`; `None` at an epoch's end.
+
+        One that fails costs no step before it.
+        """
+        states = random.getstate(), np.random.get_state()
+        try:
+            if self.async_sampler is not None:
+                round = self.async_sampler.next()
+            else:
+                round = self.score(self.sample(self.state.step))
+        except Exception:
+            # The random numbers that its rewards took are taken again.
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            for callback in self.callbacks:
+                if hasattr(callback, "save_before_error"):
+                    callback.save_before_error()
+            raise
+        self.state.step = round.step
+        self.order.use(round.taken)
+        return round if round.prompts else None
+
+    def sample(self, step):
+        """Samples from the next prompts.
+
+        Args:
+            step: int, steps of the run before.
+
+        Returns:
+            A `Round`, without prompts at the end of the epoch.
+        """
+        while prompts := self.order.take(self.order.batch_size):
+            after = step + self.collector.num_steps(len(prompts))
+            if self.skip_steps.isdisjoint(range(step + 1, after + 1)):
+                return self.collector.sample(prompts, step)
+            step = after
+        return Round(step, taken=self.order.taken)
+
+    def generate(self, requests):
+        """The engine's completions of requests, a list of lists."""
+        engine = self.async_sampler or self.engine
+        return engine.generate(requests)
+
+    def score(self, round):
+        """Scores what was sampled."""
+        return self.collector.score(round) if round.prompts else round
+
+    def collect(self, round):
+        """Builds the batches of a rollout, one for each optimizer step."""
+        collection = self.collector.build(round)
+        self.at_rest = False
+        self.last_rollout = collection.table
+        self._rollout_metrics = collection.metrics
+        iterations = self.collector.sampling.num_iterations
+        return collection.batches * iterations
+
+    def update(self, batch):
+        """Makes one optimizer step; its metrics, a dict of floats."""
+        start, state = time.perf_counter(), self.state
+        groups = self._saved.variables()
+        changing = {k: [v.value for v in group] for k, group in groups.items()}
+        changing |= counters(state.step + 1, state.seed)
+        frozen = [v.value for v in self._saved.weights.frozen]
+        logs, new = self.model.compiled_train_step(
+            changing, self._step.held(frozen), processes.put_rows(batch)
+        )
+        for name, variables in groups.items():
+            for variable, value in zip(variables, new[name]):
+                variable.assign(value)
+        # One transfer, which waits for the step.
+        logs = {k: float(v) for k, v in jax.device_get(logs).items()}
+        state.step += 1
+        logs |= self._rollout_metrics
+        # Seconds are reported once, with the rollout's first step.
+        self._rollout_metrics = {
+            k: v
+            for k, v in self._rollout_metrics.items()
+            if not k.startswith("time/")
+        }
+        return logs | {"time/train": time.perf_counter() - start}
+
+    def sync(self):
+        """Gives the engine the new weights: the rollout is done with."""
+        start = time.perf_counter()
+        if self.async_sampler is None:
+            self.engine.sync_weights()
+        else:
+            self.async_sampler.sync()
+        self.at_rest = True
+        seconds = time.perf_counter() - start
+        return {"time/sync": seconds, **self.engine.metrics()}
+
+    def record(self, logs):
+        """Keeps a step's metrics, for callbacks and for the epoch's means."""
+        self.state.logs = logs
+        own = {t.name for t in self._saved.trackers}
+        self._means.add({k: v for k, v in logs.items() if k not in own})
+
+    def epoch_logs(self):
+        """The means of an epoch, a dict of floats."""
+        trackers = self._saved.trackers
+        own = {t.name: t.result() for t in trackers if float(t.count)}
+        return own | self._means.results()
+
+    def validate(self, callbacks):
+        """Evaluates the held-out rows, where there are any."""
+        if self._validate is None:
+            return {}
+        callbacks.on_test_begin()
+        logs = self._validate()
+        callbacks.on_test_end(logs)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _reset_means(self):
+        if not self.state.keep_metrics:
+            self._means = Means()
+        self.model.reset_metrics()
+
+    # What a checkpoint asks
+
+    def at_epoch_end(self):
+        """Whether the step just done was the last of its epoch."""
+        return self.order.left == 0
+
+    def training_state(self):
+        """What a checkpoint holds: `(arrays, meta)`, meta fit for JSON."""
+        state = self.state
+        kind, keys, place, has_gauss, gauss = np.random.get_state()
+        meta = {
+            "step": state.step,
+            "seed": state.seed,
+            "data": {
+                "step": state.step - state.first_step,
+                **self.order.state(),
+            },
+            "run": self._fingerprint(),
+            "random": random.getstate(),
+            "np_random": [kind, keys.tolist(), place, has_gauss, gauss],
+            "means": self._means.sums,
+        }
+        return self._saved.arrays(), meta
+
+    def check(self, meta, directory):
+        """Raises a `ValueError` for the checkpoint of another run."""
+        run_state.check(meta, self._fingerprint(), self.state.seed, directory)
+
+    def restore(self, arrays, meta):
+        """Continues where `training_state` was taken."""
+        self.order.set_state(meta["data"])
+        self._saved.assign(arrays)
+        self.state.restore(meta, self.epochs)
+        version, keys, gauss = meta["random"]
+        random.setstate((version, tuple(keys), gauss))
+        np.random.set_state(meta["np_random"])
+        self._means = Means(meta["means"])
+
+    def agreement(self):
+        """Settings that all processes of the run must share."""
+        return {
+            **self._fingerprint(),
+            **{f"data {k}": v for k, v in self.order.fingerprint.items()},
+            "seed": self.state.seed,
+            "epochs": self.epochs,
+            "skip_steps": sorted(self.skip_steps),
+            "step": self.state.step,
+            "callbacks": callback_lib.names(self.callbacks),
+            **self.settings,
+        }
+
+    def _fingerprint(self):
+        # First: the loss of overlapping runs differs too.
+        return {"max_staleness": self.max_staleness} | self.model.fingerprint()
+
+
+class Means:
+    """Running means of an epoch, on the host.
+
+    Args:
+        sums: dict by name of `[sum, count]`.
+    """
+
+    def __init__(self, sums=()):
+        self.sums = dict(sums)
+
+    def add(self, values):
+        """Adds a dict of numbers; one that is not finite has no weight."""
+        for name, value in values.items():
+            if math.isfinite(value):
+                total, count = self.sums.get(name, (0.0, 0))
+                self.sums[name] = [total + value, count + 1]
+
+    def results(self):
+        """The means, a dict of floats."""
+        return {name: total / n for name, (total, n) in self.sums.items()}

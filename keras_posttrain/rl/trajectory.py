@@ -1,0 +1,88 @@
+"""What is sampled for a prompt, and how it scored."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trajectory:
+    """The tokens that follow a prompt.
+
+    A completion is a trajectory of one turn. Tokens that the policy did not
+    sample, such as a tool's output, have mask 0.
+
+    Attributes:
+        token_ids: int32 array of shape `(tokens,)`.
+        mask: float32 array of shape `(tokens,)`, the weight of each token in
+            the loss.
+        per_token_logps: float32 array of shape `(tokens,)`, the engine's
+            log-probabilities, or `None` where it reports none.
+        token_versions: int array of shape `(tokens,)`, the version of the
+            weights that sampled each token.
+        finish_reason: str, see `kpt.rollout.Completion`.
+    """
+
+    token_ids: np.ndarray
+    mask: np.ndarray
+    per_token_logps: np.ndarray | None
+    token_versions: np.ndarray
+    finish_reason: str
+
+    def __len__(self):
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass
+class Group:
+    """The trajectories of one prompt.
+
+    Attributes:
+        prompt: `Prompt`.
+        trajectories: list of `Trajectory`s.
+        texts: list of what rewards were given: strings or messages, or ids
+            where there is no tokenizer.
+        rewards: float array of shape `(trajectories, functions)`, NaN where
+            a function gave no reward.
+    """
+
+    prompt: object
+    trajectories: list
+    texts: list
+    rewards: np.ndarray
+
+
+def from_completion(completion, mask_truncated=False):
+    """The trajectory of one `kpt.rollout.Completion`.
+
+    Args:
+        completion: `kpt.rollout.Completion`.
+        mask_truncated: bool, whether one that was cut by length carries no
+            loss.
+    """
+    ids = np.array(completion.token_ids, np.int32)
+    masked = mask_truncated and completion.finish_reason == "length"
+    return Trajectory(
+        token_ids=ids,
+        mask=np.full(len(ids), 0.0 if masked else 1.0, np.float32),
+        per_token_logps=completion.per_token_logps,
+        token_versions=completion.token_versions,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def length_metrics(groups):
+    """Lengths of trajectories in tokens, under TRL's names."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    lengths = np.array([len(t) for t in trajectories])
+    ended = np.array([t.finish_reason != "length" for t in trajectories])
+    metrics = {"completions/clipped_ratio": float(1 - ended.mean())}
+    for name, values in (
+        ("length", lengths),
+        ("terminated_length", lengths[ended]),
+    ):
+        for kind in ("mean", "min", "max"):
+            # 0 where nothing has ended, as in TRL.
+            value = getattr(values, kind)() if len(values) else 0.0
+            metrics[f"completions/{kind}_{name}"] = float(value)
+    return metrics
