@@ -45,7 +45,9 @@ def make_plan(
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
     with planned(task, distribution, **settings) as every:
-        batch = every.task.example_batch(batch_size, prompt_length, **layout)
+        batch = every.task.example_batch(
+            batch_size, prompt_length=prompt_length, **layout
+        )
         trips = head_trips(every, batch)
         chosen = depths.to_compile(every, exact)
         count, of_companions = depths.of_companions(every, chosen)

@@ -264,7 +264,7 @@ class TrainStep:
         )
 
         def logps(rows):
-            return reference.completion_logps(
+            return reference.logps(
                 values, state["trainable"], state["frozen"], rows
             )
 
