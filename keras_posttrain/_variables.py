@@ -1,34 +1,56 @@
 """Variables that have a shape, a dtype and a layout before a value."""
 
 import contextlib
+import threading
 
 import keras
+
+# Keras's own method, which calls a variable's initializer. It is replaced
+# while a thread defers initialization; each thread has its own list.
+_initialize = keras.Variable._initialize_with_initializer
+_deferring, _lock = threading.local(), threading.Lock()
+_num_scopes = 0
 
 
 @contextlib.contextmanager
 def without_values():
-    """Variables made inside are not initialized.
+    """Defers the initialization of variables that this thread makes inside.
 
-    Keras has that for a stateless scope alone, which makes no optimizer,
-    knows no layouts and initializes such a variable at the next chance. So
-    the method is replaced here that calls a variable's initializer; a test
-    pins it.
+    Keras defers it in a stateless scope only, which makes no optimizer,
+    knows no layouts and initializes such a variable at the next chance.
+    Therefore a method of Keras is replaced here; a test pins it.
 
     Yields:
-        A list, to which each variable is added that is made inside. It must
-        be given a value before it is used.
+        A list, to which each variable made inside is appended. Each must be
+        given a value before it is used.
     """
-    plain, made = keras.Variable._initialize_with_initializer, []
-
-    def defer(variable, initializer):
-        variable._initialize_layout()
-        # While a model is built, its layers are traced with what the
-        # initializers would give.
-        variable._value, variable._initializer = None, initializer
-        made.append(variable)
-
-    keras.Variable._initialize_with_initializer = defer
+    outer, made = getattr(_deferring, "made", None), []
+    _count(+1)
+    _deferring.made = made
     try:
         yield made
     finally:
-        keras.Variable._initialize_with_initializer = plain
+        _deferring.made = outer
+        _count(-1)
+
+
+def _count(change):
+    """Counts open scopes; the last to close restores Keras's method."""
+    global _num_scopes
+    with _lock:
+        _num_scopes += change
+        method = _defer if _num_scopes else _initialize
+        keras.Variable._initialize_with_initializer = method
+
+
+def _defer(variable, initializer):
+    made = getattr(_deferring, "made", None)
+    if made is None:
+        # Another thread defers, this one does not.
+        _initialize(variable, initializer)
+        return
+    variable._initialize_layout()
+    # While a model is built, its layers are traced with what the
+    # initializers would return.
+    variable._value, variable._initializer = None, initializer
+    made.append(variable)

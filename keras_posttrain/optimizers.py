@@ -208,10 +208,25 @@ def get(optimizer, *, learning_rate):
 
 
 def renewed(optimizer):
-    """An optimizer of the same settings that was built for nothing yet."""
+    """Makes an optimizer of the same settings that is not built yet.
+
+    It is for a plan: a learning rate that is a number becomes 1. While Keras
+    trains, that of the optimizer cannot be read.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`.
+
+    Returns:
+        A `keras.optimizers.Optimizer`.
+    """
     if isinstance(optimizer, OptaxOptimizer):
         return OptaxOptimizer(optimizer.transform, name=optimizer.name)
-    return type(optimizer).from_config(optimizer.get_config())
+    scalars = [
+        (v, jnp.ones((), v.dtype)) for v in optimizer.variables if not v.shape
+    ]
+    with keras.StatelessScope(state_mapping=scalars):
+        config = optimizer.get_config()
+    return type(optimizer).from_config(config)
 
 
 def check(optimizer):

@@ -55,14 +55,24 @@ class Policy:
             the rest, except for sums over devices that share a layer, which
             are stored too.
         chunk_size: int or `None`, tokens per chunk of the head.
+        num_layers: int or `None`, run only the first decoder layers, as a
+            plan does; `None` for all.
     """
 
-    def __init__(self, causal_lm, adapter=None, remat="none", chunk_size=None):
+    def __init__(
+        self,
+        causal_lm,
+        adapter=None,
+        remat="none",
+        chunk_size=None,
+        num_layers=None,
+    ):
         self.causal_lm = causal_lm
         self.backbone = causal_lm.backbone
         self.adapter = adapter
         self.remat = remat
         self.chunk_size = chunk_size
+        self.num_layers = num_layers
         # Subclasses (with vision towers or experts) override parts of these
         # layers: only these exact classes are supported.
         self.packable = type(self.backbone) in PACKABLE and not getattr(
@@ -83,6 +93,11 @@ class Policy:
                 f"{sorted(wanted)} in addition to text, which is not "
                 "supported. Use a text-only preset."
             )
+
+    @property
+    def layers(self):
+        """List of the decoder layers that run."""
+        return self.backbone.transformer_layers[: self.num_layers]
 
     @property
     def kernel(self):
@@ -161,7 +176,7 @@ class Policy:
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         with scope:
-            for layer in self.backbone.transformer_layers:
+            for layer in self.layers:
                 x = run(layer, x)
         return self.backbone.layer_norm(x)
 
@@ -249,8 +264,13 @@ class Policy:
         padding_mask = (batch["segment_ids"] > 0).astype("int32")
         embedding = self.backbone.token_embedding
         x = embedding(batch["token_ids"])
+<<<<<<< HEAD
         x = sharding.shard_embedded(x, embedding.embeddings)
         for layer in self.backbone.transformer_layers:
+=======
+        x = sharding.looked_up(x, embedding.embeddings)
+        for layer in self.layers:
+>>>>>>> wt-planning
             x = self._layer(
                 layer, x, decoder_padding_mask=padding_mask, training=False
             )

@@ -5,16 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.distribution import topology
+from keras_posttrain.distribution.plan import measure
 from keras_posttrain.models.attention import KeyValues
-from keras_posttrain.planning import lowering as core
-from keras_posttrain.planning import train_plan
+from keras_posttrain.planning import depths, formulas
+from keras_posttrain.planning.lowering import num_bytes, planned, shapes_of
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.training import checks
 
 
 def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
-    """A `Plan` of a call of the engine's program; see `Task.plan_decode`."""
-    task._assert_compile_called("plan_decode")
+    """Plans a call of the engine's program; see `Task.plan_decode`.
+
+    Returns:
+        A `Plan`.
+    """
     checks.positive_int("num_slots", num_slots)
     checks.positive_int("num_tokens", num_tokens)
     if not task.policy.packable:
@@ -25,55 +29,48 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
         )
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
-    with core.planned(task, distribution):
-        layers = len(task.causal_lm.backbone.transformer_layers)
-        _, weights, cache, _ = _arguments(task, num_slots, num_tokens)
-        optimizer = [core.shape_of(v) for v in task.optimizer.variables]
-        variables = train_plan.weights_of(task)
-        fields = {
-            "parameters": sum(int(np.prod(v.shape)) for v in variables),
-            "trainable_parameters": sum(
-                int(np.prod(v.shape)) for v in task.trainable_variables
-            ),
-            "arguments": {
-                "weights": train_plan.num_bytes(weights),
-                "optimizer": train_plan.num_bytes(optimizer),
-                "cache": train_plan.num_bytes(cache),
-            },
-        }
-        flops = train_plan.forward_flops(task) * num_slots * decoding.STEPS
+    with planned(task, distribution) as every:
+        _, weights, cache, _ = _arguments(every, num_slots, num_tokens)
+        optimizer = shapes_of(every.step.optimizer.variables)
+        tokens = num_slots * decoding.STEPS
 
-    def compiled(depth):
-        with core.planned(task, distribution, layers=depth):
-            decoder, *given = _arguments(task, num_slots, num_tokens)
+        def compiled(layers):
+            shallow = every.with_layers(layers)
+            decoder, *given = _arguments(shallow, num_slots, num_tokens)
             limits = np.array([0, decoding.STEPS], "int32")
             adapted = task.adapter is not None
-            lowered = decoder._decode.lower(adapted, *given, limits)
-            program = topology.compiled(lowered)
-            return train_plan.measure(
-                program, len(hardware.devices), decoding.STEPS
+            program = decoder._decode.lower(adapted, *given, limits)
+            return measure(
+                topology.compiled(program),
+                len(hardware.devices),
+                decoding.STEPS,
             )
 
-    return train_plan.assemble(
-        f"{decoding.STEPS} steps of sampling, {type(task).__name__}",
-        hardware,
-        distribution,
-        layers,
-        train_plan.depths(task, layers, exact),
-        compiled,
-        settings={"num_slots": num_slots, "num_tokens": num_tokens},
-        known_temporaries={},
-        tokens=num_slots * decoding.STEPS,
-        model_flops=flops,
-        ideal={},
-        **fields,
-    )
+        return depths.assemble(
+            f"{decoding.STEPS} steps of sampling, {type(task).__name__}",
+            hardware,
+            distribution,
+            len(every.policy.layers),
+            depths.to_compile(every, exact),
+            compiled,
+            **every.num_parameters(),
+            settings={"num_slots": num_slots, "num_tokens": num_tokens},
+            arguments={
+                "weights": num_bytes(weights),
+                "optimizer": num_bytes(optimizer),
+                "cache": num_bytes(cache),
+            },
+            known_temporaries={},
+            tokens=tokens,
+            model_flops=formulas.forward_flops(every) * tokens,
+            ideal={},
+        )
 
 
-def _arguments(task, num_slots, num_tokens):
+def _arguments(planned, num_slots, num_tokens):
     """`(decoder, weights, cache, state)`, what is given to its program."""
-    trainable = [core.shape_of(v) for v in task.trainable_variables]
-    frozen = [core.shape_of(v) for v in task.non_trainable_variables]
+    task, weights = planned.task, planned.step.weights
+    trainable, frozen = shapes_of(weights.trainable), shapes_of(weights.frozen)
     token = jax.ShapeDtypeStruct((1, 1), "int32")
 
     def prefill(trainable, frozen, batch):
@@ -99,10 +96,10 @@ def _arguments(task, num_slots, num_tokens):
             f"axis. Received: num_slots={num_slots} on {place.shards}"
         )
 
-    def lies(x, *axes):
+    def placed(x, *axes):
         spec = jax.sharding.PartitionSpec(*axes)
-        where = jax.sharding.NamedSharding(place.mesh, spec)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        layout = jax.sharding.NamedSharding(place.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
     cache = [
         jax.eval_shape(
@@ -112,7 +109,7 @@ def _arguments(task, num_slots, num_tokens):
         )
         for heads, dim in shapes
     ]
-    cache = jax.tree.map(lambda x: lies(x, place.data, place.heads), cache)
+    cache = jax.tree.map(lambda x: placed(x, place.data, place.heads), cache)
     state = {
         "token": jnp.int32,
         "length": jnp.int32,
@@ -126,5 +123,5 @@ def _arguments(task, num_slots, num_tokens):
     }
     state["keys"] = jax.ShapeDtypeStruct((num_slots, 2), "uint32")
     state["stop"] = jax.ShapeDtypeStruct((num_slots, 1), "int32")
-    state = {name: lies(x, place.data) for name, x in state.items()}
+    state = {name: placed(x, place.data) for name, x in state.items()}
     return decoder, (trainable, frozen), cache, state

@@ -1,4 +1,4 @@
-"""A task's own step, compiled for hardware that is not there.
+"""A task rebuilt from shapes on a planned mesh, and its step lowered.
 
 ```python
 with kpt.distribution.shapes_only():
@@ -8,8 +8,9 @@ with kpt.distribution.shapes_only():
 task.compile(keras.optimizers.AdamW(1e-5))
 hardware = topology.get("v5e:4x4")
 distribution = kpt.distribution.fsdp(devices=hardware.devices)
-with planned(task, distribution, layers=2, remat="full"):
-    lowered = lower_step(task, dummy_batch(task, 16))
+with planned(task, distribution, remat="full") as whole:
+    batch = whole.task.example_batch(16)
+    lowered = whole.with_layers(2).lower(batch)
     compiled = topology.compiled(lowered)
 counts = hlo.count(compiled.as_text(), num_devices=16)
 counts.collectives, counts.flops, compiled.memory_analysis()
@@ -17,236 +18,329 @@ counts.collectives, counts.flops, compiled.memory_analysis()
 """
 
 import contextlib
+import copy
+import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
-from keras_posttrain.models import presets, sharding
-from keras_posttrain.models.hf import loading
+from keras_posttrain.models import sharding
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.tasks.distill_task import DistillTask
-from keras_posttrain.training.frozen import Reference
+from keras_posttrain.training.frozen import FrozenPolicy, frozen_shapes
+from keras_posttrain.training.step import compile_step
+from keras_posttrain.training.weights import ModelWeights
 
 
 @contextlib.contextmanager
-def planned(task, distribution, *, layers=None, others=None, **settings):
-    """A scope in which a task is as `compile` would have it elsewhere.
+def planned(task, distribution, *, remat=None, **settings):
+    """Rebuilds a task from shapes, as `compile` would make it elsewhere.
 
-    Its variables lie as `distribution` has them, its optimizer is a new one
-    that holds shapes only, and afterwards all is as it was.
+    Nothing of the task is written, and Keras's distribution is set in this
+    thread only: the task may train or sample in another one meanwhile.
 
     Args:
         task: compiled `Task`.
         distribution: `keras.distribution.Distribution`, also of devices that
             are not there.
-        layers: int or `None`, only so many of its decoder layers.
-        others: int or `None`, as `layers`, of a reference or a teacher that
-            is another model.
+        remat: `"none"` or `"full"`, or `None` for the task's own.
         **settings: attributes of the task to replace: `micro_batch_size`,
-            `sequence_length`, `remat`.
+            `sequence_length`.
+
+    Yields:
+        A `PlannedTask` with all layers.
     """
-    with contextlib.ExitStack() as stack:
-        before = keras.distribution.distribution()
-        stack.callback(keras.distribution.set_distribution, before)
-        keras.distribution.set_distribution(distribution)
-        if "remat" in settings:
-            put(stack, task.policy, remat=settings["remat"])
-        put(stack, task, **settings)
-        if layers is not None:
-            put(stack, task, left_out=_leave_out(stack, task.policy, layers))
-        _lay_out(stack, task)
-        # Made without a distribution: its few values cannot lie on devices
-        # that are not there.
-        keras.distribution.set_distribution(None)
-        with shapes_only():
-            optimizer = optimizers.renewed(task.optimizer)
-            masters = optimizers.build(optimizer, task.trainable_variables)
-        put(stack, task, optimizer=optimizer, _masters=masters)
-        _refer(stack, task, others)
-        keras.distribution.set_distribution(distribution)
-        yield
+    distribution, factors = _placing(distribution)
+    with _distribution(None):
+        # Values that a model is made with cannot be placed on devices that
+        # are not there.
+        companions = {
+            role: tuple(_companion(task, role, model) for model in models)
+            for role, models in task.companion_models().items()
+        }
+    with _distribution(distribution):
+        adapter = task.policy.adapter
+        if adapter is not None:
+            for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
+                layouts = sharding.factor_layouts(pair)
+                factors.update(zip((id(a), id(b)), layouts))
+        settings["remat"] = task.policy.remat if remat is None else remat
+        yield PlannedTask.build(task, companions, settings)
 
 
-def _refer(stack, task, layers):
-    """Gives a task the models that its step compares with."""
-    if getattr(task, "compares", False):
-        reference = ShapesOfReference(task, task._given_reference())
-        put(stack, task, reference=reference, cached=None)
-    elif isinstance(task, DistillTask):
-        models = task.given.models()
-        found = tuple(ShapesOfReference(task, model) for model in models)
-        put(stack, task, teachers=found)
-    for reference in references(task):
-        if reference.kind == "model" and layers is not None:
-            rest = _leave_out(stack, reference.policy, layers)
-            put(stack, task, left_out=task.left_out | rest)
-        reference.variables = [
-            v for v in reference.variables if id(v) not in task.left_out
-        ]
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedTask:
+    """A task whose weights and optimizer are shapes on a planned mesh.
+
+    Args:
+        task: a twin of the user's `Task`. It shares all attributes but those
+            that the plan replaces, so that a subclass plans its own step.
+        step: the twin's `TrainStep`.
+        source: the user's `Task`.
+        known: dict by role of tuples of `FrozenPolicy`s with all layers.
+        settings: dict, the attributes that the plan replaces.
+    """
+
+    task: object
+    step: object
+    source: object
+    known: dict
+    settings: dict
+
+    @classmethod
+    def build(cls, source, known, settings, layers=None, others=None):
+        """Builds the twin; the arguments are those of the class and of
+        `with_layers`."""
+        own, replaced = source.policy, dict(settings)
+        remat = replaced.pop("remat")
+        policy = Policy(
+            own.causal_lm, own.adapter, remat, own.chunk_size, layers
+        )
+        left_out = _left_out(policy)
+        twin = object.__new__(_without(type(source), left_out))
+        # Past Keras's `__setattr__`, whose tracker the twin shares.
+        vars(twin).update(vars(source), policy=policy, **replaced)
+        optimizer, masters = _optimizer(source, twin.trainable_variables)
+        vars(twin).update(optimizer=optimizer, _masters=masters)
+        twin.set_companions(
+            {
+                role: tuple(
+                    _shallow(model, twin, left_out, others) for model in models
+                )
+                for role, models in known.items()
+            }
+        )
+        step = twin.make_step()
+        vars(twin).update(_step=step)
+        return cls(twin, step, source, known, settings)
+
+    def with_layers(self, layers=None, others=None):
+        """Builds the task with fewer decoder layers.
+
+        Args:
+            layers: int or `None` for all.
+            others: int or `None`, as `layers`, of companions that are
+                another model.
+
+        Returns:
+            A `PlannedTask`.
+        """
+        return self.build(
+            self.source, self.known, self.settings, layers, others
+        )
+
+    @property
+    def policy(self):
+        """`Policy` that is trained."""
+        return self.task.policy
+
+    @property
+    def companions(self):
+        """List of the `FrozenPolicy`s that run in the step."""
+        found = self.step.companions.values()
+        return [model for models in found for model in models]
+
+    def weights_of(self, companion=None):
+        """Lists the weights that a model is passed with: floating point.
+
+        Args:
+            companion: one of `companions`, or `None` for the policy. Those
+                that are the policy at another time have its weights.
+        """
+        weights = self.step.weights
+        variables = weights.trainable + weights.frozen
+        if companion is not None and companion.kind == "model":
+            variables = companion.variables
+        return [v for v in variables if jnp.issubdtype(v.dtype, jnp.floating)]
+
+    def num_parameters(self):
+        """Counts numbers, as the two fields of a `Plan`."""
+        every, trained = self.weights_of(), self.step.weights.trainable
+        return {
+            "parameters": sum(math.prod(v.shape) for v in every),
+            "trainable_parameters": sum(math.prod(v.shape) for v in trained),
+        }
+
+    def shapes(self, batch):
+        """Builds the arguments of the step.
+
+        Args:
+            batch: dict of numpy arrays, a batch of the task.
+
+        Returns:
+            `(changing, held, batch)`, as in `compile_step`, of
+            `jax.ShapeDtypeStruct`s.
+        """
+        distribution, step = keras.distribution.distribution(), self.step
+        changing = {
+            "trainable": shapes_of(step.weights.trainable),
+            "optimizer": shapes_of(step.optimizer.variables),
+            "metrics": shapes_of(
+                [v for t in step.train_trackers for v in t.variables]
+            ),
+        }
+        held = {"frozen": shapes_of(step.weights.frozen)}
+        for role, models in step.companions.items():
+            held[role] = [shapes_of(model.variables) for model in models]
+
+        def row(x):
+            layout = distribution.get_data_layout(x.shape).backend_layout
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+        return changing, held, jax.tree.map(row, batch)
+
+    def lower(self, batch):
+        """Lowers the training step.
+
+        Args:
+            batch: as in `shapes`.
+
+        Returns:
+            A `jax.stages.Lowered`.
+        """
+        changing, held, batch = self.shapes(batch)
+        out = jax.tree.map(lambda x: x.sharding, changing)
+        counters = {"step": np.int32(1), "seed": np.int32(0)}
+        program = compile_step(self.task.train_step, out)
+        return program.lower({**changing, **counters}, held, batch)
 
 
-def put(stack, thing, **values):
-    """Sets attributes until the stack is left, past any `__setattr__`."""
-    own = vars(thing)
-    for name, value in values.items():
-        if name in own:
-            stack.callback(own.__setitem__, name, own[name])
-        else:
-            stack.callback(own.pop, name)
-        own[name] = value
+def shapes_of(variables):
+    """Lists the shapes, dtypes and layouts of variables on the mesh."""
+    return [
+        jax.ShapeDtypeStruct(
+            variable.shape,
+            variable.dtype,
+            sharding=sharding.layout_of(variable).backend_layout,
+        )
+        for variable in variables
+    ]
 
 
-def _leave_out(stack, policy, layers):
-    """Takes layers from a model; the ids of their variables."""
-    backbone = policy.backbone
-    every = list(backbone.transformer_layers)
-    rest = []
-    for layer in every[layers:]:
-        rest += layer.variables + policy.adapter_variables(layer)
-    put(stack, backbone, transformer_layers=every[:layers])
-    return frozenset(map(id, rest))
+def num_bytes(shapes, itemsize=None):
+    """Sums the bytes of arrays on the device that has most of them.
 
+    Args:
+        shapes: pytree of `jax.ShapeDtypeStruct`s with a layout.
+        itemsize: int, bytes of a number, or `None` for that of each dtype.
 
-def _lay_out(stack, task):
-    distribution = keras.distribution.distribution()
-    layouts = {}
-    own = [] if task.adapter is None else task.adapter.a + task.adapter.b
-    inside = {id(v) for v in own}
-    known = [v for v in task.variables if id(v) not in inside]
-    for variable in known + own:
-        put(stack, variable, _layout=None)
-    for variable in known:
-        layouts[id(variable)] = distribution.get_variable_layout(variable)
-    for variable in known:
-        vars(variable)["_layout"] = layouts[id(variable)]
-    if task.adapter is not None:
-        for i, pair in enumerate(task.adapter.pairs):
-            a, b = sharding.factor_layouts(pair)
-            vars(task.adapter.a[i])["_layout"] = a
-            vars(task.adapter.b[i])["_layout"] = b
-
-
-def shape_of(variable):
-    """A variable's shape and dtype, and where it lies."""
-    layout = keras.distribution.distribution().get_variable_layout(variable)
-    return jax.ShapeDtypeStruct(
-        variable.shape, variable.dtype, sharding=layout.backend_layout
+    Returns:
+        A float.
+    """
+    return float(
+        sum(
+            math.prod(x.sharding.shard_shape(x.shape))
+            * (itemsize or x.dtype.itemsize)
+            for x in jax.tree.leaves(shapes)
+        )
     )
 
 
-def step_shapes(task, batch):
-    """What the step of a task is given; inside `planned`.
-
-    Args:
-        task: `Task`.
-        batch: dict of numpy arrays, a batch of the task.
-
-    Returns:
-        `(changing, held, batch)`, as in `Trainer.step_program`, of
-        `jax.ShapeDtypeStruct`s.
-    """
-    distribution = keras.distribution.distribution()
-
-    def shapes(variables):
-        return [shape_of(v) for v in variables]
-
-    changing = {
-        "trainable": shapes(task.trainable_variables),
-        "optimizer": shapes(task.optimizer.variables),
-        "metrics": shapes(task.metrics_variables),
-    }
-    held = task.held(shapes(task.non_trainable_variables))
-    if "reference" in held:
-        held["reference"] = shapes(reference_variables(task))
-    if "teachers" in held:
-        held["teachers"] = [shapes(t.variables) for t in task.teachers]
-
-    def row(x):
-        layout = distribution.get_data_layout(x.shape).backend_layout
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-
-    return changing, held, jax.tree.map(row, batch)
+# The mesh
 
 
-def lower_step(task, batch):
-    """The training step of a task, lowered; inside `planned`.
+@contextlib.contextmanager
+def _distribution(distribution):
+    """Sets Keras's distribution, which each thread has its own of."""
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(distribution)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(before)
 
-    Args:
-        task, batch: as in `step_shapes`.
+
+def _placing(distribution):
+    """Copies a distribution so that it places live variables on its mesh.
+
+    Distributions return the layout that a variable has, which is that of the
+    mesh in use. The copy asks for the layout that a new variable would get.
 
     Returns:
-        A `jax.stages.Lowered`.
+        `(distribution, layouts)`: the copy, and a dict by the id of a
+        variable, to be filled: its layouts go before all others.
     """
-    changing, held, batch = step_shapes(task, batch)
-    out = jax.tree.map(lambda x: x.sharding, changing)
-    counters = {"step": np.int32(1), "seed": np.int32(0)}
-    program = task.step_program(out)
-    return program.lower({**changing, **counters}, held, batch)
+    mesh, layouts = distribution.device_mesh, {}
+    copied = copy.copy(distribution)
+
+    def get_variable_layout(variable):
+        own = layouts.get(id(variable), getattr(variable, "_layout", None))
+        if getattr(own, "device_mesh", None) is mesh:
+            return own
+        return distribution.get_variable_layout(_shape_alone(variable))
+
+    copied.get_variable_layout = get_variable_layout
+    return copied, layouts
 
 
-# --- References -------------------------------------------------------------
+def _shape_alone(variable, layout=None):
+    """Copies a variable's path, shape and dtype, without its value."""
+    twin = object.__new__(type(variable))
+    vars(twin).update(vars(variable))
+    twin._value = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+    twin._layout, twin._initializer = layout, None
+    return twin
 
 
-class ShapesOfReference(Reference):
-    """The reference that a run would have, without its values.
-
-    Args:
-        task: `Task`, inside `planned`.
-        model: as in `Reference`.
-    """
-
-    def __init__(self, task, model=None):
-        self.task, self.policy, self.values = task, task.policy, []
-        adapter = task.adapter
-        if model is not None:
-            self.kind = "model"
-            with shapes_only():
-                model = _without_weights(task, model)
-                self.policy = Policy(model, chunk_size=task.chunk_size)
-            self.variables = model.variables
-        elif adapter is not None and _may_be_off(adapter):
-            self.kind, self.variables = "off", []
-        else:
-            self.kind = "copy"
-            owners = [x for x in (task.causal_lm, adapter) if x]
-            self.variables = [v for x in owners for v in x.trainable_variables]
+# The parts of a twin
 
 
-def _without_weights(task, model):
-    if not isinstance(model, keras.Model):
-        dtype = task.causal_lm.backbone.dtype_policy
-        model = presets.load_causal_lm(model, dtype=dtype, load_weights=False)
-    loading.repair(model)
-    return model
+def _left_out(policy):
+    """The ids of the variables of decoder layers that do not run."""
+    if policy.num_layers is None:
+        return frozenset()
+    rest = []
+    for layer in policy.backbone.transformer_layers[policy.num_layers :]:
+        rest += layer.variables + policy.adapter_variables(layer)
+    return frozenset(map(id, rest))
 
 
-def _may_be_off(adapter):
-    if optimizers.holds_shapes(adapter.b):
-        return True
-    return not any(bool(np.any(np.asarray(b.value))) for b in adapter.b)
+def _without(task_class, left_out):
+    """A class of tasks that has all variables but those left out."""
+
+    class Twin(task_class):
+        @property
+        def variables(self):
+            return [v for v in super().variables if id(v) not in left_out]
+
+    Twin.__name__ = task_class.__name__
+    return Twin
 
 
-def references(task):
-    """The references or teachers that run in a task's step, a list.
-
-    Args:
-        task: `Task`, inside `planned`.
-    """
-    found = list(getattr(task, "teachers", ()))
-    if getattr(task, "compares", False):
-        found.append(task.reference)
-    return [reference for reference in found if reference is not None]
+def _optimizer(task, variables):
+    """An optimizer of shapes for these variables, and its masters."""
+    layouts = [sharding.layout_of(variable) for variable in variables]
+    # Its scalars have values, which no planned device can hold.
+    with _distribution(None), shapes_only():
+        optimizer = optimizers.renewed(task.optimizer)
+        shapes = [_shape_alone(*pair) for pair in zip(variables, layouts)]
+        return optimizer, optimizers.build(optimizer, shapes)
 
 
-def reference_variables(task):
-    """Those of its references that the step reads, or that lie beside it.
+def _companion(task, role, model):
+    return frozen_shapes(
+        model,
+        task.policy,
+        ModelWeights.of(task),
+        role=role.removesuffix("s"),
+    )
 
-    Args:
-        task: `Task`, inside `planned`.
-    """
-    every = [getattr(task, "reference", None), *getattr(task, "teachers", ())]
-    variables = [v for r in every if r is not None for v in r.variables]
-    return [v for v in variables if id(v) not in task.left_out]
+
+def _shallow(frozen, twin, left_out, layers):
+    """A companion of a twin, with fewer layers where these are its own."""
+    policy, weights = twin.policy, ModelWeights.of(twin)
+    if frozen.kind == "model":
+        policy, weights = copy.copy(frozen.policy), None
+        policy.num_layers = layers
+        left_out = _left_out(policy)
+    return FrozenPolicy(
+        policy,
+        frozen.kind,
+        role=frozen.role,
+        variables=[v for v in frozen.variables if id(v) not in left_out],
+        weights=weights,
+    )

@@ -314,6 +314,13 @@ class DistillTask(Task):
     def companion_models(self):
         return {"teachers": self.given.models()}
 
+    def set_companions(self, companions):
+        self.teachers, self.cached = companions["teachers"], None
+
+    @property
+    def needs_all_layers(self):
+        return bool(self.feature_maps)
+
     def frozen_models(self):
         return {f"teacher_{i}": x for i, x in enumerate(self.teachers)}
 

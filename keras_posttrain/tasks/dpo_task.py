@@ -112,6 +112,12 @@ class DPOTask(PreferenceTask):
             return {}
         return {"reference": [self._given_reference.value]}
 
+    def set_companions(self, companions):
+        # A step whose batches hold what a cached reference computes needs
+        # less: planned is the one that fills the cache.
+        (self.reference,) = companions.get("reference", (None,))
+        self.cached = None
+
     def frozen_models(self):
         if self.reference is None:
             return {}

@@ -16,6 +16,7 @@ from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_fit, padding, run_state
@@ -70,6 +71,8 @@ class Task(keras.Model):
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
     can_share_prefix = False
+    # Whether the step reads layers by their number: a plan then compiles all.
+    needs_all_layers = False
     # Logits are divided by it: that of the samples, in a task that samples.
     temperature = 1.0
 
@@ -878,8 +881,6 @@ class Task(keras.Model):
         print(task.plan("v5e:4x4", batch_size=16, remat="full"))
         ```
         """
-        from keras_posttrain.planning import train_plan
-
         self._assert_compile_called("plan")
         settings = {
             "sequence_length": self.sequence_length
@@ -927,8 +928,6 @@ class Task(keras.Model):
         Raises:
             ValueError: as in `plan`.
         """
-        from keras_posttrain.planning import decode_plan
-
         self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
             self, topology, strategy, num_slots, num_tokens, exact
@@ -971,6 +970,14 @@ class Task(keras.Model):
             KerasHub `CausalLM`s, and `None` for the policy.
         """
         return {}
+
+    def set_companions(self, companions):
+        """Sets the models that the step compares with, for `plan`.
+
+        Args:
+            companions: dict by role, as of `companion_models`, of tuples of
+                `FrozenPolicy`s that `make_step` gives to the step.
+        """
 
     # Saving
 

@@ -1,0 +1,159 @@
+"""What a step computes and sends at least, by formula."""
+
+import collections
+import math
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain.distribution import layouts
+from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
+from keras_posttrain.models.sharding import split_of
+
+
+def model_flops(planned, batch):
+    """Counts the operations of a step on all chips by formula.
+
+    Six for each token and each weight of a matrix that is trained, four for
+    one that is frozen (nothing needs its gradient), and 12 * length * width
+    for each token and attention layer ([Chowdhery et al., 2022](
+    https://arxiv.org/abs/2204.02311), appendix B); the forward pass of a
+    reference or a teacher a third of that. Weights that are only looked up
+    are left out, and of experts those count that a token passes through.
+
+    Args:
+        planned: `PlannedTask`.
+        batch: dict of numpy arrays.
+
+    Returns:
+        A float.
+    """
+    trained = {id(v) for v in planned.step.weights.trainable}
+    ids = np.asarray(batch["segment_ids"])
+    lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
+    tokens = sum(int(x.sum()) for x in lengths)
+    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
+    # A segment that continues another is the rest of a longer square.
+    for x, before in zip(lengths, batch.get("prefix_segments", ())):
+        prefixes = np.append(0, x)[before[: len(x)]]
+        squares += 2.0 * float((x * prefixes).sum())
+    policy = planned.policy
+    _, both, width = _token_flops(policy, planned.weights_of(), trained)
+    found = both * tokens + 12 * width * squares
+    for model in planned.companions:
+        weights = planned.weights_of(model)
+        forward, _, width = _token_flops(model.policy, weights, set())
+        found += forward * tokens + 4 * width * squares
+    return found
+
+
+def forward_flops(planned):
+    """Counts the operations of a token's forward pass, without attention.
+
+    Args:
+        planned: `PlannedTask`.
+
+    Returns:
+        A float.
+    """
+    lookup = _lookup(planned.policy)
+    return sum(
+        2.0 * math.prod(v.shape)
+        for v in planned.weights_of()
+        if len(v.shape) > 1 and id(v) != lookup
+    )
+
+
+def ideal(planned, batch):
+    """Counts the bytes that the layout has to send: `ideal_bytes`.
+
+    The model is passed forward and backward, companions forward.
+
+    Args:
+        planned: `PlannedTask`.
+        batch: dict of numpy arrays.
+
+    Returns:
+        Dict of floats, bytes by purpose.
+    """
+    distribution = keras.distribution.distribution()
+    data = distribution.batch_dim_name
+    sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    trained = {id(v) for v in planned.step.weights.trainable}
+    models = [(planned.policy, planned.weights_of(), trained, 2)]
+    for model in planned.companions:
+        weights = planned.weights_of(model)
+        models.append((model.policy, weights, set(), 1))
+    found = collections.Counter()
+    for policy, variables, trained, passes in models:
+        dtype = policy.backbone.compute_dtype
+        found.update(
+            ideal_bytes(
+                [_weight(v, dtype, id(v) in trained) for v in variables],
+                sizes,
+                data,
+                micro_batches=planned.step.micro_batches.count(batch),
+                num_layers=len(policy.layers),
+                activation_bytes=layer_input_bytes(planned, policy, batch),
+                passes=passes,
+            )
+        )
+    return dict(found)
+
+
+def layer_input_bytes(planned, policy, batch):
+    """Counts the bytes of a decoder layer's input on one device.
+
+    Args:
+        planned: `PlannedTask`.
+        policy: `Policy`, the task's or a companion's.
+        batch: dict of numpy arrays.
+
+    Returns:
+        A float, those of a micro-batch.
+    """
+    distribution = keras.distribution.distribution()
+    mesh = distribution.device_mesh.backend_mesh
+    tokens = batch["token_ids"].size / mesh.shape[distribution.batch_dim_name]
+    tokens /= planned.step.micro_batches.count(batch)
+    backbone = policy.backbone
+    itemsize = jnp.dtype(backbone.compute_dtype).itemsize
+    return tokens * backbone.hidden_dim * itemsize
+
+
+def _weight(variable, dtype, trainable):
+    sizes = [jnp.dtype(d).itemsize for d in (variable.dtype, dtype)]
+    split = split_of(variable)
+    return Weight(tuple(variable.shape), min(sizes), split.axes, trainable)
+
+
+def _lookup(policy):
+    """The id of an embedding that is only looked up, else `None`."""
+    embedding = policy.backbone.token_embedding
+    return None if embedding.tie_weights else id(embedding.embeddings)
+
+
+def _token_flops(policy, variables, trained):
+    """Operations of a token, of which attention's depend on its length.
+
+    Returns:
+        `(forward, forward and backward, width of the attention layers)`.
+    """
+    backbone, lookup = policy.backbone, _lookup(policy)
+    share = getattr(backbone, "top_k", 1) / getattr(backbone, "num_experts", 1)
+    forward = both = width = 0.0
+    for v in variables:
+        names = layouts.meanings(v.path, len(v.shape)) or ()
+        size = math.prod(v.shape)
+        if len(v.shape) < 2 or id(v) == lookup:
+            continue
+        if "experts" in names and len(names) == 3:
+            size *= share
+        if v.path.endswith("query/kernel"):
+            width += math.prod(
+                n for n, x in zip(v.shape, names) if x != "hidden"
+            )
+        forward += 2 * size
+        both += (6 if id(v) in trained else 4) * size
+    return forward, both, width
