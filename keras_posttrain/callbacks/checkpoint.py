@@ -175,6 +175,8 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             return function(*args, **kwargs)
         except (OSError, ValueError, RuntimeError) as e:
+            if processes.may_be_lost(e):
+                raise
             good = _complete_steps(self.directory)
             last = f"step {good[-1]}" if good else "none"
             raise OSError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
-from keras_posttrain.callbacks.process_group import Together
+from keras_posttrain.callbacks.process_group import ProcessGroup
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
@@ -202,7 +202,7 @@ class RolloutRun(Task):
         if verbose:
             callbacks = [Progress(verbose), *callbacks]
         if processes.count() > 1:
-            callbacks = [Together(), *callbacks]
+            callbacks = [ProcessGroup(), *callbacks]
         # What others count at the end of an epoch is in the checkpoint.
         callbacks = sorted(callbacks, key=lambda c: isinstance(c, Checkpoint))
         self.fit_callbacks = callbacks

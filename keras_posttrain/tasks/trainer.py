@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
-from keras_posttrain.callbacks.process_group import Together
+from keras_posttrain.callbacks.process_group import ProcessGroup
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.distribution import processes, shapes_only
@@ -223,7 +223,7 @@ class Trainer(Resumable):
         if verbose:
             callbacks.insert(0, Progress(verbose))
         if processes.count() > 1:
-            callbacks.insert(0, Together())
+            callbacks.insert(0, ProcessGroup())
         # What others count at the end of an epoch is in the checkpoint.
         callbacks.sort(key=lambda c: isinstance(c, Checkpoint))
         self.fit_callbacks = callbacks

@@ -259,16 +259,16 @@ def test_ideal_bytes():
         micro_batches=3, num_layers=5, activation_bytes=100,
     )  # fmt: skip
     assert found == {
-        "gathering weights": 3 * 2 * 375,
-        "scattering gradients": 3 * 375,
-        "adding up gradients": 24,
-        "adding up activations": 3 * 4 * 5 * 100,
+        "weight all-gather": 3 * 2 * 375,
+        "gradient reduce-scatter": 3 * 375,
+        "gradient all-reduce": 24,
+        "activation all-reduce": 3 * 4 * 5 * 100,
     }
     found = ideal_bytes(
         [frozen], {"batch": 4}, "batch",
         micro_batches=1, num_layers=5, activation_bytes=100, passes=3,
     )  # fmt: skip
-    assert sum(found.values()) == found["gathering weights"] == 3 * 750
+    assert sum(found.values()) == found["weight all-gather"] == 3 * 750
 
 
 # --- Plans -------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_plan_for_tpus():
     assert plan.arguments["optimizer"] == pytest.approx(8 * split, abs=64)
     assert plan.tokens == 8 * 64 and plan.fits and not plan.advice
     assert 0.5 < plan.model_flops / plan.flops < 1.1
-    assert plan.ideal["gathering weights"] > 0 < plan.collective_bytes
+    assert plan.ideal["weight all-gather"] > 0 < plan.collective_bytes
     assert plan.tokens_per_second == plan.tokens / plan.step_seconds
     text = str(plan)
     for word in ("127,296", "all-gather", "ideal", "fits", "roofline"):
