@@ -34,7 +34,7 @@ def correct(completions, answer, **columns):
     return [float(a in c) for c, a in zip(completions, answer)]
 
 
-def test_a_batch_is_judged_in_one_call_of_each_function():
+def test_a_batch_is_scored_in_one_call_of_each_function():
     calls = []
 
     def length(completions, **columns):
@@ -83,7 +83,7 @@ def test_messages_come_as_messages():
     assert rewards.tolist() == [[5.0]]
 
 
-def test_none_is_not_judged_and_numbers_of_all_kinds_are_read():
+def test_none_is_not_scored_and_numbers_of_all_kinds_are_read():
     def f(completions):
         return [None, True, np.float32(0.25), jnp.asarray(-1)]
 
