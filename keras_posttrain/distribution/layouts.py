@@ -12,31 +12,39 @@ import re
 LOOKED_UP = r"token_embedding/embeddings"
 # The meaning of a variable's axes, by the end of its path.
 AXES = {
-    LOOKED_UP: ("vocabulary", "hidden"),
-    r"token_embedding/reverse_embeddings": ("hidden", "vocabulary"),
-    # Gemma's kernels have their heads first.
-    r"decoder_block_\d+/attention/(query|key|value)/kernel": (
-        "heads", "hidden", "head_dim",
-    ),
-    r"self_attention/(query|key|value)/kernel": (
-        "hidden", "heads", "head_dim",
-    ),
-    r"self_attention/(query|key|value)/bias": ("heads", "head_dim"),
-    r"(self_)?attention/attention_output/kernel": (
-        "heads", "head_dim", "hidden",
-    ),
-    r"(ffw_gating|ffw_gating_2)/kernel": ("hidden", "width"),
-    r"feedforward_(gate|intermediate)_dense/kernel": ("hidden", "width"),
-    r"(ffw_linear|feedforward_output_dense)/kernel": ("width", "hidden"),
-    # Mixtures; the router has "sparse_" in its name.
-    r"experts/expert_feedforward_(gate|intermediate)_dense": (
-        "experts", "hidden", "width",
-    ),
-    r"experts/expert_feedforward_output_dense": (
-        "experts", "width", "hidden",
-    ),
-    r"sparse_feedforward_gate_dense/kernel": ("hidden", "experts"),
-}  # fmt: skip
+    path: tuple(names.split())
+    for path, names in (
+        (LOOKED_UP, "vocabulary hidden"),
+        (r"token_embedding/reverse_embeddings", "hidden vocabulary"),
+        # Gemma's kernels have their heads first.
+        (
+            r"decoder_block_\d+/attention/(query|key|value)/kernel",
+            "heads hidden head_dim",
+        ),
+        (
+            r"self_attention/(query|key|value)/kernel",
+            "hidden heads head_dim",
+        ),
+        (r"self_attention/(query|key|value)/bias", "heads head_dim"),
+        (
+            r"(self_)?attention/attention_output/kernel",
+            "heads head_dim hidden",
+        ),
+        (r"(ffw_gating|ffw_gating_2)/kernel", "hidden width"),
+        (r"feedforward_(gate|intermediate)_dense/kernel", "hidden width"),
+        (r"(ffw_linear|feedforward_output_dense)/kernel", "width hidden"),
+        # Mixtures; the router has "sparse_" in its name.
+        (
+            r"experts/expert_feedforward_(gate|intermediate)_dense",
+            "experts hidden width",
+        ),
+        (
+            r"experts/expert_feedforward_output_dense",
+            "experts width hidden",
+        ),
+        (r"sparse_feedforward_gate_dense/kernel", "hidden experts"),
+    )
+}
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.
 MODEL_ORDER = (

@@ -25,12 +25,12 @@ def table(plan):
 
 
 def readable(num_bytes):
-    """Formats bytes in the largest unit that fits."""
+    """Formats bytes with a unit, such as `"1.5 GiB"`."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:,.2f} {unit}"
+            return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:,.2f} GiB"
+    return f"{num_bytes:.4g} GiB"
 
 
 def _rows(pairs, indent="  "):

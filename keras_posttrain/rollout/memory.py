@@ -27,12 +27,3 @@ def _free_here():
         # No Linux: half of all memory, for want of a better guess.
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_PHYS_PAGES") * page // 2
-
-
-def readable(size):
-    """`"1.5 GiB"`."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -1,4 +1,4 @@
-"""Rewards that come with the library."""
+"""The built-in rewards."""
 
 import asyncio
 import functools
@@ -19,7 +19,7 @@ CASES = {case["name"]: case for case in load_json("rewards.json")["cases"]}
 
 
 def score(reward, completions, prompts=None, ids=None, **columns):
-    """The rewards of completions, through the runner and called directly."""
+    """Returns rewards from the runner; a direct call must give the same."""
     prompts = prompts or ["?"] * len(completions)
     rewards, _ = run_rewards(
         [reward], prompts, completions, columns, completion_ids=ids
@@ -116,7 +116,7 @@ def test_cosine_length_by_hand():
     assert got[-1] is None
 
 
-def test_cosine_length_with_a_function_of_ones_own():
+def test_cosine_length_with_a_custom_function():
     def right(completions, level, **columns):
         return [c == columns["answer"][i] for i, c in enumerate(completions)]
 
@@ -323,7 +323,7 @@ def test_a_judge_is_asked_a_few_questions_at_a_time():
 
 
 def test_sync_questions_are_asked_at_once_as_well():
-    """All nine meet at a barrier, which breaks where they come in turn."""
+    """All nine wait at a barrier, which breaks if they run one by one."""
     barrier = threading.Barrier(9, timeout=10)
 
     def ask(text):
@@ -336,7 +336,7 @@ def test_sync_questions_are_asked_at_once_as_well():
 
 @functools.cache
 def classifier(num_classes=2):
-    """A real one of two layers that reads words."""
+    """A real classifier of two layers with a tokenizer for words."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "?"]
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=words)
     keras.utils.set_random_seed(0)
