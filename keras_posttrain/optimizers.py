@@ -207,7 +207,7 @@ def get(optimizer, *, learning_rate):
     return found
 
 
-def renewed(optimizer):
+def unbuilt_copy(optimizer):
     """Returns an optimizer with the same settings that is not built."""
     if isinstance(optimizer, OptaxOptimizer):
         return OptaxOptimizer(optimizer.transform, name=optimizer.name)

@@ -11,7 +11,7 @@ from keras_posttrain.distribution.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The compiler's figures for one program on one device.
 
     Attributes:
@@ -32,11 +32,11 @@ class Measured:
         Args:
             depth: int, the number of layers to extrapolate to.
             own: int, the number of layers of `self`.
-            other: `Measured` of a deeper model.
+            other: `Measurement` of a deeper model.
             other_depth: int, the number of layers of `other`.
 
         Returns:
-            A `Measured`.
+            A `Measurement`.
         """
         fraction = (depth - own) / (other_depth - own)
         numbers = {}
@@ -44,7 +44,7 @@ class Measured:
             a = self.numbers.get(name, 0.0)
             b = other.numbers.get(name, 0.0)
             numbers[name] = max(a + (b - a) * fraction, 0.0)
-        return Measured(numbers, other.unknown_loops)
+        return Measurement(numbers, other.unknown_loops)
 
     def collectives(self):
         """Returns a tuple of `hlo.Collective`, most bytes first."""
@@ -68,7 +68,7 @@ def measure(compiled, num_devices, data_dependent_trips):
         num_devices, data_dependent_trips: as in `hlo.count`.
 
     Returns:
-        A `Measured`.
+        A `Measurement`.
     """
     counts = hlo.count(compiled.as_text(), num_devices, data_dependent_trips)
     memory = compiled.memory_analysis()
@@ -91,7 +91,7 @@ def measure(compiled, num_devices, data_dependent_trips):
     for collective in counts.collectives:
         numbers[f"count {collective.kind}"] = collective.count
         numbers[f"bytes {collective.kind}"] = collective.num_bytes
-    return Measured(numbers, counts.unknown_loops)
+    return Measurement(numbers, counts.unknown_loops)
 
 
 def out_of_memory(error):
@@ -147,7 +147,7 @@ class Plan:
             `"reference"` or `"teacher"`, `"batch"`, `"cache"`.
         known_temporaries: dict of floats, bytes of temporaries known from
             their shapes: `"gradients"`, `"layer inputs"`.
-        measured: `Measured`, or `None` if the program did not compile.
+        measured: `Measurement`, or `None` if the program did not compile.
         capacity: float, bytes of memory, or `None` if unknown.
         tokens: int, tokens of a step on all chips.
         model_flops: float, operations of the model by formula, on all chips.
@@ -168,7 +168,7 @@ class Plan:
     trainable_parameters: int
     arguments: dict
     known_temporaries: dict
-    measured: Measured | None
+    measured: Measurement | None
     capacity: float | None
     tokens: int
     model_flops: float

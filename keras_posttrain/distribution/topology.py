@@ -100,11 +100,11 @@ def get(name):
     return Topology(str(name), tuple(devices), chip)
 
 
-def compiled(lowered):
-    """Compiles for a topology, past JAX's cache of programs.
+def compile(lowered):
+    """Compiles for a topology without JAX's persistent cache.
 
-    What was compiled for devices that are not there can be written to the
-    cache and not be read again.
+    A program for devices that are not present can be written to the cache but
+    not read from it.
 
     Args:
         lowered: `jax.stages.Lowered`.

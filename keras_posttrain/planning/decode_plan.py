@@ -49,7 +49,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             limits = np.array([0, decoding.STEPS], "int32")
             adapted = task.adapter is not None
             lowered = decoder._decode.lower(adapted, *given, limits)
-            program = topology.compiled(lowered)
+            program = topology.compile(lowered)
             return train_plan.measure(
                 program, len(hardware.devices), decoding.STEPS
             )

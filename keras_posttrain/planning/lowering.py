@@ -10,7 +10,7 @@ hardware = topology.get("v5e:4x4")
 distribution = kpt.distribution.fsdp(devices=hardware.devices)
 with planned(task, distribution, layers=2, remat="full"):
     lowered = lower_step(task, dummy_batch(task, 16))
-    compiled = topology.compiled(lowered)
+    compiled = topology.compile(lowered)
 counts = hlo.count(compiled.as_text(), num_devices=16)
 counts.collectives, counts.flops, compiled.memory_analysis()
 ```
@@ -62,7 +62,7 @@ def planned(task, distribution, *, layers=None, others=None, **settings):
         # that are not there.
         keras.distribution.set_distribution(None)
         with shapes_only():
-            optimizer = optimizers.renewed(task.optimizer)
+            optimizer = optimizers.unbuilt_copy(task.optimizer)
             masters = optimizers.build(optimizer, task.trainable_variables)
         put(stack, task, optimizer=optimizer, _masters=masters)
         _refer(stack, task, others)

@@ -94,7 +94,7 @@ def make_plan(task, hardware, strategy, rows, exact, **settings):
         with core.planned(task, distribution, **depths, **settings):
             batch = dummy_batch(task, **rows)
             lowered = core.lower_step(task, batch)
-            program = topology.compiled(lowered)
+            program = topology.compile(lowered)
             return measure(program, len(hardware.devices), trips)
 
     def compiled(depth):
@@ -118,7 +118,7 @@ def make_plan(task, hardware, strategy, rows, exact, **settings):
 
 
 def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
-    """A `Plan` of what `compiled(depth)`, a `Measured`, gives."""
+    """A `Plan` of what `compiled(depth)`, a `Measurement`, gives."""
     found, refusal = _measured(compiled, layers, depths)
     mesh = distribution.device_mesh
     layout = ", ".join(
@@ -138,7 +138,7 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
 
 
 def _measured(compiled, layers, depths):
-    """`(Measured or None, what the compiler refused)`."""
+    """`(Measurement or None, what the compiler refused)`."""
     try:
         found = [compiled(depth) for depth in depths]
     except jax.errors.JaxRuntimeError as error:

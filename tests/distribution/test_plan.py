@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.distribution.plan import Measured, out_of_memory
+from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention
 from keras_posttrain.planning import lowering as core
 from keras_posttrain.planning import train_plan
@@ -317,7 +317,7 @@ def test_a_plan_changes_nothing():
     # A line through two depths is no proof where memory must be packed close.
     numbers = plan.measured.numbers
     loose = {"set aside": numbers["temporaries"] + 2 * plan.needed}
-    plan = dataclasses.replace(plan, measured=Measured(numbers | loose))
+    plan = dataclasses.replace(plan, measured=Measurement(numbers | loose))
     assert plan.set_aside == 3 * plan.needed
     full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
     line = dataclasses.replace(full, compiled_layers=(1, 2))
