@@ -187,6 +187,7 @@ class Checkpoint(keras.callbacks.Callback):
             ) from e
 
     def _save(self, in_epoch=False):
+        # Imported late, as only runs with checkpoints need it.
         import orbax.checkpoint as ocp
 
         task = self.model
@@ -219,6 +220,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved = self._last = task.step
 
     def _restore(self):
+        # Imported late, as only runs with checkpoints need it.
         import orbax.checkpoint as ocp
 
         task = self.model
@@ -321,6 +323,7 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def _manager(directory, keep):
+    # Imported late, as only runs with checkpoints need it.
     import orbax.checkpoint as ocp
 
     class Manager(ocp.CheckpointManager):

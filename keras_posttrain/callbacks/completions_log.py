@@ -213,6 +213,7 @@ class _Files:
         return steps
 
     def write(self, step, table):
+        # An optional dependency.
         import pyarrow
         import pyarrow.parquet
 

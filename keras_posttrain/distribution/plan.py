@@ -7,6 +7,7 @@ import dataclasses
 import re
 
 from keras_posttrain.distribution import hlo
+from keras_posttrain.distribution.plan_table import table
 from keras_posttrain.distribution.topology import Topology
 
 
@@ -257,6 +258,4 @@ class Plan:
         return self.tokens / self.step_seconds if self.seconds else None
 
     def __str__(self):
-        from keras_posttrain.distribution.plan_table import table
-
         return table(self)

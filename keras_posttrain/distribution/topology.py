@@ -7,6 +7,7 @@ import os
 import re
 
 import jax
+from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
 # Silence libtpu's warnings on machines without a TPU.
@@ -167,8 +168,6 @@ def _tpu_devices(kind, sizes, name):
 @functools.cache
 def _described(kind, sizes):
     # Cached: devices of two descriptions differ, even for the same name.
-    from jax.experimental import topologies
-
     # Hosts have four chips; with fewer chips, each host has one.
     settings = {}
     if math.prod(sizes) < 4:

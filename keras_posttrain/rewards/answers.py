@@ -202,6 +202,7 @@ class MathReward(_AnswerReward):
             )
 
     def compare(self, text, answer):
+        # An optional dependency.
         import math_verify
 
         # Its time limits are signals, which only the main thread receives.
