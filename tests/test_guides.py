@@ -389,7 +389,7 @@ def test_tpu_pods(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION")
     folder = tmp_path / "made"
     printed = run("tpu_pods", folder, tmp_path)
-    assert "all / ideal" in printed and "tokens a second" in printed
+    assert "total / ideal" in printed and "tokens per second" in printed
     assert has_files(folder / "model", MODEL)
     results = json.loads((folder / "results.json").read_text())
     assert results["fits"] and 2 < results["needed_gib"] < 8

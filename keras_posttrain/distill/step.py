@@ -85,7 +85,9 @@ class DistillTerms:
                 own = loss.total(rows, outputs)[1]
             else:
                 if isinstance(loss, FeatureLoss):
-                    outputs = next(maps).features(student_capture, teacher_capture)
+                    outputs = next(maps).features(
+                        student_capture, teacher_capture
+                    )
                 else:
                     outputs = self.policy.token_outputs(
                         rows,

@@ -264,13 +264,8 @@ class Policy:
         padding_mask = (batch["segment_ids"] > 0).astype("int32")
         embedding = self.backbone.token_embedding
         x = embedding(batch["token_ids"])
-<<<<<<< HEAD
         x = sharding.shard_embedded(x, embedding.embeddings)
-        for layer in self.backbone.transformer_layers:
-=======
-        x = sharding.looked_up(x, embedding.embeddings)
         for layer in self.layers:
->>>>>>> wt-planning
             x = self._layer(
                 layer, x, decoder_padding_mask=padding_mask, training=False
             )

@@ -41,7 +41,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             adapted = task.adapter is not None
             program = decoder._decode.lower(adapted, *given, limits)
             return measure(
-                topology.compiled(program),
+                topology.compile(program),
                 len(hardware.devices),
                 decoding.STEPS,
             )

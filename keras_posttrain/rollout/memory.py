@@ -27,12 +27,3 @@ def _free_here():
         # Other systems do not report free memory: half of all is assumed.
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_PHYS_PAGES") * page // 2
-
-
-def readable(size):
-    """Formats a number of bytes, such as "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.distribution.plan import Measured, out_of_memory
+from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention
 from keras_posttrain.planning import lowering as core
 from keras_posttrain.planning import train_plan
@@ -54,7 +54,7 @@ def on_four(function, *shapes, chips="v5e:2x2"):
         for shape, dtype, axes in shapes
     ]
     lowered = jax.jit(functools.partial(function, mesh)).lower(*given)
-    return topology.compiled(lowered)
+    return topology.compile(lowered)
 
 
 # --- Shapes only -------------------------------------------------------------
@@ -259,16 +259,16 @@ def test_ideal_bytes():
         micro_batches=3, num_layers=5, activation_bytes=100,
     )  # fmt: skip
     assert found == {
-        "gathering weights": 3 * 2 * 375,
-        "scattering gradients": 3 * 375,
-        "adding up gradients": 24,
-        "adding up activations": 3 * 4 * 5 * 100,
+        "weight all-gather": 3 * 2 * 375,
+        "gradient reduce-scatter": 3 * 375,
+        "gradient all-reduce": 24,
+        "activation all-reduce": 3 * 4 * 5 * 100,
     }
     found = ideal_bytes(
         [frozen], {"batch": 4}, "batch",
         micro_batches=1, num_layers=5, activation_bytes=100, passes=3,
     )  # fmt: skip
-    assert sum(found.values()) == found["gathering weights"] == 3 * 750
+    assert sum(found.values()) == found["weight all-gather"] == 3 * 750
 
 
 # --- Plans -------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_plan_for_tpus():
     assert plan.arguments["optimizer"] == pytest.approx(8 * split, abs=64)
     assert plan.tokens == 8 * 64 and plan.fits and not plan.advice
     assert 0.5 < plan.model_flops / plan.flops < 1.1
-    assert plan.ideal["gathering weights"] > 0 < plan.collective_bytes
+    assert plan.ideal["weight all-gather"] > 0 < plan.collective_bytes
     assert plan.tokens_per_second == plan.tokens / plan.step_seconds
     text = str(plan)
     for word in ("127,296", "all-gather", "ideal", "fits", "roofline"):
@@ -317,7 +317,7 @@ def test_a_plan_changes_nothing():
     # A line through two depths is no proof where memory must be packed close.
     numbers = plan.measured.numbers
     loose = {"set aside": numbers["temporaries"] + 2 * plan.needed}
-    plan = dataclasses.replace(plan, measured=Measured(numbers | loose))
+    plan = dataclasses.replace(plan, measured=Measurement(numbers | loose))
     assert plan.set_aside == 3 * plan.needed
     full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
     line = dataclasses.replace(full, compiled_layers=(1, 2))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import keras_hub
 import numpy as np
 
+from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
-from keras_posttrain.rollout.memory import readable
 from keras_posttrain.rollout.native.decoding import Placement, bucket
 from keras_posttrain.rollout.native.samples import Samples, power_of_two
 from keras_posttrain.rollout.native.sampling import sample

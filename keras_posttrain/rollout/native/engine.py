@@ -8,8 +8,9 @@ import keras
 import numpy as np
 
 from keras_posttrain.distribution import processes
+from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
-from keras_posttrain.rollout.memory import free_bytes, readable
+from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.samples import check_finite, power_of_two
