@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_posttrain.data.batches.distillation import with_lookup
 from keras_posttrain.distill import step as distill_step
 from keras_posttrain.distill.teacher_cache import (
     heard,
@@ -30,7 +31,7 @@ class DistillCollector(Collector):
 
     Args:
         task: `DistillTask`, in `fit`.
-        layout: `TaughtLayout` of a minibatch.
+        layout: `BatchLayout` of a minibatch.
     """
 
     def draw(self, prompts, step):
@@ -57,9 +58,10 @@ class DistillCollector(Collector):
         metrics = drawn.sample.seconds | drawn.metrics
         if groups:
             metrics |= length_metrics(groups)
+        layout = self.layout
         if task.given.engine is not None and not task.by_policy_loss:
-            self.layout.lookup = self._served(taught)
-        batches = self.layout.batches(taught)
+            layout = with_lookup(layout, self._served(taught))
+        batches = layout.minibatches(taught, equal_lengths=False)
         if task.by_policy_loss:
             self._put_logps(batches, completions)
             metrics |= self._follow(batches, taught)

@@ -1,10 +1,12 @@
 """Rows, prompts and samples of a distillation, as its batches."""
 
-import dataclasses
-
 import numpy as np
 
-from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.batches.distillation import (
+    distillation_layout,
+    fit_teacher_rows,
+    with_lookup,
+)
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.distillation_columns import teacher_index
@@ -17,7 +19,6 @@ from keras_posttrain.distill import step
 from keras_posttrain.distill.teacher_cache import TeacherCache, first_learned
 from keras_posttrain.losses import DistillationLoss
 from keras_posttrain.rl import checks
-from keras_posttrain.rl.batches import RolloutBatch
 from keras_posttrain.training import padding
 
 # The column of a prompt that the teacher reads in place of the student's.
@@ -25,32 +26,6 @@ TEACHER_PROMPTS = {
     "teacher_prompt": "prompt",
     "teacher_prompt_ids": "prompt_ids",
 }
-
-
-@dataclasses.dataclass
-class TaughtLayout:
-    """Minibatches of a rollout.
-
-    Args:
-        num_sequences: int, the most of them in a batch.
-        layout: `DistillationLayout`.
-        lookup: as in `DistillationLayout`, set anew for each rollout.
-    """
-
-    num_sequences: int
-    layout: DistillationLayout
-    lookup: object = None
-
-    def batches(self, taught):
-        """A list of `RolloutBatch`es of neighbours."""
-        layout = dataclasses.replace(self.layout, lookup=self.lookup)
-        out = []
-        for first in range(0, len(taught), self.num_sequences):
-            part = taught[first : first + self.num_sequences]
-            arrays, places = layout.arrange(part)
-            places = {first + i: place for i, place in enumerate(places)}
-            out.append(RolloutBatch(arrays, places))
-        return out
 
 
 class DistillData:
@@ -97,7 +72,9 @@ class DistillData:
         if self.teacher_cache is not None:
             lookup = self._kept(examples, batch_size)
         layout = self._row_layout(batch_size, packing, examples, lookup)
-        return self.plain_batches(examples, batch_size, build=layout, **kwargs)
+        return self.plain_batches(
+            examples, batch_size, layout=layout, **kwargs
+        )
 
     def _row_layout(self, batch_size, packing, examples, lookup=None):
         if is_stream(examples):
@@ -105,12 +82,12 @@ class DistillData:
             return self._sized(batch_size, packing, self.sequence_length)
         longest = max(len(x.token_ids) for x in examples)
         layout = self._sized(batch_size, packing, longest)
-        return dataclasses.replace(layout, lookup=lookup).fitted(examples)
+        return fit_teacher_rows(with_lookup(layout, lookup), examples)
 
     def _sized(self, num_sequences, packing, longest):
         """The layout of batches of so many sequences."""
         several = self.teacher_column is not None
-        return DistillationLayout(
+        return distillation_layout(
             batch_size=num_sequences,
             sequence_length=self.sequence_length,
             teacher_length=self.teacher_length,
@@ -277,11 +254,11 @@ class DistillData:
     def _layout(self, prompts, batch_size, packing, share):
         """The layout of a minibatch of samples."""
         longest = max(len(p.token_ids) for p in prompts)
-        sequences = self._sequences(batch_size)
-        layout = self._sized(
-            sequences, packing, longest + self.max_completion_length
+        return self._sized(
+            self._sequences(batch_size),
+            packing,
+            longest + self.max_completion_length,
         )
-        return TaughtLayout(sequences, layout)
 
     def prepare_held_out(self, dataset):
         return self.prepare(dataset, "validation_data")

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preference import Preference
 from keras_posttrain.data.rows.prompts import Prompt
-from keras_posttrain.rl.batches import Sampled
 from keras_posttrain.tasks.distill_task import DistillTask
 from keras_posttrain.tasks.ppo_task import PPOTask
 from keras_posttrain.tasks.preference_task import PreferenceTask
@@ -115,13 +115,16 @@ def _of_rollout(task, batch_size, prompt_length, packing, share_prefix):
     ]
     mask = np.ones(completion, "float32")
     layout = task._layout(prompts, batch_size, packing, share_prefix)
-    sampled = [
-        Sampled(i, _ids(prompt_length), _ids(completion), mask, i)
+    many = task.num_generations
+    groups = [
+        Group.of_completions(
+            _ids(prompt_length), [_ids(completion)] * many, [mask] * many, i
+        )
         for i in range(batch_size)
-        for _ in range(task.num_generations)
     ]
-    batches = layout.batches(sampled)
-    logps = [np.zeros(completion, "float32")] * len(sampled)
+    batches = layout.minibatches(groups)
+    num_sequences = batch_size * many
+    logps = [np.zeros(completion, "float32")] * num_sequences
     batch = batches[0]
     batch.put_tokens("rollout_per_token_logps", logps)
     several = len(batches) * task.num_iterations > 1
@@ -133,7 +136,7 @@ def _of_rollout(task, batch_size, prompt_length, packing, share_prefix):
         names = ("old_per_token_logps", "old_values", "advantages", "returns")
         for name in names:
             batch.put_tokens(name, logps)
-        batch.put_sequences("rewards", np.ones(len(sampled), "float32"))
+        batch.put_sequences("rewards", np.ones(num_sequences, "float32"))
         return batch.arrays
-    batch.put_sequences("advantages", np.ones(len(sampled), "float32"))
+    batch.put_sequences("advantages", np.ones(num_sequences, "float32"))
     return batch.arrays

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
+from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
-from keras_posttrain.rl.batches import Sampled
 from keras_posttrain.rl.sampling import (
     Sampler,
     length_metrics,
@@ -80,7 +80,7 @@ class Collector:
 
     Args:
         task: `RolloutTask`, in `fit`.
-        layout: `Layout` of a minibatch.
+        layout: `BatchLayout` of a minibatch.
     """
 
     def __init__(self, task, layout):
@@ -100,7 +100,7 @@ class Collector:
         groups = drawn.groups
         rewards = np.concatenate([g.rewards for g in groups])
         completions = [c for g in groups for c in g.completions]
-        batches = self.layout.batches(list(self._sequences(groups)))
+        batches = self.layout.minibatches(list(map(self._sequences, groups)))
         advantages = self._fill(batches, completions, rewards)
         metrics = self._metrics(drawn.sampled)
         metrics |= drawn.sample.seconds | drawn.metrics
@@ -137,15 +137,18 @@ class Collector:
 
     # Arrays
 
-    def _sequences(self, groups):
-        for g, group in enumerate(groups):
-            prompt = np.array(group.prompt.token_ids, np.int32)
-            for completion in group.completions:
-                ids = np.array(completion.token_ids, np.int32)
-                cut = completion.finish_reason == "length"
-                masked = cut and self.task.mask_truncated_completions
-                mask = np.full(len(ids), 0.0 if masked else 1.0, np.float32)
-                yield Sampled(g, prompt, ids, mask, group.prompt.row)
+    def _sequences(self, group):
+        completions, masks = [], []
+        for completion in group.completions:
+            ids = np.array(completion.token_ids, np.int32)
+            cut = completion.finish_reason == "length"
+            masked = cut and self.task.mask_truncated_completions
+            completions.append(ids)
+            masks.append(np.full(len(ids), not masked, np.float32))
+        prompt = np.array(group.prompt.token_ids, np.int32)
+        return Group.of_completions(
+            prompt, completions, masks, group.prompt.row
+        )
 
     def _fill(self, batches, completions, rewards):
         """Adds what the loss needs beside tokens; returns advantages."""

@@ -74,7 +74,7 @@ class PPOCollector(Collector):
 
     Args:
         task: `PPOTask`, in `fit`.
-        layout: `Layout` of a minibatch.
+        layout: `BatchLayout` of a minibatch.
     """
 
     def _fill(self, batches, completions, rewards):

@@ -147,7 +147,10 @@ class DPOTask(PreferenceTask):
         layout = super()._layout(batch_size)
         if self.cached is None:
             return layout
-        return dataclasses.replace(layout, reference_cache=self.cached.rows)
+        extras = dataclasses.replace(
+            layout.extras, reference_cache=self.cached.rows
+        )
+        return dataclasses.replace(layout, extras=extras)
 
     def make_train_function(self, force=False):
         # Called when all batches are known, and before the first step.

@@ -1,6 +1,6 @@
 import dataclasses
 
-from keras_posttrain.data.batches.preference_batch import PreferenceLayout
+from keras_posttrain.data.batches.preference import preference_layout
 from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.data.rows.preference import prepare_preferences
 from keras_posttrain.tasks.task import Task
@@ -93,10 +93,10 @@ class PreferenceTask(Task):
             self.micro_batch_size, *self.filled_rows(batch_size, packing)
         )
         layout = dataclasses.replace(layout, row_multiple=multiple)
-        return super()._batches(examples, batch_size, build=layout, **kwargs)
+        return super()._batches(examples, batch_size, layout=layout, **kwargs)
 
     def _layout(self, batch_size):
-        return PreferenceLayout(
+        return preference_layout(
             batch_size=batch_size,
             sequence_length=self.sequence_length,
             labelled=self.labelled,
@@ -108,12 +108,12 @@ class PreferenceTask(Task):
     def rows_together(self, batch):
         # Where a row is a sequence, several make a pair.
         rows, most = batch["sequence_mask"].shape
-        return self._layout(rows).completions_per_example if most == 1 else 1
+        return self._layout(rows).together if most == 1 else 1
 
     def filled_rows(self, batch_size, packing=False):
         if packing:
             return None, 1
         if self.share_prefix:
             return batch_size, 1
-        together = self._layout(batch_size).completions_per_example
+        together = self._layout(batch_size).together
         return batch_size * together, together

@@ -21,7 +21,7 @@ from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks
-from keras_posttrain.rl.batches import Layout
+from keras_posttrain.rl.batches import rollout_layout
 from keras_posttrain.rl.collector import Collector, Drawn
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import padding
@@ -159,7 +159,7 @@ class RolloutRun(Task):
     def _layout(self, prompts, batch_size, packing, share):
         longest = max(len(p.token_ids) for p in prompts)
         sequences = self._sequences(batch_size)
-        return Layout(
+        return rollout_layout(
             num_sequences=sequences,
             sequence_length=self.sequence_length,
             token_budget=checks.token_budget(

@@ -9,7 +9,10 @@ import pytest
 import tokenizers
 
 import keras_posttrain as kpt
-from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.batches.distillation import (
+    distillation_layout,
+    fit_teacher_rows,
+)
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.chat import alignment
 from keras_posttrain.data.rows import encoding
@@ -444,12 +447,12 @@ def test_streams_hold_what_the_student_reads():
 
 
 def batch_of(examples, **settings):
-    layout = DistillationLayout(
+    layout = distillation_layout(
         batch_size=settings.pop("batch_size", len(examples)),
         sequence_length=settings.pop("sequence_length", 64),
         **settings,
     )
-    return layout([[e] for e in examples])
+    return layout(examples).arrays
 
 
 def test_a_batch_by_hand():
@@ -536,7 +539,7 @@ def tokens_of(batch):
 @pytest.mark.parametrize("fit", [False, True])
 def test_packed_batches_hold_the_same_tokens(budget, fit):
     examples, _ = prepare(context_rows(60), tokenizer=None, teacher_length=80)
-    layout = DistillationLayout(
+    layout = distillation_layout(
         batch_size=60,
         sequence_length=32,
         teacher_length=80,
@@ -544,9 +547,8 @@ def test_packed_batches_hold_the_same_tokens(budget, fit):
         row_multiple=2,
     )
     if fit:
-        layout = layout.fitted(examples)
-    rows = [[e] for e in examples]
-    packed = layout(rows)
+        layout = fit_teacher_rows(layout, examples)
+    packed = layout(examples).arrays
     apart = batch_of(examples, teacher_length=80)
     assert tokens_of(packed) == tokens_of(apart)
     assert len(packed["token_ids"]) % 2 == 0
@@ -562,13 +564,14 @@ def test_batches_of_an_adapter_are_the_same_packed():
     """The same sequences are in a step, and its arrays have few shapes."""
     examples, _ = prepare(context_rows(22), tokenizer=None, teacher_length=80)
     settings = {"batch_size": 8, "sequence_length": 64}
-    layout = DistillationLayout(**settings, teacher_length=80)
-    packing = DistillationLayout(
+    layout = distillation_layout(**settings, teacher_length=80)
+    packing = distillation_layout(
         **settings, teacher_length=80, token_budget=128
-    ).fitted(examples)
+    )
+    packing = fit_teacher_rows(packing, examples)
     apart, packed = (
-        list(BatchAdapter(examples, **settings, build=b).get_jax_iterator())
-        for b in (layout, packing)
+        list(BatchAdapter(examples, **settings, layout=x).get_jax_iterator())
+        for x in (layout, packing)
     )
     assert len(apart) == 3
     for one, other in zip(apart, packed, strict=True):

@@ -27,6 +27,33 @@ class Example:
     completion_mask: np.ndarray
     row: int
 
+    # An example is a group of one sequence to a `BatchLayout`.
+
+    @property
+    def sequences(self):
+        return [self]
+
+    @property
+    def prefix_length(self):
+        return 0
+
+
+def completion_example(prompt, completion, mask, row):
+    """Makes the `Example` of a prompt, without loss, and a completion.
+
+    Args:
+        prompt: int32 array of shape `(tokens,)`.
+        completion: int32 array of shape `(tokens,)`.
+        mask: float32 array of the completion's shape.
+        row: int, index of the dataset row.
+    """
+    before = np.zeros(len(prompt), np.float32)
+    return Example(
+        np.concatenate([prompt, completion]),
+        np.concatenate([before, mask]),
+        row,
+    )
+
 
 @dataclasses.dataclass
 class DataReport:

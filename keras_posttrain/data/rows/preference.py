@@ -5,13 +5,13 @@ import os
 
 import numpy as np
 
-from keras_posttrain.data.batches.shared_prefix import Group
 from keras_posttrain.data.rows import columns, datasets, encoding
 from keras_posttrain.data.rows.examples import (
     NO_LOSS,
     TOO_LONG,
     TRUNCATIONS,
     DataReport,
+    completion_example,
 )
 from keras_posttrain.data.rows.preference_columns import (
     PAIRS,
@@ -26,7 +26,7 @@ EQUAL = "chosen equals rejected"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Preference(Group):
+class Preference:
     """A pair, or a labelled completion, ready for a batch.
 
     Args:
@@ -37,29 +37,38 @@ class Preference(Group):
         masks: list of float32 arrays, the weight of each of their tokens.
         row: int, index of the dataset row.
         label: bool, or `None` of a pair.
-        margin: float, by how much the chosen is to be ahead.
+        margin: float, by how much the chosen is to be preferred.
     """
 
+    prompt: np.ndarray
+    completions: list
+    masks: list
+    row: int = 0
     label: bool | None = None
     margin: float = 0.0
 
-    def sequence(self, completion):
-        """`(token_ids, completion_mask)` of the prompt and a completion."""
-        before = np.zeros(len(self.prompt), np.float32)
-        return (
-            np.concatenate([self.prompt, self.completions[completion]]),
-            np.concatenate([before, self.masks[completion]]),
-        )
+    # A group of sequences to a `BatchLayout`.
+
+    @property
+    def sequences(self):
+        return [
+            completion_example(self.prompt, *pair, self.row)
+            for pair in zip(self.completions, self.masks, strict=True)
+        ]
+
+    @property
+    def prefix_length(self):
+        return len(self.prompt)
 
     # The first sequence, as an `Example` has it.
 
     @property
     def token_ids(self):
-        return self.sequence(0)[0]
+        return self.sequences[0].token_ids
 
     @property
     def completion_mask(self):
-        return self.sequence(0)[1]
+        return self.sequences[0].completion_mask
 
     @property
     def extras(self):
