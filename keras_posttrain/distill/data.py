@@ -11,8 +11,8 @@ from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.distillation_columns import teacher_index
 from keras_posttrain.data.rows.distillation_example import (
-    Taught,
-    behind_prompt,
+    DistillationExample,
+    teacher_view,
 )
 from keras_posttrain.data.rows.prompts import Prompt, prepare_prompts
 from keras_posttrain.distill import step
@@ -45,26 +45,17 @@ class DistillData:
             return super().prepare(
                 dataset, name, train_on=train_on, **overrides
             )
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            **overrides,
-        }
         by_column = self.teacher_column is not None
         names = self.given.names
         return prepare_distillation(
             dataset,
-            self.tokenizer,
-            name=name,
+            self.row_settings(name, **overrides),
             train_on=train_on,
             teacher_column=self.teacher_column,
             teacher_names=names if by_column else None,
             teacher_tokenizer=self.teacher_tokenizer,
             teacher_length=self.teacher_length,
             teacher_vocabulary_size=self.given.vocabulary_sizes[0],
-            **settings,
         )
 
     def _batches(self, examples, batch_size, *, packing=False, **kwargs):
@@ -161,13 +152,9 @@ class DistillData:
     def _prompts(self, dataset, name, length, limit, truncation=None):
         return prepare_prompts(
             dataset,
-            self.tokenizer,
+            self.row_settings(name, truncation=truncation or self.truncation),
             max_prompt_length=length,
             limit=limit,
-            truncation=truncation or self.truncation,
-            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
-            chat_template_kwargs=self.chat_template_kwargs,
-            name=name,
         )
 
     def _prompts_of_rows(self, dataset, name, length, limit):
@@ -186,7 +173,7 @@ class DistillData:
             ids = tuple(x.token_ids[:start].tolist())
             text = self.tokenizer.decode(ids) if self.tokenizer else list(ids)
             prompts.append(Prompt(ids, text, {}, x.row))
-            if isinstance(x, Taught):
+            if isinstance(x, DistillationExample):
                 before = None
                 if x.teacher_ids is not None:
                     if x.teacher_source[start] < 0:
@@ -233,7 +220,7 @@ class DistillData:
         return found
 
     def taught(self, prompt, completion):
-        """A sample as a `Taught` example.
+        """A sample as a `DistillationExample`.
 
         Args:
             prompt: `Prompt`.
@@ -248,8 +235,10 @@ class DistillData:
         before, index = self.contexts.get(prompt.row, (None, None))
         theirs = source = None
         if before is not None:
-            theirs, source = behind_prompt(before, new, len(ids))
-        return Taught(ids, mask, prompt.row, theirs, source, index)
+            theirs, source = teacher_view(before, new, len(ids))
+        return DistillationExample(
+            ids, mask, prompt.row, theirs, source, index
+        )
 
     def _layout(self, prompts, batch_size, packing, share):
         """The layout of a minibatch of samples."""

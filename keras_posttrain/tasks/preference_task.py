@@ -1,8 +1,8 @@
 import dataclasses
 
 from keras_posttrain.data.batches.preference import preference_layout
-from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.data.rows.preference import prepare_preferences
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import padding
 from keras_posttrain.training import preference_checks as checks
@@ -25,25 +25,15 @@ class PreferenceTask(Task):
         return checks.labelled(self.objective)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-            **overrides,
-        }
+        settings = self.row_settings(name, **overrides)
         if train_on is not None:
             # Rows with one completion, for `log_probs`.
-            return prepare_sft(
-                dataset, self.tokenizer, train_on=train_on, **settings
-            )
+            return prepare_sft(dataset, settings, train_on)
         return prepare_preferences(
             dataset,
-            self.tokenizer,
+            settings,
             labelled=self.labelled,
             share_prompt=self.shares_prompt,
-            **settings,
         )
 
     def fit(

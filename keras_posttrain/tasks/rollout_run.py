@@ -14,8 +14,8 @@ from keras_posttrain import optimizers
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.process_group import Together
 from keras_posttrain.callbacks.progress import Progress
-from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.reward import name as reward_name
@@ -65,31 +65,19 @@ class RolloutRun(Task):
 
     # The data
 
-    def prepare(self, dataset, name="dataset", **overrides):
+    def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
         """Rows with a completion, for `log_probs`."""
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-        }
-        return prepare_sft(
-            dataset, self.tokenizer, **{**settings, **overrides}
-        )
+        settings = self.row_settings(name, **overrides)
+        return prepare_sft(dataset, settings, train_on)
 
     def prepare_prompts(self, dataset, name="dataset"):
         """Rows to prompts: `(prompts, report)`."""
         length, limit = checks.room(self, self.max_completion_length)
         prompts, report = prepare_prompts(
             dataset,
-            self.tokenizer,
+            self.row_settings(name),
             max_prompt_length=length,
             limit=limit,
-            truncation=self.truncation,
-            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
-            chat_template_kwargs=self.chat_template_kwargs,
-            name=name,
         )
         check_rewards(self.rewards, list(prompts[0].columns), f"`{name}`")
         return prompts, report

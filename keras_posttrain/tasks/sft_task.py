@@ -1,4 +1,4 @@
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.losses import SFTLoss
 from keras_posttrain.tasks.task import Task
 
@@ -45,15 +45,6 @@ class SFTTask(Task):
     def default_loss(self):
         return SFTLoss()
 
-    def prepare(self, dataset, name="dataset", **overrides):
-        settings = {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "train_on": self.train_on,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-        }
-        return prepare_sft(
-            dataset, self.tokenizer, **{**settings, **overrides}
-        )
+    def prepare(self, dataset, name="dataset", train_on=None, **overrides):
+        settings = self.row_settings(name, **overrides)
+        return prepare_sft(dataset, settings, train_on or self.train_on)

@@ -1,5 +1,6 @@
 import jax
 
+from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.distribution import fsdp, processes
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf import exchange, loading
@@ -152,6 +153,23 @@ class Task(Trainer):
         )
 
     # Using the model
+
+    def row_settings(self, name, **overrides):
+        """Makes the `RowSettings` of a dataset.
+
+        Args:
+            name: str, the argument that the rows were passed as.
+            **overrides: settings to replace.
+        """
+        settings = {
+            "tokenizer": self.tokenizer,
+            "sequence_length": self.sequence_length,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "truncation": self.truncation,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "name": name,
+        }
+        return RowSettings(**settings | overrides)
 
     def log_probs(self, rows, batch_size=8):
         """The log-probability of every token given those before it.

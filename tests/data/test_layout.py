@@ -7,7 +7,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.layout import BatchLayout, Group
-from tests.data.groups import SIZES, random_groups
+from tests.data.support import SIZES, random_groups
 from tests.support import FAMILIES, REFERENCE
 
 

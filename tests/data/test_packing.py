@@ -9,7 +9,7 @@ from keras_posttrain.data.batches.packing import (
     pack,
     pack_groups,
 )
-from tests.data.groups import SIZES, random_groups
+from tests.data.support import SIZES, random_groups
 
 
 @pytest.mark.parametrize(

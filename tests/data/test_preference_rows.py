@@ -6,19 +6,17 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.data.batches.preference import preference_layout
 from keras_posttrain.data.rows.preference import prepare_preferences
+from keras_posttrain.data.rows.preparation import RowSettings
 from tests.support import REFERENCE
 
 TOKENIZER = kpt.Tokenizer.from_directory(REFERENCE / "models/qwen3")
 
 
 def prepare(rows, *, labelled=False, tokenizer=TOKENIZER, **settings):
-    settings = {
-        "sequence_length": 64,
-        "vocabulary_size": 512,
-        "labelled": labelled,
-        **settings,
-    }
-    return prepare_preferences(rows, tokenizer, **settings)
+    settings = {"sequence_length": 64, "vocabulary_size": 512, **settings}
+    return prepare_preferences(
+        rows, RowSettings(tokenizer, **settings), labelled=labelled
+    )
 
 
 def test_tokenised_pairs_are_taken_as_they_are():
