@@ -292,7 +292,7 @@ def test_a_teacher_with_other_tokens():
     for packing in (False, True):
         task = compiled(make(teacher=MODELS / "gemma2"), loss)
         found.append(step(task, rows, packing=packing))
-        assert 0.5 < task.data_report.taught_share < 1
+        assert 0.5 < task.data_report.predicted_share < 1
     assert "agreement" not in found[0][0]
     same(*found)
     # Of one size, and not the same tokens.

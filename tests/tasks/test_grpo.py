@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.rl.batches import Layout, Sampled
+from keras_posttrain.data.batches.layout import Group
+from keras_posttrain.rl.batches import rollout_layout
 from tests.support import REFERENCE, read_log, weights
 
 VOCABULARY = 512
@@ -225,28 +226,30 @@ def test_an_update_does_not_depend_on_how_it_is_run():
         assert_same(weights(task), weights(other), rtol=1e-4, atol=1e-5)
 
 
+LAYOUT = {"num_sequences": 4, "sequence_length": 64, "num_generations": 4}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(4, 64, row_multiple=3),
-        Layout(4, 64, 16, row_multiple=2),
-        Layout(4, 64, 16, share_prefix=True, num_generations=4),
+        rollout_layout(row_multiple=3, **LAYOUT),
+        rollout_layout(token_budget=16, row_multiple=2, **LAYOUT),
+        rollout_layout(token_budget=16, share_prefix=True, **LAYOUT),
     ],
 )
 def test_layouts_hold_every_sequence_once(layout):
     sizes = [5, 9, 3, 12, 7, 4, 11]
-    sampled = [
-        Sampled(
-            i // 4,
-            np.arange(500, 503 + i // 4),
-            np.arange(1, n + 1),
-            np.ones(n),
-            0,
+    groups = [
+        Group.of_completions(
+            np.arange(500, 503 + g),
+            [np.arange(1, n + 1) for n in part],
+            [np.ones(n) for n in part],
+            row=0,
         )
-        for i, n in enumerate(sizes)
+        for g, part in enumerate((sizes[:4], sizes[4:]))
     ]
     values = [np.arange(n) + 100.0 * i for i, n in enumerate(sizes)]
-    batches = layout.batches(sampled)
+    batches = layout.minibatches(groups)
     assert [len(b.places) for b in batches] == [4, 3]
     for batch in batches:
         batch.put_tokens("x", values)

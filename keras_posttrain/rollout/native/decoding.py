@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain.data.batches.packing import assemble, pack
-from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.batches.assembly import Segment, assemble
+from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.sampling import sample
@@ -69,8 +69,8 @@ def model_inputs(rows, length, num_rows):
     Returns:
         A dict of `token_ids`, `segment_ids` and `positions`.
     """
-    batch = assemble(
-        [[Example(ids, np.zeros(len(ids)), 0) for ids in row] for row in rows],
+    batch, _ = assemble(
+        [[Segment(ids) for ids in row] for row in rows],
         length=length,
         num_rows=num_rows,
         max_sequences=max(map(len, rows)),
