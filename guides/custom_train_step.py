@@ -11,15 +11,15 @@ Accelerator: None
 ## Introduction
 
 Research often changes one part of the training step: what the gradient is
-computed from, or how it is applied. To do this, override a task's `train_step`.
-It is a pure function of arrays, which `fit` compiles with `jax.jit`. All the
-rest stays the same: data, packing, metrics, callbacks, checkpoints and
-resuming.
+computed from, or how it is applied. To do this, override a task's
+`train_step`. It is a pure function of arrays, which `fit` compiles with
+`jax.jit`. All the rest stays the same: data, packing, metrics, callbacks,
+checkpoints and resuming.
 
 This guide writes three steps, from the smallest change to the largest:
 sharpness-aware minimisation, noise in the gradient, and a loss and update in
-plain JAX. It also interrupts a run, resumes it, and compares it with a run that
-was not interrupted.
+plain JAX. It also interrupts a run, resumes it, and compares it with a run
+that was not interrupted.
 
 It runs in half a minute on two CPU cores with a tiny model. For a real one
 change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`,
@@ -65,8 +65,8 @@ def train_step(self, state, batch):
     return self.apply_gradients(state, gradients, logs)
 ```
 
-`state` is a dict. `trainable`, `frozen`, `optimizer` and `metrics` are lists of
-arrays in the order of the task's variables; `step` and `seed` are integers.
+`state` is a dict. `trainable`, `frozen`, `optimizer` and `metrics` are lists
+of arrays in the order of the task's variables; `step` and `seed` are integers.
 `batch` is a dict of arrays whose first axis is the rows, such as `token_ids`
 and `completion_mask`.
 
@@ -144,9 +144,9 @@ class NoisyGradientTask(kpt.SFTTask):
 
 
 """
-To show this, one run trains for 30 steps without a stop. Another is interrupted
-after step 17, as by Ctrl-C or a crash, and is run again with the same
-directory.
+To show this, one run trains for 30 steps without a stop. Another is
+interrupted after step 17, as by Ctrl-C or a crash, and is run again with the
+same directory.
 """
 
 
@@ -182,12 +182,12 @@ print("the same losses:", losses["straight"] == losses["stopped"])
 """
 ## A step in plain JAX
 
-A step does not have to call `loss_and_gradients`. `using_weights` is a scope in
-which the task's layers use the given arrays, so that `jax.grad` can
+A step does not have to call `loss_and_gradients`. `using_weights` is a scope
+in which the task's layers use the given arrays, so that `jax.grad` can
 differentiate through them. Called with a batch, the task returns the
 log-probability of every token, of shape `(rows, length)`. This loss is
-[flooding](https://arxiv.org/abs/2002.08709), which keeps the training loss from
-falling below a level.
+[flooding](https://arxiv.org/abs/2002.08709), which keeps the training loss
+from falling below a level.
 
 `apply_gradients` is useful here too. Metrics that the task's own loss would
 report may be missing from the logs.

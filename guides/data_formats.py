@@ -13,12 +13,12 @@ Accelerator: None
 `task.fit(dataset)` takes rows: dicts whose columns say what they hold. The
 names of the columns are those of TRL, so datasets made for TRL can be used
 unchanged. This guide shows every type of row and which of its tokens are
-trained on, the kinds of datasets, and what happens to rows that are too long or
-invalid.
+trained on, the kinds of datasets, and what happens to rows that are too long
+or invalid.
 
-It trains for a few steps only and takes seconds. For the tokens of a real model
-change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or
-to `"hf://Qwen/Qwen3-0.6B"`.
+It trains for a few steps only and takes seconds. For the tokens of a real
+model change one line: set `preset` to a KerasHub preset such as
+`"qwen3_0.6b_en"`, or to `"hf://Qwen/Qwen3-0.6B"`.
 """
 
 import importlib.util
@@ -132,8 +132,8 @@ print("weights:", sorted(set(examples[0].completion_mask.tolist())))
 """
 ## Tools
 
-The `tools` of a chat are a list of JSON schemas, or that list as a JSON string.
-They are passed to the chat template.
+The `tools` of a chat are a list of JSON schemas, or that list as a JSON
+string. They are passed to the chat template.
 """
 
 calculator = {
@@ -161,7 +161,8 @@ file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 print(task.prepare(file)[1])
 
 """
-A Hugging Face `Dataset` can be passed directly, where that library is installed.
+A Hugging Face `Dataset` can be passed directly, where that library is
+installed.
 """
 
 if importlib.util.find_spec("datasets"):
@@ -170,8 +171,8 @@ if importlib.util.find_spec("datasets"):
     print(task.prepare(datasets.Dataset.from_list(rows))[1])
 
 """
-[Grain](https://google-grain.readthedocs.io) pipelines filter, map or mix rows. A
-`MapDataset` has random access, and is shuffled and resumed like a list.
+[Grain](https://google-grain.readthedocs.io) pipelines filter, map or mix rows.
+A `MapDataset` has random access, and is shuffled and resumed like a list.
 """
 
 dataset = grain.MapDataset.source(rows).filter(
@@ -180,8 +181,8 @@ dataset = grain.MapDataset.source(rows).filter(
 print(task.prepare(dataset)[1])
 
 """
-An `IterDataset` is read during training, for data that does not fit into memory.
-It is shuffled and packed in windows, and its position is saved with a
+An `IterDataset` is read during training, for data that does not fit into
+memory. It is shuffled and packed in windows, and its position is saved with a
 checkpoint. Rows are prepared as they are read, so an invalid row raises its
 error at that point, and the report is filled during training.
 """
@@ -212,8 +213,8 @@ for truncation in ("error", "drop", "cut"):
 """
 ## Invalid rows
 
-A row that cannot be used raises an error that names the row and the column, and
-says what to do. It is raised before anything is compiled.
+A row that cannot be used raises an error that names the row and the column,
+and says what to do. It is raised before anything is compiled.
 """
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=192)

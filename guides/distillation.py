@@ -10,17 +10,17 @@ Accelerator: None
 """
 ## Introduction
 
-A row contains one possible continuation. A trained model gives a probability to
-every continuation. In distillation a large *teacher* passes these on to a
-smaller *student*, which learns more from them than from the same rows without a
-teacher ([Hinton et al., 2015](https://arxiv.org/abs/1503.02531)). It learns
+A row contains one possible continuation. A trained model gives a probability
+to every continuation. In distillation a large *teacher* passes these on to a
+smaller *student*, which learns more from them than from the same rows without
+a teacher ([Hinton et al., 2015](https://arxiv.org/abs/1503.02531)). It learns
 most from its own samples, in which the teacher corrects the student's own
 errors ([Agarwal et al., 2023](https://arxiv.org/abs/2306.13649)).
 
 This guide compares three runs with the same rows and the same number of steps:
-fine-tuning without a teacher, the teacher on the given rows, and the teacher on
-the student's own samples. Then it shows other ways to use a teacher, each of
-which changes a few arguments.
+fine-tuning without a teacher, the teacher on the given rows, and the teacher
+on the student's own samples. Then it shows other ways to use a teacher, each
+of which changes a few arguments.
 
 It runs in a minute on two CPU cores. For a real model change one line: set
 `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, and `teacher` to a
@@ -54,9 +54,10 @@ random.seed(0)
 """
 ## A town
 
-A town has 25 squares, A to Y, in five rows of five. Streets connect neighbouring
-squares. There are four places, one at each corner. A trip starts at a square
-and ends at a place. There are 96 trips, of which a third is held out.
+A town has 25 squares, A to Y, in five rows of five. Streets connect
+neighbouring squares. There are four places, one at each corner. A trip starts
+at a square and ends at a place. There are 96 trips, of which a third is held
+out.
 """
 
 squares = {
@@ -86,8 +87,8 @@ print(held_out[0])
 A route is a completion. The teacher is trained on many good routes: each move
 leads closer to the place, and where two moves do, either may be taken. The
 student gets 60 poor routes, in which four of ten moves go anywhere. In strolls
-all moves go anywhere; both models are trained on these first, so that they know
-the streets, but not the places.
+all moves go anywhere; both models are trained on these first, so that they
+know the streets, but not the places.
 """
 
 routes = {}
@@ -165,17 +166,17 @@ print(f"the teacher arrives in {score['pass@1']:.0%} of held-out samples")
 """
 ## Three runs
 
-`loss=` selects how the student is compared with the teacher. `ForwardKLLoss` is
-the usual choice: the student learns to give a probability to everything that
-the teacher might say. The losses' `temperature` softens both distributions, and
-`alpha` mixes in the cross-entropy of the row's own tokens.
+`loss=` selects how the student is compared with the teacher. `ForwardKLLoss`
+is the usual choice: the student learns to give a probability to everything
+that the teacher might say. The losses' `temperature` softens both
+distributions, and `alpha` mixes in the cross-entropy of the row's own tokens.
 
-With `on_policy=True` rows are prompts, and the student samples the completions.
-With `on_policy=0.5` half of the rows in each step are sampled. The given rows
-show an untrained student what a route looks like, and the samples show it where
-it makes errors. A student that is good already can train on samples alone. Then
-the default loss is `ReverseKLLoss`, which avoids what the teacher would not
-say.
+With `on_policy=True` rows are prompts, and the student samples the
+completions. With `on_policy=0.5` half of the rows in each step are sampled.
+The given rows show an untrained student what a route looks like, and the
+samples show it where it makes errors. A student that is good already can train
+on samples alone. Then the default loss is `ReverseKLLoss`, which avoids what
+the teacher would not say.
 
 All three runs use the same 60 rows, 20 of them a step, for 40 epochs. The
 `evaluate` method of `DistillTask` also measures the agreement: how often the
@@ -251,11 +252,11 @@ figure.savefig(folder / "students.png")
 """
 ## A cached teacher
 
-A large teacher need not be in memory while the student trains, nor be run again
-in each epoch. With `teacher_cache=` the `top_k` most probable tokens at each
-position are written to a directory before the first step, and read from there.
-The remaining probability counts as one more token. Later runs on the same rows
-reuse the files.
+A large teacher need not be in memory while the student trains, nor be run
+again in each epoch. With `teacher_cache=` the `top_k` most probable tokens at
+each position are written to a directory before the first step, and read from
+there. The remaining probability counts as one more token. Later runs on the
+same rows reuse the files.
 """
 
 task = kpt.DistillTask.from_preset(preset, teacher=teacher, sequence_length=32)
@@ -294,10 +295,10 @@ print("policy loss:", [round(x, 3) for x in history.history["reverse_kl"]])
 """
 ## Hidden states
 
-`HiddenStateLoss` also compares hidden states: by default those of the student's
-layers with the teacher's at the same relative depth, through a linear map that
-is trained too and not exported. `SumLoss` adds it to a divergence.
-`AttentionLoss` compares attention weights.
+`HiddenStateLoss` also compares hidden states: by default those of the
+student's layers with the teacher's at the same relative depth, through a
+linear map that is trained too and not exported. `SumLoss` adds it to a
+divergence. `AttentionLoss` compares attention weights.
 """
 
 task = kpt.DistillTask.from_preset(preset, teacher=teacher, sequence_length=32)

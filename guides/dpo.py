@@ -52,7 +52,8 @@ keras.utils.set_random_seed(0)
 
 There are 360 questions, of which 60 are held out from all training. A pair has
 a `prompt`, a `chosen` and a `rejected` completion. A row for fine-tuning has a
-`prompt` and a `completion`. Each may be a list of messages instead of a string.
+`prompt` and a `completion`. Each may be a list of messages instead of a
+string.
 """
 
 random.seed(0)
@@ -145,8 +146,8 @@ print(f"held-out preferred answers: {before:.0%} -> {after:.0%}")
 
 Look at `logps/chosen` too. The loss only sees differences, so margins can grow
 while *both* completions lose probability to an answer that is in no pair. If
-that happens, use a larger `beta`, a smaller learning rate, or add a fine-tuning
-term: `SumLoss([DPOLoss(), ChosenSFTLoss()])`.
+that happens, use a larger `beta`, a smaller learning rate, or add a
+fine-tuning term: `SumLoss([DPOLoss(), ChosenSFTLoss()])`.
 """
 
 matplotlib.use("Agg")  # plot to a file, without a window

@@ -10,9 +10,9 @@ Accelerator: None
 """
 ## Introduction
 
-Fine-tuning shows a model what to answer. Reinforcement learning only scores the
-answers that the model gives. That is enough wherever an answer is easier to
-check than to write.
+Fine-tuning shows a model what to answer. Reinforcement learning only scores
+the answers that the model gives. That is enough wherever an answer is easier
+to check than to write.
 
 [GRPO](https://arxiv.org/abs/2402.03300) samples several completions of each
 prompt, scores them with rewards, and increases the probability of those that
@@ -107,8 +107,8 @@ task.export(folder / "estimator")
 
 A reward is a function. It is called once for all completions of a step, with
 keyword arguments: `prompts`, `completions`, and the columns of your rows, each
-if the function names it. It returns a number for each completion, or `None` for
-one that it does not score. A custom reward checks the number:
+if the function names it. It returns a number for each completion, or `None`
+for one that it does not score. A custom reward checks the number:
 """
 
 
@@ -119,8 +119,8 @@ def correct(completions, answer):
 print(correct(completions=[" 12", " 13", "12!"], answer=[12, 12, 12]))
 
 """
-The rewards in `kpt.rewards` compare numbers and formulas, limit lengths, or ask
-another model. This one checks that an answer is a number and nothing else:
+The rewards in `kpt.rewards` compare numbers and formulas, limit lengths, or
+ask another model. This one checks that an answer is a number and nothing else:
 """
 
 is_number = kpt.rewards.RegexReward(r" \d+", full=True)

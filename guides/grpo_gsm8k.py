@@ -10,10 +10,10 @@ Accelerator: GPU
 """
 ## Introduction
 
-[GSM8K](https://arxiv.org/abs/2110.14168) has 7,473 word problems of grade-school
-arithmetic to train on and 1,319 to test on. Each has a worked answer that ends
-in `#### ` and a number. A program can check whether a model's number is right,
-so the reward needs no other supervision.
+[GSM8K](https://arxiv.org/abs/2110.14168) has 7,473 word problems of
+grade-school arithmetic to train on and 1,319 to test on. Each has a worked
+answer that ends in `#### ` and a number. A program can check whether a model's
+number is right, so the reward needs no other supervision.
 
 As written, this guide runs offline in a minute on two CPU cores, with a tiny
 model, for two steps on a few rows in the format of GSM8K. For a real run on a
@@ -90,8 +90,9 @@ preset, rows = tiny, tiny_rows[:32]
 The answers of GSM8K can be used directly: `NumericReward` compares the last
 number of the answer with the number after the last `####` of the completion,
 and takes `1,000` and `1000.0` for the same number. The second reward, weighted
-by a tenth, is for the format. Try rewards on made-up completions before you pay
-for a run. `evaluate` counts a completion as right if its reward is 1 or more.
+by a tenth, is for the format. Try rewards on made-up completions before you
+pay for a run. `evaluate` counts a completion as right if its reward is 1 or
+more.
 """
 
 correct = kpt.rewards.NumericReward(extract=r"####(.*)")
@@ -161,9 +162,9 @@ print(json.dumps(json.loads(lines[0]), indent=2))
 """
 ## Evaluate
 
-By default `evaluate` takes the most probable answer to each prompt. With several
-answers, `pass@4` is the share of prompts with at least one right answer in
-four, and `maj@4` the share whose most frequent answer is right.
+By default `evaluate` takes the most probable answer to each prompt. With
+several answers, `pass@4` is the share of prompts with at least one right
+answer in four, and `maj@4` the share whose most frequent answer is right.
 """
 
 print(task.evaluate(prompts[:16], batch_size=16)["pass@1"])
@@ -179,11 +180,12 @@ task.save_adapter(folder / "adapter")
 """
 ## For a real run
 
-- The defaults are common in the field: 8 completions a prompt at temperature 1,
-  GRPO without a KL term, and AdamW at 1e-5 with an adapter.
+- The defaults are common in the field: 8 completions a prompt at temperature
+  1, GRPO without a KL term, and AdamW at 1e-5 with an adapter.
 - To save memory, `micro_batch_size=8` in `compile` passes 8 packed rows at a
   time through the model, with the same results.
 - To change the algorithm, pass another loss: `loss=kpt.losses.DAPOLoss()`.
-- `max_resamples=3` replaces prompts whose completions all have the same reward.
+- `max_resamples=3` replaces prompts whose completions all have the same
+  reward.
 - `grpo_arithmetic.py` explains the parts one by one.
 """

@@ -10,18 +10,18 @@ Accelerator: None
 """
 ## Introduction
 
-A long system prompt makes a model behave as it should, but is processed and paid
-for with every question. *Context distillation*
-([Askell et al., 2021](https://arxiv.org/abs/2112.00861)) moves its effect into
-the weights. The teacher is the model itself with the prompt. The student sees
-the question alone, and is trained to answer as the teacher does.
+A long system prompt makes a model behave as it should, but is processed and
+paid for with every question. *Context distillation* ([Askell et al.,
+2021](https://arxiv.org/abs/2112.00861)) moves its effect into the weights. The
+teacher is the model itself with the prompt. The student sees the question
+alone, and is trained to answer as the teacher does.
 
 With LoRA this needs no second model. The teacher is the model with the adapter
 switched off, in the same step and without further memory. The result is an
 adapter that replaces the prompt.
 
-It runs in half a minute on two CPU cores. For a real model change one line: set
-`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in half a minute on two CPU cores. For a real model change one line:
+set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -45,9 +45,9 @@ keras.utils.set_random_seed(0)
 """
 ## A long prompt and its questions
 
-The long prompt asks for the city and thanks, and the short prompt for one word.
-Each question is asked in four ways. The fourth way is held out for the last
-four countries.
+The long prompt asks for the city and thanks, and the short prompt for one
+word. Each question is asked in four ways. The fourth way is held out for the
+last four countries.
 """
 
 long_prompt = (
@@ -82,8 +82,8 @@ print(held_out[0])
 
 A model that is tuned on instructions does what the long prompt says. The tiny
 one is trained for it here, on all questions with the long prompt, with the
-short prompt and with none, where it answers in one word. The held-out questions
-are held out from the distillation only.
+short prompt and with none, where it answers in one word. The held-out
+questions are held out from the distillation only.
 """
 
 rows = []
@@ -109,7 +109,8 @@ preset = kpt.examples.tiny_preset(folder / "tiny", rows, epochs=40)
 """
 ## With the prompt, and without
 
-The model knows all capitals. Whether it thanks the guest depends on the prompt.
+The model knows all capitals. Whether it thanks the guest depends on the
+prompt.
 """
 
 task = kpt.DistillTask.from_preset(
@@ -158,8 +159,8 @@ print("tokens of the student and of the teacher:", lengths)
 """
 ## Distillation
 
-Without `teacher=` the teacher is the student at the start of training, which is
-the model with the adapter switched off. The default loss is the forward KL
+Without `teacher=` the teacher is the student at the start of training, which
+is the model with the adapter switched off. The default loss is the forward KL
 divergence from the teacher's distribution at each token of the completion.
 
 `compile(on_policy=True, ...)` trains on samples of the student instead. Then
@@ -191,9 +192,7 @@ results["right"] = sum(
 ) / len(after)
 results["tokens"] = lengths
 (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-print(
-    f"same as with the prompt: {results['before']:.0%} -> {results['after']:.0%}"
-)
+print(f"as with the prompt: {results['before']:.0%} -> {results['after']:.0%}")
 print(f"tokens of a question and its answer: {lengths[1]} -> {lengths[0]}")
 
 """

@@ -10,10 +10,10 @@ Accelerator: None
 """
 ## What you will do
 
-Post-training starts from a language model and a file of examples. Here both are
-small enough for a laptop: the model has two layers and is made on the spot, and
-the examples are sums such as "What is 17+25?". In about a minute on two CPU
-cores you will
+Post-training starts from a language model and a file of examples. Here both
+are small enough for a laptop: the model has two layers and is made on the
+spot, and the examples are sums such as "What is 17+25?". In about a minute on
+two CPU cores you will
 
 - fine-tune all weights of the model, and see it work out sums that it was not
   trained on;
@@ -102,8 +102,8 @@ preset = kpt.examples.tiny_preset(folder / "tiny", rows)
 """
 ## Load, compile, fit
 
-`from_preset` loads the model with its tokenizer, and makes a task of it. A task
-is a Keras model with a goal to train it for, here supervised fine-tuning.
+`from_preset` loads the model with its tokenizer, and makes a task of it. A
+task is a Keras model with a goal to train it for, here supervised fine-tuning.
 """
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=256)
@@ -143,8 +143,8 @@ before["answers_right"] = sum(right) / len(right)
 print(before)
 
 """
-`fit` takes the file. The rows are short, so `packing=True` puts several of them
-into each row of 256 tokens, where they do not attend to each other.
+`fit` takes the file. The rows are short, so `packing=True` puts several of
+them into each row of 256 tokens, where they do not attend to each other.
 `MetricsLog` writes the metrics of every step to `metrics.jsonl`.
 """
 
@@ -191,8 +191,8 @@ pyplot.tight_layout()
 pyplot.savefig(folder / "loss.png")
 
 """
-`export` writes the trained model as a Hugging Face directory, which is a preset
-like the first one.
+`export` writes the trained model as a Hugging Face directory, which is a
+preset like the first one.
 """
 
 task.export(folder / "adder")
@@ -201,10 +201,10 @@ task.export(folder / "adder")
 ## Rewards instead of answers
 
 Asked in neither language, the model answers in either. Now it should always
-answer in German, and still be right. No new answers are needed for this, only a
-way to score those of the model. For `GRPOTask` a row is a prompt and whatever
-the rewards need to know. A reward is a function that returns a number for each
-completion.
+answer in German, and still be right. No new answers are needed for this, only
+a way to score those of the model. For `GRPOTask` a row is a prompt and
+whatever the rewards need to know. A reward is a function that returns a number
+for each completion.
 """
 
 rows = [
@@ -260,8 +260,8 @@ print(questions[0][0]["content"], "->", in_german[0])
 print(f"held-out answers right: {after['german_answers_right']:.3f}")
 
 """
-`save_adapter` writes the adapter alone, a small file that PEFT and vLLM load in
-addition to the model. `export` adds the adapter to the weights.
+`save_adapter` writes the adapter alone, a small file that PEFT and vLLM load
+in addition to the model. `export` adds the adapter to the weights.
 """
 
 task.save_adapter(folder / "adapter")
@@ -270,8 +270,8 @@ task.export(folder / "german_adder")
 """
 ## Load them again
 
-The first model with the adapter, and the model with the adapter merged in, both
-give the same answers as the trained task.
+The first model with the adapter, and the model with the adapter merged in,
+both give the same answers as the trained task.
 """
 
 with_adapter = kpt.SFTTask.from_preset(folder / "adder")

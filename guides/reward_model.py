@@ -118,8 +118,8 @@ pairs = [pair for pair in pairs if pair["prompt"] not in unseen]
 print(len(pairs), "pairs,", len(held_out_pairs), "held out, such as", pairs[0])
 
 """
-`RewardTask` adds a head to the model that gives a sequence a score. Its loss is
-`-log sigmoid` of the chosen completion's score minus the rejected one's. It
+`RewardTask` adds a head to the model that gives a sequence a score. Its loss
+is `-log sigmoid` of the chosen completion's score minus the rejected one's. It
 starts from the fine-tuned model, which already knows what answers look like.
 """
 
@@ -156,8 +156,8 @@ scorer = kpt.RewardTask.from_preset(
 ## 3. GRPO with the reward model
 
 `kpt.rewards.ModelReward` makes a reward of a trained `RewardTask`. The true
-answer is a second reward with a weight of 0: it is logged, and has no effect on
-training.
+answer is a second reward with a weight of 0: it is logged, and has no effect
+on training.
 """
 
 
@@ -212,9 +212,9 @@ print(f"held-out answers right: {before:.0%} -> {after:.0%}")
 """
 ## Plot the run
 
-The plot shows the mean score of each step's samples, and the share of them that
-are right. If the score rises and the share does not, the policy has found the
-errors of the reward model. Then compare samples of the current policy, and
+The plot shows the mean score of each step's samples, and the share of them
+that are right. If the score rises and the share does not, the policy has found
+the errors of the reward model. Then compare samples of the current policy, and
 train the reward model on those pairs too.
 """
 

@@ -13,15 +13,15 @@ Accelerator: None
 `task.generate` completes prompts. It uses an engine that you can also use
 directly, `kpt.rollout.NativeRollout`. The engine samples from the same arrays
 that are being trained, returns the log-probability of every sampled token, and
-keeps a fixed number of *slots* busy, so that short samples do not wait for long
-ones.
+keeps a fixed number of *slots* busy, so that short samples do not wait for
+long ones.
 
 The tiny model of this guide knows half of a multiplication table. The guide
 samples from it, and then fine-tunes it on its own correct answers. This is
 rejection sampling, the simplest kind of reinforcement learning.
 
-It runs in half a minute on two CPU cores. For a real model change one line: set
-`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in half a minute on two CPU cores. For a real model change one line:
+set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -78,9 +78,9 @@ task.generate("2 x 9 =", seed=1, on_text=lambda i, text: print(i, repr(text)))
 """
 ## The engine
 
-The engine takes token ids, with settings for each request. It returns token ids,
-their log-probabilities, and why each sample ended. It is attached to a task as
-Keras attaches a callback, by `set_model`.
+The engine takes token ids, with settings for each request. It returns token
+ids, their log-probabilities, and why each sample ended. It is attached to a
+task as Keras attaches a callback, by `set_model`.
 """
 
 engine = kpt.rollout.NativeRollout(num_slots=64)
@@ -129,8 +129,8 @@ print("the two best last tokens", score.top_ids[-1], score.top_logps[-1])
 """
 ## Train on the correct samples
 
-Keep the samples that are correct, and fine-tune on them as on any rows. Rows of
-token ids are used unchanged.
+Keep the samples that are correct, and fine-tune on them as on any rows. Rows
+of token ids are used unchanged.
 """
 
 right = [

@@ -23,9 +23,9 @@ This guide
 - resumes from its checkpoint on another mesh;
 - shows what to change for many hosts.
 
-It runs in about a minute on two CPU cores. The plan needs the package `libtpu`:
-`pip install 'keras_posttrain[plan]'`. To train a real model change one line:
-set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in about a minute on two CPU cores. The plan needs the package
+`libtpu`: `pip install 'keras_posttrain[plan]'`. To train a real model change
+one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -86,30 +86,32 @@ with kpt.distribution.shapes_only():
 big.compile(keras.optimizers.AdamW(1e-5))
 
 """
-This plan is for four v5e chips, with all weights trained and eight rows of 2,048
-tokens a step. The default layout is FSDP: every weight, its float32 master copy
-and its optimizer state are split over all chips, and gathered layer by layer.
+This plan is for four v5e chips, with all weights trained and eight rows of
+2,048 tokens a step. The default layout is FSDP: every weight, its float32
+master copy and its optimizer state are split over all chips, and gathered
+layer by layer.
 """
 
 plan = big.plan("v5e:2x2", batch_size=8, remat="full")
 print(plan)
 
 """
-The first part is the memory of a chip: what stays there between steps, and what
-a step needs in addition. Next is the work, and which share of it the usual
-formula attributes to the model. The rest is attention, and what `remat="full"`
-computes twice. Then follows what a chip receives from the others, compared with
-the minimum for this layout: each weight gathered twice, its gradient scattered
-once. The program may send less. The last part estimates the time of a step from
-the chip's published rates, as a lower bound.
+The first part is the memory of a chip: what stays there between steps, and
+what a step needs in addition. Next is the work, and which share of it the
+usual formula attributes to the model. The rest is attention, and what
+`remat="full"` computes twice. Then follows what a chip receives from the
+others, compared with the minimum for this layout: each weight gathered twice,
+its gradient scattered once. The program may send less. The last part estimates
+the time of a step from the chip's published rates, as a lower bound.
 
-Only models of one and of two layers were compiled. All layers are equal, so the
-values for 28 layers follow from these two; `exact=True` compiles all of them.
-For the 32 layers of Llama-3-8B both ways gave the same FLOPs and bytes sent to
-0.3 %, and the same memory to 0.6 % as long as memory was not short. The compiler
-first places arrays with gaps (`plan.set_aside`), and without gaps only where the
-chip is too small. There the exact value was 5 % higher on 16 chips of v5e, and
-8 % lower for Gemma-2-9B. A plan that needs this asks for `exact=True`.
+Only models of one and of two layers were compiled. All layers are equal, so
+the values for 28 layers follow from these two; `exact=True` compiles all of
+them. For the 32 layers of Llama-3-8B both ways gave the same FLOPs and bytes
+sent to 0.3 %, and the same memory to 0.6 % as long as memory was not short.
+The compiler first places arrays with gaps (`plan.set_aside`), and without gaps
+only where the chip is too small. There the exact value was 5 % higher on 16
+chips of v5e, and 8 % lower for Gemma-2-9B. A plan that needs this asks for
+`exact=True`.
 
 A plan assumes rows of full length. `packing` and `share_prefix` have the same
 meaning as in `fit`, for tasks whose rows they change.
@@ -124,10 +126,10 @@ plan.fits, plan.advice
 
 ## Which layout?
 
-`kpt.distribution.search` tries layouts, micro-batches and rematerialisation, and
-sorts them by whether they fit and by estimated time. A layout is a function
-that returns a distribution of devices. Each plan takes a minute or two on two
-cores.
+`kpt.distribution.search` tries layouts, micro-batches and rematerialisation,
+and sorts them by whether they fit and by estimated time. A layout is a
+function that returns a distribution of devices. Each plan takes a minute or
+two on two cores.
 
 ```python
 both = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
@@ -153,11 +155,11 @@ preset = kpt.examples.tiny_preset(folder / "tiny", rows)
 """
 ## Training on a mesh
 
-One line before the model is made selects the distribution. The rest is the same
-script as for one device. Each device reads its own part of the preset's weights
-and gets its own rows of a batch, and the losses equal those of one device. If
-the rows of a batch do not divide evenly, padding rows are added. They have no
-effect on the results.
+One line before the model is made selects the distribution. The rest is the
+same script as for one device. Each device reads its own part of the preset's
+weights and gets its own rows of a batch, and the losses equal those of one
+device. If the rows of a batch do not divide evenly, padding rows are added.
+They have no effect on the results.
 """
 
 keras.distribution.set_distribution(kpt.distribution.fsdp())
@@ -234,11 +236,11 @@ keras.distribution.initialize(
 )
 ```
 
-All hosts read the same rows. Each builds the rows of its own devices, scores the
-samples of its share of the prompts, and reads and writes its part of a
-checkpoint, in a folder that all hosts can access. The first host writes logs and
-exports. If a host fails, the others report it and exit. Run the same script on
-all hosts again to resume from the last checkpoint.
+All hosts read the same rows. Each builds the rows of its own devices, scores
+the samples of its share of the prompts, and reads and writes its part of a
+checkpoint, in a folder that all hosts can access. The first host writes logs
+and exports. If a host fails, the others report it and exit. Run the same
+script on all hosts again to resume from the last checkpoint.
 
 With [Pathways](https://github.com/AI-Hypercomputer/pathways-utils) one process
 controls all chips. Add these two lines before JAX is used:
@@ -252,8 +254,8 @@ pathwaysutils.initialize()
 
 - Call `task.plan` with the settings of the run. Does it fit, and do the chips
   send about as much as the minimum for the layout?
-- Use `dtype="bfloat16"`. It halves the memory of the weights and the bytes that
-  are sent. Master weights and the optimizer's state stay in float32.
+- Use `dtype="bfloat16"`. It halves the memory of the weights and the bytes
+  that are sent. Master weights and the optimizer's state stay in float32.
 - For long rows use `remat="full"`, and `micro_batch_size` if one row on each
   chip is still too much.
 - Choose `every=` of `kpt.callbacks.Checkpoint` so that you can afford to lose

@@ -19,10 +19,10 @@ process. An engine is an argument of `compile`:
 task.compile(rewards=[correct], rollout=kpt.rollout.VLLMRollout())
 ```
 
-A copy may differ from the model in training, and then training fails without an
-error. So all weights are checked after they are sent to vLLM: it must give a
-probe sequence the same log-probabilities as the trainer, or the run stops with
-an error that shows both.
+A copy may differ from the model in training, and then training fails without
+an error. So all weights are checked after they are sent to vLLM: it must give
+a probe sequence the same log-probabilities as the trainer, or the run stops
+with an error that shows both.
 
 This guide needs an environment with vLLM. `make vllm` creates one, and
 `.venv-vllm/bin/python guides/vllm_rollouts.py` runs the guide in it. It takes
@@ -53,8 +53,8 @@ random.seed(0)
 ## A model and its reward
 
 A prompt is two digits. The tiny model is trained on random answers first, so
-that it answers with eight digits, all equally probable. The reward is the share
-of fives among them.
+that it answers with eight digits, all equally probable. The reward is the
+share of fives among them.
 """
 
 rows = [
@@ -79,9 +79,9 @@ def fives(completions):
 
 The only new argument is `rollout`. vLLM does not read the preset's files: it
 builds the model from a config derived from the task's, and gets its weights
-from the task. With LoRA it is sent the adapter alone after each step, since the
-base never changes. Without LoRA it is sent all weights. Where the rank is above
-vLLM's limit, the adapter is merged into the weights first.
+from the task. With LoRA it is sent the adapter alone after each step, since
+the base never changes. Without LoRA it is sent all weights. Where the rank is
+above vLLM's limit, the adapter is merged into the weights first.
 """
 
 task = kpt.GRPOTask.from_preset(
@@ -117,16 +117,17 @@ for line in (log[0], log[-1]):
 """
 ## As a server
 
-On GPUs, PyTorch and JAX need different CUDA libraries, and both reserve memory.
-So vLLM can run in its own environment and process: `python` is the interpreter
-of that environment. The server stops when the run ends, for whatever reason.
-Weights are sent through shared memory. If the server is killed, or does not
-answer within `timeout` seconds, it is restarted and sent the weights again. Its
-finished samples are kept, and no row is lost or trained on twice.
+On GPUs, PyTorch and JAX need different CUDA libraries, and both reserve
+memory. So vLLM can run in its own environment and process: `python` is the
+interpreter of that environment. The server stops when the run ends, for
+whatever reason. Weights are sent through shared memory. If the server is
+killed, or does not answer within `timeout` seconds, it is restarted and sent
+the weights again. Its finished samples are kept, and no row is lost or trained
+on twice.
 
 Here the interpreter is that of this environment. On GPUs, further settings of
-vLLM are passed in `engine_args`, such as `{"tensor_parallel_size": 4}`. To use a
-server that is already running, pass its `url`.
+vLLM are passed in `engine_args`, such as `{"tensor_parallel_size": 4}`. To use
+a server that is already running, pass its `url`.
 """
 
 task.compile(
@@ -145,8 +146,8 @@ print("reward:", [round(x, 2) for x in in_server.history["reward"]])
 With `max_staleness=1` the next rollout is sampled and scored during the update
 on the current one. This saves time if rewards are slow, or if vLLM has its own
 device. Each token records the version of the weights that sampled it, and the
-loss corrects for older versions, at most `max_staleness` steps old. The default,
-`max_staleness=0`, alternates between sampling and training.
+loss corrects for older versions, at most `max_staleness` steps old. The
+default, `max_staleness=0`, alternates between sampling and training.
 """
 
 overlapped = task.fit(

@@ -70,10 +70,11 @@ class RobustLoss(kpt.losses.TokenLoss):
 
 
 """
-Called on a batch and the outputs of the model, a loss returns its value and its
-metrics. A batch has a row for every sequence and a column for every token.
-`completion_mask` says which tokens carry loss. Here they have the probabilities
-1/4 and 1, so that the loss is the mean of `(1 - sqrt(1/4)) / (1/2) = 1` and 0.
+Called on a batch and the outputs of the model, a loss returns its value and
+its metrics. A batch has a row for every sequence and a column for every token.
+`completion_mask` says which tokens carry loss. Here they have the
+probabilities 1/4 and 1, so that the loss is the mean of `(1 - sqrt(1/4)) /
+(1/2) = 1` and 0.
 """
 
 batch = {"completion_mask": jnp.array([[0.0, 1.0, 1.0]])}
@@ -84,8 +85,8 @@ print(f"RobustLoss by hand 0.5, by the class {value:.6f}")
 """
 ## Rows
 
-A prompt is three numbers, and the answer is the larger of the first two. Two in
-five of the rows' answers are `0` or `5` instead, and mostly wrong.
+A prompt is three numbers, and the answer is the larger of the first two. Two
+in five of the rows' answers are `0` or `5` instead, and mostly wrong.
 """
 
 random.seed(0)
@@ -112,10 +113,10 @@ preset = kpt.examples.tiny_preset(folder / "tiny", rows)
 ## The token loss in training
 
 The model is first trained with cross-entropy, and then on the same rows with
-`RobustLoss`, which would start slowly from a model that finds nothing probable.
-How probable are the right answers to held-out prompts? With cross-entropy the
-model gives mistakes the probability that they have in the rows. With
-`RobustLoss` it learns to ignore them.
+`RobustLoss`, which would start slowly from a model that finds nothing
+probable. How probable are the right answers to held-out prompts? With
+cross-entropy the model gives mistakes the probability that they have in the
+rows. With `RobustLoss` it learns to ignore them.
 """
 
 right = [
@@ -171,9 +172,9 @@ class SPOLoss(kpt.losses.PolicyLoss):
 """
 Again, check it by hand. There are two completions of two tokens, one with an
 advantage of 1, the other of -1. Before any update all ratios are 1, and the
-losses -1 and 1 cancel. The derivative with respect to a log-probability is `-A`
-times its weight, a quarter. At the optimal ratios, 1.2 and 0.8, the derivative
-of each token is 0.
+losses -1 and 1 cancel. The derivative with respect to a log-probability is
+`-A` times its weight, a quarter. At the optimal ratios, 1.2 and 0.8, the
+derivative of each token is 0.
 """
 
 batch = {
@@ -195,8 +196,8 @@ best = batch["old_per_token_logps"] + jnp.log(jnp.array([[1.2], [0.8]]))
 print("at the best ratios", float(jnp.abs(slope(best)).max()))
 
 """
-Test your loss as those of the library are tested. For example, values at masked
-tokens must not change the loss:
+Test your loss as those of the library are tested. For example, values at
+masked tokens must not change the loss:
 """
 
 odd = {**batch, "old_per_token_logps": best.at[:, 0].set(jnp.nan)}
@@ -209,8 +210,9 @@ print("what is masked does not matter:", bool(same))
 ## The policy loss in training
 
 The model that was trained with cross-entropy samples the mistakes too. The
-reward says which samples are right. With `num_iterations=2` each rollout is used
-for two updates, so that ratios differ from 1 and the penalty takes effect.
+reward says which samples are right. With `num_iterations=2` each rollout is
+used for two updates, so that ratios differ from 1 and the penalty takes
+effect.
 """
 
 task = kpt.GRPOTask.from_preset(folder / "SFTLoss", sequence_length=32)
