@@ -88,7 +88,7 @@ model should give both to begin with, so it is fine-tuned on both first.
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=32)
 task.compile(optimizer=keras.optimizers.AdamW(3e-3))
-task.fit(demonstrations, batch_size=60, epochs=15, verbose=0)
+task.fit(demonstrations, batch_size=60, epochs=40, verbose=0)
 task.export(folder / "both_ways")
 
 prompts = [pair["prompt"] for pair in held_out]
@@ -111,7 +111,7 @@ the default of `optimizer`.
 
 task = kpt.DPOTask.from_preset(folder / "both_ways", sequence_length=32)
 task.compile(
-    optimizer=keras.optimizers.AdamW(2e-4),
+    optimizer=keras.optimizers.AdamW(1e-4),
     loss=kpt.losses.DPOLoss(beta=0.3),
 )
 
@@ -127,7 +127,7 @@ print({k: round(v, 3) for k, v in start.items()})
 history = task.fit(
     pairs,
     batch_size=30,
-    epochs=5,
+    epochs=8,
     validation_data=held_out,
     callbacks=[kpt.callbacks.MetricsLog(folder)],
     verbose=0,
@@ -156,7 +156,7 @@ from matplotlib import pyplot
 lines = (folder / "metrics.jsonl").read_text().splitlines()
 log = [json.loads(line) for line in lines]
 steps = [line["step"] for line in log]
-epoch_ends = range(0, steps[-1] + 1, steps[-1] // 5)
+epoch_ends = range(0, steps[-1] + 1, steps[-1] // 8)
 figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.2))
 for panel, name in zip(panels, ("accuracies", "margins")):
     name = f"rewards/{name}"

@@ -47,7 +47,6 @@ folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/vllm_rollouts"
 )
 keras.utils.set_random_seed(0)
-random.seed(0)
 
 """
 ## A model and its reward

@@ -1,4 +1,4 @@
-"""The guide to vLLM runs, with vLLM, and leaves what it says."""
+"""The guide to vLLM runs with a real vLLM, and its result holds."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ import pytest
 from tests.test_guides import has_files, read_log, run_alone
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     not importlib.util.find_spec("vllm"), reason="vLLM is not installed"
 )
