@@ -21,6 +21,7 @@ LEVELS = {
     "rollout": 2,
     "callbacks": 2,
     "tasks": 3,
+    "examples": 6,
 }
 # Losses are functions of arrays: they see JAX and the standard library.
 LOSSES_MAY_IMPORT = {"jax", "numpy", "dataclasses", "functools", "math"}
