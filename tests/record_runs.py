@@ -2,6 +2,7 @@
 
 ```
 python tests/record_runs.py record before.json [--only REGEX] [--jobs 2]
+    [--cache FOLDER]
 python tests/record_runs.py compare before.json after.json [--only REGEX]
 ```
 
@@ -71,7 +72,7 @@ def environment(devices):
 # --- Recording ---------------------------------------------------------------
 
 
-def record(path, only, jobs):
+def record(path, only, jobs, cache):
     load_runs()
     names = [n for n in RUNS if re.search(only, n)]
     single = [n for n in names if not n.startswith(("mesh/", "plan/"))]
@@ -85,7 +86,7 @@ def record(path, only, jobs):
         concurrent.futures.ThreadPoolExecutor(jobs) as pool,
     ):
         calls = [
-            pool.submit(run_worker, part, devices, folder)
+            pool.submit(run_worker, part, devices, folder, cache)
             for part, devices in parts
             if part
         ]
@@ -98,7 +99,7 @@ def record(path, only, jobs):
     return 0
 
 
-def run_worker(names, devices, folder):
+def run_worker(names, devices, folder, cache):
     with tempfile.TemporaryDirectory(dir=folder) as own:
         out = pathlib.Path(own, "out.jsonl")
         out.touch()
@@ -107,7 +108,7 @@ def run_worker(names, devices, folder):
             env={
                 **os.environ,
                 **environment(devices),
-                "JAX_COMPILATION_CACHE_DIR": os.path.join(own, "programs"),
+                "JAX_COMPILATION_CACHE_DIR": cache or f"{own}/programs",
             },
         )
         if done.returncode:
@@ -1077,6 +1078,9 @@ def main():
     recording = commands.add_parser("record")
     recording.add_argument("out")
     recording.add_argument("--jobs", type=int, default=2)
+    recording.add_argument(
+        "--cache", help="a folder of compiled programs, kept for the next one"
+    )
     comparing = commands.add_parser("compare")
     comparing.add_argument("first")
     comparing.add_argument("second")
@@ -1088,7 +1092,7 @@ def main():
     args = parser.parse_args()
     if args.command == "record":
         os.environ |= environment(1)
-        return record(args.out, args.only, args.jobs)
+        return record(args.out, args.only, args.jobs, args.cache)
     if args.command == "compare":
         return compare(args.first, args.second, args.only)
     return worker(args.out, args.names)
