@@ -2,13 +2,14 @@
 
 A case is a task with a loss, rows, and the ways to run the same update: in
 micro-batches, packed, with shared prompts, from a cache, rematerialised. The
-ways of a case cover each pair of settings rather than their product. All
-cases use one tiny Llama, so that a process loads one set of weights, and the
-compile cache serves one case with what another has compiled.
+ways of a case cover each pair of settings rather than their product. Nearly
+all cases use one tiny Llama, and the compile cache serves one check with what
+another has compiled.
 """
 
 import dataclasses
 import functools
+import pathlib
 import tempfile
 
 import jax
@@ -70,6 +71,8 @@ class Case:
         given: dict, more arguments of `from_preset`.
         cache: dict, the arguments of `compile` that stand for `cached`, with
             `None` in place of the directory.
+        preset: path of the model.
+        lora: bool, an adapter with dropout, or all weights.
         rate: float, the learning rate of the one step of SGD.
         tolerance: float, how far an update may be off, as a share of the
             largest change of a weight.
@@ -81,6 +84,8 @@ class Case:
     compiled: dict = dataclasses.field(default_factory=dict)
     given: dict = dataclasses.field(default_factory=dict)
     cache: dict = dataclasses.field(default_factory=dict)
+    preset: pathlib.Path = MODEL
+    lora: bool = True
     rate: float = 0.1
     tolerance: float = 2e-5
 
@@ -208,6 +213,14 @@ VARIANTS = {
         given=COMPARED,
         cache={"reference_cache": None},
     ),
+    # All weights of a family whose layers see a window of tokens.
+    "dpo_windows": Case(
+        kpt.DPOTask,
+        PAIRS,
+        ({"share_prefix": True, "packing": 96},),
+        preset=REFERENCE / "models/gemma2",
+        lora=False,
+    ),
     # Sorts over the batch, padding pairs left out.
     "aot_unpaired": Case(
         kpt.DPOTask,
@@ -285,13 +298,13 @@ def parted(settings, names):
     return own, {k: v for k, v in settings.items() if k not in names}
 
 
-def make(case, optimizer, preset=MODEL, lora=True, compiled=None, **given):
+def make(case, optimizer, lora=True, compiled=None, **given):
     """A task with dropout and an adapter that is not 0, compiled."""
     if lora:
         given["lora"] = kpt.LoRA(rank=4, alpha=8, dropout=0.2)
     keras.utils.set_random_seed(0)
     task = case.kind.from_preset(
-        preset, sequence_length=64, **{**case.given, **given}
+        case.preset, sequence_length=64, **{**case.given, **given}
     )
     if lora:
         spread_adapter(task)
@@ -331,12 +344,12 @@ class Record(keras.callbacks.Callback):
 # --- The same update ---------------------------------------------------------
 
 
-def update(case, lora=True, **way):
+def update(case, lora=None, **way):
     """What one batch reports and changes.
 
     Args:
         case: `Case`.
-        lora: bool, an adapter with dropout, or all weights.
+        lora: bool, or `None` for the case's own.
         **way: settings, as in `Case.ways`.
 
     Returns:
@@ -352,7 +365,7 @@ def update(case, lora=True, **way):
         task = make(
             case,
             keras.optimizers.SGD(case.rate),
-            lora=lora,
+            lora=case.lora if lora is None else lora,
             compiled=compiled,
             **given,
         )
@@ -367,7 +380,7 @@ def update(case, lora=True, **way):
 
 
 @functools.cache
-def plain_update(name, lora=True):
+def plain_update(name, lora=None):
     return update(CASES[name], lora)
 
 
