@@ -34,7 +34,7 @@ def test_files_of_every_family():
     run(*(f"preset:{name}" for name in DIRECTORIES))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_host_memory(tmp_path):
     run(f"memory:{tmp_path}")
 

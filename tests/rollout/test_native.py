@@ -43,7 +43,11 @@ def test_the_contract(kwargs):
     contract.check_engine(engine_of(task, 4), task)
 
 
-@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=4)])
+@pytest.mark.parametrize(
+    "lora",
+    [None, pytest.param(kpt.LoRA(rank=4), marks=pytest.mark.full)],
+    ids=["full", "lora"],
+)
 def test_samples_go_on_with_new_weights(lora):
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/llama3", sequence_length=256, lora=lora
