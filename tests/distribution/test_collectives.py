@@ -187,7 +187,7 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
         ]
     ]
     lowered = jax.jit(step).lower(given[:-1], given[-1])
-    memory = topology.compiled(lowered).memory_analysis()
+    memory = topology.compile(lowered).memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     kernel, inputs = 2 * width * width, 2 * tokens * width
     assert layers * inputs < most < layers * inputs + 3 * kernel
@@ -209,7 +209,7 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     devices = list(topology.get("v5p:2x2x2").devices)
     with core.planned(task, kpt.distribution.fsdp(devices=devices)):
         batch = dummy_batch(task, len(devices))
-        program = topology.compiled(core.lower_step(task, batch))
+        program = topology.compile(core.lower_step(task, batch))
     memory = program.memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     # Kernel and sum are three of these, the layers' backward pass four; with

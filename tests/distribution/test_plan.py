@@ -54,7 +54,7 @@ def on_four(function, *shapes, chips="v5e:2x2"):
         for shape, dtype, axes in shapes
     ]
     lowered = jax.jit(functools.partial(function, mesh)).lower(*given)
-    return topology.compiled(lowered)
+    return topology.compile(lowered)
 
 
 # --- Shapes only -------------------------------------------------------------
