@@ -260,5 +260,5 @@ print(f"ratio_distance {history.history['ratio_distance'][-1]:.4f}")
 - `custom_train_step.py`, where what changes is not the loss but the step.
 - `grpo_arithmetic.py`, reinforcement learning with rewards of your own.
 - The losses of the library are written like these two: read them in
-  `keras_posttrain/losses/policy.py`.
+  `keras_posttrain/losses/policy_gradient.py`.
 """
