@@ -236,5 +236,5 @@ print(f"ratio_distance {history.history['ratio_distance'][-1]:.4f}")
 - `custom_train_step.py`: custom training steps.
 - `grpo_arithmetic.py`: reinforcement learning with custom rewards.
 - The losses of the library are written like these two: read
-  `keras_posttrain/losses/policy.py`.
+  `keras_posttrain/losses/policy_gradient.py`.
 """

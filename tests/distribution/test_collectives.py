@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from keras_posttrain.planning.example_batches import dummy_batch
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import topology
 from keras_posttrain.models import sharding
 from keras_posttrain.planning import lowering as core
-from keras_posttrain.planning.example_batches import dummy_batch
 from keras_posttrain.training import step as steps
 
 pytest.importorskip("libtpu")

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from keras_posttrain.planning.example_batches import dummy_batch
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
@@ -21,7 +22,6 @@ from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention
 from keras_posttrain.planning import lowering as core
 from keras_posttrain.planning import train_plan
-from keras_posttrain.planning.example_batches import dummy_batch
 from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
 
 LLAMA = REFERENCE / "models" / "llama3"

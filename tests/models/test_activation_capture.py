@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_posttrain.losses.divergence import forward_kl
+from keras_posttrain.losses.divergence import forward_kl_loss
 from keras_posttrain.models.activation_capture import ActivationCapture
 from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.hf import loading
@@ -218,7 +218,7 @@ def test_a_policy_beside_its_teachers(models):
     def run(batch, longer):
         teachers = (other.teacher(batch), student.teacher(longer, source), top)
         return student.divergence_sum(
-            batch, tuple(weights), teachers, shares, forward_kl,
+            batch, tuple(weights), teachers, shares, forward_kl_loss,
             temperature=2.0, tail=False, needs=needs,
         )  # fmt: skip
 
@@ -233,9 +233,9 @@ def test_a_policy_beside_its_teachers(models):
         log_softmax(other, forward[1][places], 2.0),
         log_softmax(student, forward[2][source[0]], 2.0),
     )
-    parts = [forward_kl(ours, t) for t in theirs]
+    parts = [forward_kl_loss(ours, t) for t in theirs]
     parts.append(
-        forward_kl(jnp.take_along_axis(ours, top.ids, axis=1), top.logps)
+        forward_kl_loss(jnp.take_along_axis(ours, top.ids, axis=1), top.logps)
     )
     used = (np.arange(LENGTH) >= 5) & (batch["segment_ids"][0] > 0)
     divergences = np.where(used, sum(shares[:, 0] * np.stack(parts)), 0)
@@ -268,7 +268,7 @@ def test_a_mask_adds_values_without_weight(models):
         hidden = policy.hidden_states(batch)
         teacher = policy.teacher(batch, hidden=hidden)
         total, found = policy.divergence_sum(
-            batch, (weights, None), [teacher], None, forward_kl,
+            batch, (weights, None), [teacher], None, forward_kl_loss,
             hidden=hidden, needs=("agrees", "per_token_logps"), mask=mask,
         )  # fmt: skip
         plain = policy.token_outputs(batch, mask, hidden=hidden)
