@@ -1,9 +1,12 @@
-"""Imports point down only; private Keras modules stay in two files."""
+"""Imports point down, without cycles; private modules stay in two files."""
 
 import ast
+import graphlib
 import pathlib
 
 import pytest
+
+import keras_posttrain
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "keras_posttrain"
@@ -18,8 +21,20 @@ LEVELS = {
     "rewards": 1,
     "rollout": 2,
     "callbacks": 2,
-    "tasks": 3,
-    "examples": 6,
+    "training": 3,
+    "rl": 4,
+    "planning": 4,
+    "distill": 5,
+    "tasks": 6,
+    "examples": 7,
+}
+# Private modules of other libraries, each with the one file that imports it.
+PRIVATE = ("keras.src", "keras_hub.src", "jax._src", "jaxlib")
+MAY_IMPORT_PRIVATE = {
+    "keras_hub.src.vllm.context.vllm_context_scope": "models/attention.py",
+    "keras.src.trainers.data_adapters.data_adapter.DataAdapter": (
+        "data/batches/pipeline.py"
+    ),
 }
 # Losses are functions of arrays: they see JAX and the standard library.
 LOSSES_MAY_IMPORT = {"jax", "numpy", "dataclasses", "functools", "math"}
@@ -52,18 +67,18 @@ def component(name):
 
 def violations(package_root):
     """Each broken rule as a line `file: reason`."""
-    private = []
     for path in sorted(package_root.rglob("*.py")):
         file = path.relative_to(package_root).as_posix()
         own = file.split("/")[0].removesuffix(".py")
         names = list(imported(path, package_root))
-        private += [(file, n) for n in names if n.startswith("keras.src")]
         for name in names:
             if name.split(".")[0] in FOREIGN and file != IN_VLLM:
                 yield f"{file}: imports {name}"
-            if name.startswith("keras_hub.src"):
-                if file != "models/attention.py":
-                    yield f"{file}: imports {name}"
+            if name.startswith(PRIVATE):
+                if MAY_IMPORT_PRIVATE.get(name) != file:
+                    yield f"{file}: imports {name}, which is private"
+        yield from lazy_imports(path, file)
+        yield from switches(path, file)
         if own == "__init__":
             continue
         if own not in LEVELS:
@@ -79,11 +94,60 @@ def violations(package_root):
                 yield f"{file}: imports {name}, which has no level"
             elif other != own and LEVELS[other] >= LEVELS[own]:
                 yield f"{file}: imports {name}, which is not below it"
-    for file, name in private:
-        if file != "data/batches/pipeline.py":
-            yield f"{file}: imports {name}"
-    if len({name for _, name in private}) > 1:
-        yield f"more than one name of keras.src: {sorted(set(private))}"
+    yield from cycles(package_root)
+
+
+def lazy_imports(path, file):
+    """Imports inside functions: of other packages, with a comment."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            module = getattr(node, "module", None) or node.names[0].name
+            if module.startswith(PACKAGE) and file != IN_VLLM:
+                yield f"{file}:{node.lineno}: a lazy import of {module}"
+            # The comment is in the function, above the import or behind it.
+            part = lines[function.lineno - 1 : node.end_lineno]
+            if not any("#" in line for line in part):
+                yield f"{file}:{node.lineno}: a lazy import without a reason"
+
+
+def switches(path, file):
+    """`isinstance` and comparisons of types on tasks, outside `tasks`."""
+    if file.startswith("tasks/"):
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        if getattr(node.func, "id", "") not in ("isinstance", "issubclass"):
+            continue
+        for part in ast.walk(node.args[1]):
+            name = getattr(part, "id", getattr(part, "attr", ""))
+            if name.endswith("Task"):
+                yield f"{file}:{node.lineno}: asks whether it is a {name}"
+
+
+def cycles(package_root):
+    """Files that import each other, directly or through others."""
+    root = package_root.parent
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path
+        for path in package_root.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {}
+    for module, path in modules.items():
+        names = list(imported(path, package_root))
+        names += [name.rpartition(".")[0] for name in names]
+        graph[module] = {n for n in names if n in modules and n != module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield f"a cycle: {' <- '.join(error.args[1])}"
 
 
 def test_the_package_keeps_its_layers():
@@ -96,6 +160,21 @@ def test_the_package_keeps_its_layers():
     "file, line, found",
     [
         ("data/chat.py", "from ..models import policy", "not below it"),
+        ("rl/a.py", "from keras_posttrain.planning import b", "not below it"),
+        ("training/a.py", "from keras_posttrain.rl import b", "not below"),
+        ("tasks/a.py", "from jax._src import core", "which is private"),
+        ("models/attention.py", "from keras_hub.src import x", "private"),
+        ("tasks/a.py", "def f():\n    import vllm", "without a reason"),
+        (
+            "tasks/a.py",
+            "def f():\n    # Why.\n    from keras_posttrain.rl import b",
+            "a lazy import of keras_posttrain.rl",
+        ),
+        (
+            "planning/a.py",
+            "isinstance(task, (int, tasks.SFTTask))",
+            "asks whether it is a SFTTask",
+        ),
         ("data/chat.py", "from keras_posttrain.losses import x", "not below"),
         ("models/head.py", "import keras_posttrain.tasks.task", "not below"),
         ("models/a.py", "def f():\n    from ..rollout import b", "not below"),
@@ -105,11 +184,7 @@ def test_the_package_keeps_its_layers():
         ("tasks/a.py", "import tensorflow as tf", "imports tensorflow"),
         ("models/lora.py", "from keras_hub.src.a import b", "keras_hub.src"),
         ("tasks/a.py", "from keras.src import tree", "keras.src.tree"),
-        (
-            "data/batches/pipeline.py",
-            "from keras.src import a, b",
-            "more than one",
-        ),
+        ("data/batches/pipeline.py", "from keras.src import a", "private"),
         ("helpers.py", "import jax", "no level in LEVELS"),
     ],
 )
@@ -125,8 +200,17 @@ def test_a_broken_layer_is_found(tmp_path, file, line, found):
     "file, line",
     [
         ("tasks/a.py", "from ..models import policy\nfrom .task import Task"),
-        ("models/attention.py", "from keras_hub.src.vllm import context"),
-        ("data/batches/pipeline.py", "from keras.src.x.y import DataAdapter"),
+        (
+            "models/attention.py",
+            "from keras_hub.src.vllm.context import vllm_context_scope",
+        ),
+        (
+            "data/batches/pipeline.py",
+            "from keras.src.trainers.data_adapters.data_adapter import "
+            "DataAdapter",
+        ),
+        ("tasks/a.py", "def f():\n    # Optional.\n    import vllm"),
+        ("tasks/a.py", "isinstance(task, SFTTask)"),
         ("losses/dpo.py", "import jax.numpy as jnp\nfrom . import reductions"),
         ("callbacks/a.py", "import keras\nfrom ..models import policy"),
         ("__init__.py", "from .tasks.sft_task import SFTTask"),
@@ -137,3 +221,37 @@ def test_a_sound_import_is_not_reported(tmp_path, file, line):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(line + "\n")
     assert list(violations(tmp_path / PACKAGE)) == []
+
+
+def test_a_cycle_inside_a_folder_is_found(tmp_path):
+    folder = tmp_path / PACKAGE / "tasks"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("from keras_posttrain.tasks import b\n")
+    (folder / "b.py").write_text("from .c import thing\n")
+    (folder / "c.py").write_text("x = 1\n")
+    assert list(violations(tmp_path / PACKAGE)) == []
+    (folder / "c.py").write_text(
+        "def f():\n    # Why.\n    from .a import thing\n"
+    )
+    found = [x for x in violations(tmp_path / PACKAGE) if "cycle" in x]
+    assert len(found) == 1 and "tasks.a" in found[0]
+
+
+def task_classes():
+    """The public tasks, with their classes of the package."""
+    for name in keras_posttrain.__all__:
+        value = getattr(keras_posttrain, name)
+        is_task = isinstance(value, type) and name.endswith("Task")
+        if is_task:
+            own = [
+                c for c in value.__mro__ if c.__module__.startswith(PACKAGE)
+            ]
+            yield name, own
+
+
+@pytest.mark.parametrize("name, own", list(task_classes()))
+def test_a_task_can_be_seen_at_once(name, own):
+    """At most four classes deep, and sixty names over all of them."""
+    assert len(own) <= 4, own
+    names = {n for c in own for n in vars(c) if not n.startswith("__")}
+    assert len(names) <= 60, sorted(names)

@@ -4,6 +4,7 @@ import numbers
 
 import numpy as np
 
+from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.distill.step import parts
 from keras_posttrain.losses import (
     DistillationLoss,
@@ -11,6 +12,7 @@ from keras_posttrain.losses import (
     TokenLoss,
 )
 from keras_posttrain.losses.features import FeatureLoss
+from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.training import checks
 
 # Arguments of `compile` that say how to sample, and their defaults.
@@ -177,15 +179,52 @@ def universal(loss, name, why):
             )
 
 
-def known_tokenizer(tokenizer, name):
-    """Refuses a teacher with other tokens whose tokenizer is not known."""
-    if tokenizer is None:
+def other_tokenizer(given, loss, tokenizer, vocabulary):
+    """The tokenizer of a teacher with other tokens, or `None`.
+
+    Args:
+        given: `TeacherSources`.
+        loss: as in `DistillTask.compile`.
+        tokenizer: the student's `Tokenizer`, or `None`.
+        vocabulary: int, the student's vocabulary size.
+
+    Raises:
+        ValueError: for a loss that compares token by token, and a teacher
+            whose tokenizer is not known.
+    """
+    for name, size in zip(given.names, given.vocabulary_sizes):
+        found = given.tokenizer(name)
+        why = other_tokens(vocabulary, tokenizer, size, found)
+        if not why:
+            continue
+        universal(loss, name, why)
+        if found is None:
+            raise ValueError(
+                f"Teacher {name!r} has other tokens, and a `CausalLM` brings "
+                "no tokenizer. Pass `teacher_tokenizer=`, or the teacher as "
+                "a preset."
+            )
+        return found
+    return None
+
+
+def cacheable(examples, directory):
+    if directory is not None and is_stream(examples):
         raise ValueError(
-            f"Teacher {name!r} has other tokens, and a `CausalLM` brings no "
-            "tokenizer. Pass `teacher_tokenizer=`, or the teacher as a "
-            "preset."
+            "A teacher's answers to all rows are cached before the first "
+            "step. Received: a Grain `IterDataset` with "
+            f"teacher_cache={str(directory)!r}. Use a Grain "
+            "`MapDataset`, a list of dicts or a file."
         )
-    return tokenizer
+
+
+def refuse_new_rows(count, directory):
+    raise ValueError(
+        "The teacher is the student when training began, which is no longer "
+        f"there to be asked about new rows. Received: {count} rows that are "
+        f"not in {str(directory)!r}. Pass them to `fit` as "
+        "`validation_data`, or evaluate them before training."
+    )
 
 
 def combination(loss, given, top_k, cache, *, on_policy, other, vocabulary):
@@ -279,3 +318,31 @@ def plannable(given, *, on_policy, cache, other):
             f"teachers {given.names}, on_policy={on_policy}, "
             f"teacher_cache={cache!r}"
         )
+
+
+def samples(on_policy, engine, *, sequence_length, max_length, **settings):
+    """Checks how the student samples.
+
+    Args:
+        on_policy: float, as in `DistillTask.compile`.
+        engine: as the user passed `rollout`.
+        sequence_length: int, tokens a row may hold.
+        max_length: int or `None`, the model's context.
+        **settings: those of `rl_checks.sampling`.
+
+    Returns:
+        `(Rollout, Sampling)`, both `None` without samples.
+    """
+    if not on_policy:
+        unused({"rollout": engine, **settings})
+        return None, None
+    sampling = rl_checks.sampling(**settings)
+    rl_checks.room(sequence_length, max_length, sampling.max_completion_length)
+    many = sampling.num_generations
+    if on_policy < 1.0 and many > 1:
+        raise ValueError(
+            "Rows that are given have one completion, so with a "
+            "share of them `num_generations` must be 1. Received: "
+            f"on_policy={on_policy}, num_generations={many}"
+        )
+    return rl_checks.engine(engine), sampling

@@ -38,6 +38,12 @@ def parts(loss):
     ]
 
 
+def kept_temperature(loss):
+    """The temperature of a teacher's log-probabilities that are kept."""
+    found = [x for _, _, x in parts(loss) if isinstance(x, DistillationLoss)]
+    return found[0].temperature if found else 1.0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DistillTerms:
     """The loss of some rows: one pass of a student and of its teachers.

@@ -62,6 +62,18 @@ class TeacherSources:
         """Frees the models that were loaded."""
         self._loaded = {}
 
+    @contextlib.contextmanager
+    def ready(self):
+        """A scope in which the engine, if there is one, is started."""
+        if self.engine is None:
+            yield
+            return
+        self.engine.start()
+        try:
+            yield
+        finally:
+            self.engine.stop()
+
     @functools.cached_property
     def vocabulary_sizes(self):
         """List of ints."""

@@ -106,14 +106,16 @@ class PlannedTask:
         vars(twin).update(vars(source), policy=policy, **replaced)
         optimizer, masters = _optimizer(source, twin.trainable_variables)
         vars(twin).update(optimizer=optimizer, _masters=masters)
-        twin.set_companions(
-            {
-                role: tuple(
-                    _shallow(model, twin, left_out, others) for model in models
-                )
-                for role, models in known.items()
-            }
-        )
+        companions = {
+            role: tuple(
+                _shallow(model, twin, left_out, others) for model in models
+            )
+            for role, models in known.items()
+        }
+        vars(twin).update(companions=companions)
+        if "cached" in vars(twin):
+            # The planned step runs its companions.
+            vars(twin).update(cached=None)
         step = twin.make_step()
         vars(twin).update(_step=step)
         return cls(twin, step, source, known, settings)

@@ -28,7 +28,7 @@ class RolloutRun:
         model: compiled `keras.Model` with a `compiled_train_step`, as
             `compile_step` returns it, and a `fingerprint`.
         step: `TrainStep`.
-        saved: `Saved`, the variables of the run.
+        frozen: dict by name of `FrozenPolicy`s that checkpoints hold.
         state: `RunState`.
         engine: `kpt.rollout.Rollout`.
         order: `PromptOrder`, the data of the run.
@@ -49,7 +49,7 @@ class RolloutRun:
         model,
         *,
         step,
-        saved,
+        frozen,
         state,
         engine,
         order,
@@ -65,7 +65,8 @@ class RolloutRun:
     ):
         self.model, self.state, self.engine = model, state, engine
         self.order = self.data = order
-        self._step, self._saved, self._validate = step, saved, validate
+        self._step, self._validate = step, validate
+        self._saved = run_state.Saved.of(step, frozen)
         self.collector = collector(self.generate)
         self.epochs, self.skip_steps = epochs, frozenset(skip_steps)
         self.max_staleness = max_staleness

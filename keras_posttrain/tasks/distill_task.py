@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import functools
 
@@ -20,7 +19,12 @@ from keras_posttrain.distill.prompts import (
     prompts_of_rows,
     teacher_prompts,
 )
-from keras_posttrain.distill.step import DistillTerms, TeacherPass, parts
+from keras_posttrain.distill.step import (
+    DistillTerms,
+    TeacherPass,
+    kept_temperature,
+    parts,
+)
 from keras_posttrain.distill.teacher_cache import (
     cached_tokens,
     served_top_tokens,
@@ -31,7 +35,6 @@ from keras_posttrain.distill.teacher_cache import (
 from keras_posttrain.distill.teachers import TeacherSources
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import (
-    DistillationLoss,
     ForwardKLLoss,
     PolicyLoss,
     ReverseKLLoss,
@@ -132,7 +135,7 @@ class DistillTask(Task):
         self.teacher_length = teacher_length or self.sequence_length
         self.given, self.feature_maps, self._feature_losses = given, (), ()
         # Set by `compile` and `fit`.
-        self.on_policy, self.teachers, self.rollout = 0.0, (), None
+        self.on_policy, self.rollout, self.sampling = 0.0, None, None
         self.teacher_cache = self.cached = self.teacher_tokenizer = None
         self.teacher_column = self.teacher_weights = self.top_k = None
         self._began = self._packs = False
@@ -209,8 +212,14 @@ class DistillTask(Task):
         teacher_weights = distill_checks.weights(
             teacher_weights, teacher_column, given.names
         )
-        self._set_sampling(
+        vocabulary = self.causal_lm.backbone.vocabulary_size
+        self.rollout, self.sampling = distill_checks.samples(
+            on_policy,
             rollout,
+            sequence_length=self.sequence_length,
+            max_length=self.max_length,
+            tokenizer=self.tokenizer,
+            vocabulary_size=vocabulary,
             num_generations=num_generations,
             max_completion_length=max_completion_length,
             temperature=temperature,
@@ -220,8 +229,10 @@ class DistillTask(Task):
             old_log_probs=old_log_probs,
             mask_truncated_completions=mask_truncated_completions,
         )
-        vocabulary = self.causal_lm.backbone.vocabulary_size
-        self.teacher_tokenizer = self._other_tokenizer(loss, vocabulary)
+        self.temperature = self.sampling.temperature if on_policy else 1.0
+        self.teacher_tokenizer = distill_checks.other_tokenizer(
+            given, loss, self.tokenizer, vocabulary
+        )
         distill_checks.combination(
             loss,
             given,
@@ -235,7 +246,7 @@ class DistillTask(Task):
         self.teacher_column, self.top_k = teacher_column, top_k
         self.teacher_cache = teacher_cache
         self.teacher_weights = teacher_weights
-        self.teachers, self.cached, self._began = (), None, False
+        self.companions, self.cached, self._began = {}, None, False
         super().compile(
             optimizer,
             loss,
@@ -243,45 +254,6 @@ class DistillTask(Task):
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,
         )
-
-    def _set_sampling(self, rollout, **settings):
-        if not self.on_policy:
-            distill_checks.unused({"rollout": rollout, **settings})
-            self.rollout = self.sampling = None
-            self.temperature = 1.0
-            return
-        sampling = rl_checks.sampling(
-            tokenizer=self.tokenizer,
-            vocabulary_size=self.causal_lm.backbone.vocabulary_size,
-            **settings,
-        )
-        rl_checks.room(
-            self.sequence_length,
-            self.max_length,
-            sampling.max_completion_length,
-        )
-        many = sampling.num_generations
-        if self.on_policy < 1.0 and many > 1:
-            raise ValueError(
-                "Rows that are given have one completion, so with a "
-                "share of them `num_generations` must be 1. Received: "
-                f"on_policy={self.on_policy}, num_generations={many}"
-            )
-        self.rollout, self.sampling = rl_checks.engine(rollout), sampling
-        self.temperature = sampling.temperature
-
-    def _other_tokenizer(self, loss, vocabulary):
-        """The tokenizer of a teacher with other tokens, or `None`."""
-        given = self.given
-        for name, size in zip(given.names, given.vocabulary_sizes):
-            tokenizer = given.tokenizer(name)
-            why = distill_checks.other_tokens(
-                vocabulary, self.tokenizer, size, tokenizer
-            )
-            if why:
-                distill_checks.universal(loss, name, why)
-                return distill_checks.known_tokenizer(tokenizer, name)
-        return None
 
     def _make_feature_maps(self, loss):
         losses = [part for _, _, part in parts(loss)]
@@ -310,70 +282,52 @@ class DistillTask(Task):
     # The teachers
 
     @property
-    def by_policy_loss(self):
-        """Whether the student follows the teacher by a policy gradient."""
-        return isinstance(self.objective, PolicyLoss)
-
-    def companion_models(self):
-        return {"teachers": self.given.models()}
-
-    def set_companions(self, companions):
-        self.teachers, self.cached = companions["teachers"], None
+    def teachers(self):
+        """Tuple of the `FrozenPolicy`s that run in this process."""
+        return self.companions.get("teachers", ())
 
     @property
     def needs_all_layers(self):
         return bool(self.feature_maps)
 
-    def frozen_models(self):
-        return {f"teacher_{i}": x for i, x in enumerate(self.teachers)}
+    def companion_models(self):
+        return {"teachers": self.given.models()}
 
     def make_step(self, weights=None):
-        step = dataclasses.replace(
-            super().make_step(weights), companions={"teachers": self.teachers}
-        )
-        if self.by_policy_loss:
+        step = super().make_step(weights)
+        if isinstance(self.objective, PolicyLoss):
             return dataclasses.replace(step, has_signal=has_advantage)
         terms = DistillTerms(
             self.objective, self.policy, self.teachers, self.feature_maps
         )
         return dataclasses.replace(step, terms=terms)
 
-    def _make_teachers(self):
-        """Makes the teachers that run in this process, once for a run."""
-        if self.teachers or self.given.engine is not None:
-            return
-        self.teachers = self.given.freeze(
-            self.policy,
-            ModelWeights.of(self),
-            same_tokens=self.teacher_tokenizer is None,
-        )
-        self._renew_step()
+    def _make_teachers(self, of_step=False):
+        """Makes the teachers that run in this process, once for a run.
 
-    def _make_teachers_of_the_step(self):
-        # A cache replaces them.
-        if self.teacher_cache is None:
-            self._make_teachers()
+        Args:
+            of_step: bool, whether the step reads them: not if there is a
+                cache.
+        """
+        if of_step and self.teacher_cache is not None:
+            return
+        if not self.teachers and self.given.engine is None:
+            teachers = self.given.freeze(
+                self.policy,
+                ModelWeights.of(self),
+                same_tokens=self.teacher_tokenizer is None,
+            )
+            self.companions = {"teachers": teachers}
+            self._renew_step()
+        if of_step:
             for teacher in self.teachers:
                 teacher.check(self.teacher_length, self._packs)
 
     def _release_teachers(self):
         self.given.release()
         if self.teachers:
-            self.teachers = ()
+            self.companions = {}
             self._renew_step()
-
-    @contextlib.contextmanager
-    def _served(self):
-        """A scope in which the teacher's engine, if there is one, is ready."""
-        engine = self.given.engine
-        if engine is None:
-            yield
-            return
-        engine.start()
-        try:
-            yield
-        finally:
-            engine.stop()
 
     # Rows
 
@@ -395,7 +349,7 @@ class DistillTask(Task):
         )
 
     def begin_run(self, datasets, batch_size, callbacks):
-        self._make_teachers_of_the_step()
+        self._make_teachers(of_step=True)
         if self.teacher_cache is not None:
             for examples in datasets:
                 self._fill_cache(examples, batch_size)
@@ -406,7 +360,7 @@ class DistillTask(Task):
             # The lengths of rows that are yet to come are not known.
             longest = self.sequence_length
             layout = self._layout(batch_size, packing, longest)
-            self._refuse_stream(examples)
+            distill_checks.cacheable(examples, self.teacher_cache)
         else:
             lookup = None
             if self.teacher_cache is not None:
@@ -416,7 +370,9 @@ class DistillTask(Task):
             longest = max(len(x.token_ids) for x in examples)
             layout = self._layout(batch_size, packing, longest)
             layout = fit_teacher_rows(with_lookup(layout, lookup), examples)
-        return self.row_batches(examples, batch_size, layout=layout, **kwargs)
+        return super().make_batches(
+            examples, batch_size, layout=layout, **kwargs
+        )
 
     def _layout(self, num_sequences, packing, longest):
         """The layout of batches of so many sequences."""
@@ -440,28 +396,11 @@ class DistillTask(Task):
     def filled_rows(self, batch_size, packing=False):
         return None if packing else batch_size, 1
 
-    # The cache
-
-    @property
-    def kept_temperature(self):
-        """The temperature of a teacher's log-probabilities that are kept."""
-        losses = [part for _, _, part in parts(self.objective)]
-        found = [x for x in losses if isinstance(x, DistillationLoss)]
-        return found[0].temperature if found else 1.0
-
-    def _refuse_stream(self, examples):
-        if self.teacher_cache is not None and is_stream(examples):
-            raise ValueError(
-                "A teacher's answers to all rows are cached before the first "
-                "step. Received: a Grain `IterDataset` with "
-                f"teacher_cache={str(self.teacher_cache)!r}. Use a Grain "
-                "`MapDataset`, a list of dicts or a file."
-            )
-
     def _fill_cache(self, examples, batch_size):
         """Computes what the cache lacks of some examples."""
-        self._refuse_stream(examples)
-        engine, temperature = self.given.engine, self.kept_temperature
+        distill_checks.cacheable(examples, self.teacher_cache)
+        temperature = kept_temperature(self.objective)
+        engine = self.given.engine
         if self.cached is None:
             self._make_teachers()
             self.cached = teacher_cache(
@@ -474,7 +413,8 @@ class DistillTask(Task):
         missing = self.cached.missing(spans_by_key(examples))
         if not missing:
             return
-        self._refuse_new_rows(len(missing))
+        if self.cached.kind == "copy" and not self.teachers:
+            distill_checks.refuse_new_rows(len(missing), self.teacher_cache)
         self._make_teachers()
         if engine is not None:
             compute = functools.partial(
@@ -487,8 +427,12 @@ class DistillTask(Task):
             compute = top_tokens(
                 self.teachers[0],
                 ModelWeights.of(self),
-                lambda rows, longest: self.row_batches(
-                    rows, batch_size, sequence_length=longest, shuffle=False
+                lambda rows, longest: Task.make_batches(
+                    self,
+                    rows,
+                    batch_size,
+                    sequence_length=longest,
+                    shuffle=False,
                 ),
                 self.top_k,
                 temperature,
@@ -500,17 +444,6 @@ class DistillTask(Task):
             message=f"teacher: reads {len(missing):,} rows, which are kept in",
             verbose=self._verbose,
         )
-
-    def _refuse_new_rows(self, count):
-        is_student = self.cached.kind == "copy" and not self.teachers
-        if is_student:
-            raise ValueError(
-                "The teacher is the student when training began, which is "
-                "no longer there to be asked about rows that it has not "
-                f"read. Received: {count} rows that are not in "
-                f"{str(self.teacher_cache)!r}. Pass them to `fit` as "
-                "`validation_data`, or evaluate them before training."
-            )
 
     # Training
 
@@ -548,7 +481,7 @@ class DistillTask(Task):
             )
         self._began, self._packs = True, bool(packing)
         fit = self._fit_samples if self.on_policy else super().fit
-        with self._served():
+        with self.given.ready():
             return fit(dataset, batch_size, epochs, packing=packing, **kwargs)
 
     def _fit_samples(
@@ -579,7 +512,10 @@ class DistillTask(Task):
         sequences = rl_checks.minibatches(
             batch_size, sampling.num_generations, sampling.num_minibatches
         )
-        callback_lib.show(self._padding(sequences, packing), verbose)
+        note = padding.describe(
+            self.micro_batch_size, *self.filled_rows(sequences, packing)
+        )
+        callback_lib.show(note, verbose)
         longest = max(len(p.token_ids) for p in prompts.prompts)
         longest += sampling.max_completion_length
         layout = self._layout(sequences, packing, longest)
@@ -595,15 +531,15 @@ class DistillTask(Task):
             corrected = rl_checks.corrected(loss, sampling.old_log_probs)
         if corrected is not loss:
             self._set_objective(corrected)
-        self._make_teachers_of_the_step()
+        self._make_teachers(of_step=True)
         order = PromptOrder(
             prompts.prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
         )
-        follows = self.by_policy_loss
+        follows = isinstance(self.objective, PolicyLoss)
         self.run = RolloutRun(
             self,
             step=self._step,
-            saved=self.saved_variables(),
+            frozen={f"teacher_{i}": x for i, x in enumerate(self.teachers)},
             state=self.run_state,
             engine=self.rollout,
             order=order,
@@ -613,7 +549,7 @@ class DistillTask(Task):
                 share=self.on_policy,
                 engine=self.given.engine,
                 top_k=self.top_k,
-                kept_temperature=self.kept_temperature,
+                kept_temperature=kept_temperature(self.objective),
                 by_policy_loss=follows,
                 teacher_pass=TeacherPass(self._step, self.temperature),
                 sampling=sampling,
@@ -651,30 +587,28 @@ class DistillTask(Task):
                 prompts_of_rows(examples, self.tokenizer, most, why, name),
                 report,
             )
-        prompts, report = self._prompts(dataset, name, most, why)
+        prompts, report = prepare_prompts(
+            dataset,
+            self.row_settings(name),
+            max_prompt_length=most,
+            limit=why,
+        )
         column, rows = teacher_prompts(prompts)
         if column is not None:
             # None may be left out: each goes with a prompt.
-            rows, _ = self._prompts(
+            rows, _ = prepare_prompts(
                 rows,
-                f"{name}, column {column!r}",
-                self.teacher_length - completion,
-                f"teacher_length={self.teacher_length} less "
+                self.row_settings(
+                    f"{name}, column {column!r}", truncation="error"
+                ),
+                max_prompt_length=self.teacher_length - completion,
+                limit=f"teacher_length={self.teacher_length} less "
                 f"max_completion_length={completion}",
-                truncation="error",
             )
         contexts = contexts_of(
             prompts, rows, self.teacher_column, self.given.names, name
         )
         return StudentPrompts(prompts, contexts=contexts), report
-
-    def _prompts(self, dataset, name, most, why, **overrides):
-        return prepare_prompts(
-            dataset,
-            self.row_settings(name, **overrides),
-            max_prompt_length=most,
-            limit=why,
-        )
 
     @property
     def last_rollout(self):
@@ -695,13 +629,13 @@ class DistillTask(Task):
         self._assert_compile_called("evaluate")
         distill_checks.may_evaluate(self.objective)
         self._verbose = kwargs.get("verbose", 0)
-        self._make_teachers_of_the_step()
+        self._make_teachers(of_step=True)
         try:
             return super().evaluate(dataset, batch_size, **kwargs)
         finally:
             if not self._began:
                 # The student may change before training begins.
-                self.teachers, self.cached = (), None
+                self.companions, self.cached = {}, None
                 self._renew_step()
 
     def example_batch(self, batch_size, **kwargs):

@@ -3,6 +3,7 @@ import gc
 
 from keras_posttrain.losses import DPOLoss
 from keras_posttrain.tasks.preference_task import PreferenceTask
+from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import preference_checks as checks
 from keras_posttrain.training.callbacks import moves_reference
 from keras_posttrain.training.frozen import Untracked, make_reference
@@ -57,13 +58,13 @@ class DPOTask(PreferenceTask):
     """
 
     auto_learning_rates = (1e-5, 1e-6)
-    # Set by `compile` and `fit`: a `FrozenPolicy`, a directory, and the
-    # `FrozenCache` in it.
-    reference = reference_cache = cached = None
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
         self._given_reference = Untracked(reference)
+        # Set by `compile` and `fit`: a `FrozenPolicy`, a directory, and the
+        # `FrozenCache` in it.
+        self.reference = self.reference_cache = self.cached = None
 
     def default_loss(self):
         return DPOLoss()
@@ -96,7 +97,7 @@ class DPOTask(PreferenceTask):
         loss = self.default_loss() if loss == "auto" else loss
         checks.preference_loss(loss)
         checks.reference_cache(reference_cache, loss)
-        self.reference = self.cached = None
+        self.reference, self.cached, self.companions = None, None, {}
         self.reference_cache = reference_cache
         super().compile(optimizer, loss, **kwargs)
 
@@ -111,17 +112,6 @@ class DPOTask(PreferenceTask):
         if not self.compares:
             return {}
         return {"reference": [self._given_reference.value]}
-
-    def set_companions(self, companions):
-        # A step whose batches hold what a cached reference computes needs
-        # less: planned is the one that fills the cache.
-        (self.reference,) = companions.get("reference", (None,))
-        self.cached = None
-
-    def frozen_models(self):
-        if self.reference is None:
-            return {}
-        return {"reference": self.reference}
 
     def begin_run(self, datasets, batch_size, callbacks):
         if self.labelled:
@@ -143,7 +133,7 @@ class DPOTask(PreferenceTask):
         self._release_reference()
 
     def _make_reference(self, moves=False):
-        self.reference = make_reference(
+        reference = make_reference(
             self._given_reference.value,
             self.policy,
             ModelWeights.of(self),
@@ -152,20 +142,19 @@ class DPOTask(PreferenceTask):
         if self.reference_cache is not None and self.cached is None:
             header = {
                 "kind": "log-probabilities of a reference",
-                **self.reference.identity(),
+                **reference.identity(),
             }
             self.cached = FrozenCache(
-                self.reference_cache, header, self.reference.kind
+                self.reference_cache, header, reference.kind
             )
-        self._renew_step()
+        self._set_reference(reference)
 
-    def make_step(self, weights=None):
-        step = super().make_step(weights)
-        if self.reference is None or self.cached is not None:
-            # The batches hold what a cached reference computes.
-            return step
-        companions = {"reference": (self.reference,)}
-        return dataclasses.replace(step, companions=companions)
+    def _set_reference(self, reference):
+        self.reference, self.companions = reference, {}
+        # Batches hold the log-probabilities of a cached reference.
+        if reference is not None and self.cached is None:
+            self.companions = {"reference": (reference,)}
+        self._renew_step()
 
     def make_batches(self, examples, batch_size, **kwargs):
         if self.cached is not None:
@@ -182,7 +171,9 @@ class DPOTask(PreferenceTask):
             compute = completion_logps(
                 self.reference,
                 ModelWeights.of(self),
-                lambda rows: self.row_batches(rows, size, shuffle=False),
+                lambda rows: Task.make_batches(
+                    self, rows, size, shuffle=False
+                ),
             )
             self.cached.fill(
                 missing,
@@ -206,7 +197,7 @@ class DPOTask(PreferenceTask):
         """Frees the memory of a reference that is in the batches."""
         if self.cached is not None and self.reference is not None:
             if self.reference.num_bytes:
-                self.reference = None
+                self._set_reference(None)
                 # Models hold cycles, which wait for the garbage collector.
                 gc.collect()
 
@@ -234,8 +225,8 @@ class DPOTask(PreferenceTask):
         finally:
             self._release_reference()
             if passing:
-                self.reference = self.cached = None
-                self._renew_step()
+                self.cached = None
+                self._set_reference(None)
 
     def fingerprint(self):
         kind = None if self.reference is None else self.reference.kind

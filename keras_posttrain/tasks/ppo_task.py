@@ -69,7 +69,11 @@ class PPOTask(RolloutTask):
     """
 
     collector = PPOCollector
-    value_model = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Set by the first `compile`.
+        self.value_model = None
 
     def default_loss(self):
         return PPOLoss()

@@ -19,11 +19,14 @@ class PreferenceTask(Task):
     It turns rows into batches for `kpt.DPOTask` and `kpt.RewardTask`.
     """
 
-    # Set by `fit`.
-    share_prefix = packs = False
     # Whether a pair without a prompt column must have a common beginning.
     shares_prompt = True
     can_share_prefix = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Set by `fit`.
+        self.share_prefix = self.packs = False
 
     @property
     def labelled(self):
@@ -89,7 +92,9 @@ class PreferenceTask(Task):
             self.micro_batch_size, *self.filled_rows(batch_size, packing)
         )
         layout = dataclasses.replace(layout, row_multiple=multiple)
-        return self.row_batches(examples, batch_size, layout=layout, **kwargs)
+        return super().make_batches(
+            examples, batch_size, layout=layout, **kwargs
+        )
 
     def _layout(self, batch_size):
         return preference_layout(

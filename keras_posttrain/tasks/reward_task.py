@@ -6,6 +6,7 @@ from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import device_transfer, score_head
 from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
+from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import checks
 from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.weights import ModelWeights
@@ -120,7 +121,7 @@ class RewardTask(PreferenceTask):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
-        batches = self.row_batches(examples, batch_size, shuffle=False)
+        batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self)
         if self._scores is None:
 
@@ -134,8 +135,8 @@ class RewardTask(PreferenceTask):
         )
         return [float(row["scores"][0]) for row in rows]
 
-    def _forget_programs(self):
-        super()._forget_programs()
+    def _renew_step(self):
+        super()._renew_step()
         self._scores = None
 
     # Saving

@@ -72,12 +72,12 @@ class RolloutTask(Task):
     can_share_prefix = True
     # Builds the batches of a rollout.
     collector = Collector
-    # Set by `compile` and `fit`.
-    rollout = sampling = scoring = reference = None
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
         self._given_reference = Untracked(reference)
+        # Set by `compile` and `fit`.
+        self.rollout = self.sampling = self.scoring = self.reference = None
 
     def compile(
         self,
@@ -290,7 +290,10 @@ class RolloutTask(Task):
         prompts, self.data_report = self.prepare_prompts(dataset)
         callback_lib.show(self.data_report, verbose)
         layout = self._layout(prompts, batch_size, packing, share_prefix)
-        note = self._padding(layout.num_sequences, packing or share_prefix)
+        filled = self.filled_rows(
+            layout.num_sequences, packing or share_prefix
+        )
+        note = padding.describe(self.micro_batch_size, *filled)
         callback_lib.show(note, verbose)
         held_out = None
         if validation_data is not None:
@@ -322,7 +325,7 @@ class RolloutTask(Task):
         self.run = RolloutRun(
             self,
             step=self._step,
-            saved=self.saved_variables(),
+            frozen={"reference": self.reference} if self.reference else {},
             state=self.run_state,
             engine=self.rollout,
             order=order,
@@ -393,11 +396,6 @@ class RolloutTask(Task):
         if verbose and self.reference.num_bytes:
             size = self.reference.num_bytes / 2**20
             print(f"reference: {size:,.1f} MiB", flush=True)
-
-    def frozen_models(self):
-        if self.reference is None:
-            return {}
-        return {"reference": self.reference}
 
     def make_step(self, weights=None):
         step = super().make_step(weights)

@@ -74,8 +74,6 @@ class Task(keras.Model):
     can_share_prefix = False
     # Whether the step reads layers by their number: a plan then compiles all.
     needs_all_layers = False
-    # Logits are divided by it: that of the samples, in a task that samples.
-    temperature = 1.0
 
     def __init__(
         self,
@@ -111,6 +109,8 @@ class Task(keras.Model):
         self.truncation = truncation
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.preset = None
+        # Divides the logits: that of the samples in a task that samples.
+        self.temperature = 1.0
         flatten_linear_layers(causal_lm.backbone)
         self.adapter = Adapter(causal_lm, lora) if lora else None
         self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
@@ -119,6 +119,8 @@ class Task(keras.Model):
         self.run_state = run_state.RunState()
         # Set by `compile`, `fit` and `evaluate`.
         self.objective = self.data_report = self.run = self._step = None
+        # By role, tuples of the `FrozenPolicy`s that the step reads.
+        self.companions = {}
         self._evaluating, self._verbose = False, 0
         self._log_probs = self._compiled_train_step = None
         self.built = True
@@ -325,7 +327,9 @@ class Task(keras.Model):
         streamed = self.data_report.rows == 0
         if not streamed:
             callback_lib.show(self.data_report, verbose)
-        callback_lib.show(self._padding(batch_size, packing), verbose)
+        filled = self.filled_rows(batch_size, packing)
+        note = padding.describe(self.micro_batch_size, *filled)
+        callback_lib.show(note, verbose)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self._verbose = verbose
         self.begin_run([examples, held_out], batch_size, callbacks)
@@ -343,7 +347,6 @@ class Task(keras.Model):
         self.run = keras_fit.RowRun(
             self,
             step=self._step,
-            saved=self.saved_variables(),
             state=self.run_state,
             data=data,
             validation=validation,
@@ -371,11 +374,7 @@ class Task(keras.Model):
         """
 
     def make_batches(self, examples, batch_size, **kwargs):
-        """Batches of what `prepare` returned; see `row_batches`."""
-        return self.row_batches(examples, batch_size, **kwargs)
-
-    def row_batches(self, examples, batch_size, **kwargs):
-        """Batches of `Example`s, sequences in rows.
+        """Batches of what `prepare` returned.
 
         Args:
             examples: list of `Example`s.
@@ -432,7 +431,9 @@ class Task(keras.Model):
             shown = verbose or bool(report.dropped or report.cut)
             callback_lib.show(report, shown)
             checks.positive_int("batch_size", batch_size)
-            callback_lib.show(self._padding(batch_size), verbose)
+            filled = self.filled_rows(batch_size)
+            note = padding.describe(self.micro_batch_size, *filled)
+            callback_lib.show(note, verbose)
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
         known = ("_use_cached_eval_dataset", "steps", "callbacks")
@@ -600,12 +601,13 @@ class Task(keras.Model):
             ),
             max_grad_norm=self.max_grad_norm,
             dropout=bool(self.adapter and self.adapter.lora.dropout),
+            companions=self.companions,
         )
 
     def _renew_step(self):
         """Builds the step again: one of its parts has changed."""
-        self._step = self.make_step()
-        self._compiled_train_step = None
+        self._step = self.make_step() if self.compiled else None
+        self._compiled_train_step = self._log_probs = None
         self.train_function = self.test_function = None
 
     @property
@@ -618,19 +620,6 @@ class Task(keras.Model):
                 self.run_eagerly,
             )
         return self._compiled_train_step
-
-    def frozen_models(self):
-        """Dict by name of the `FrozenPolicy`s that a checkpoint holds."""
-        return {}
-
-    def saved_variables(self):
-        """The `Saved` of a run: what its checkpoints hold."""
-        return run_state.Saved(
-            ModelWeights.of(self),
-            self.optimizer,
-            self._train_trackers,
-            self.frozen_models(),
-        )
 
     def rows_together(self, batch):
         """Rows of a batch that are one example: neighbours, never split."""
@@ -648,11 +637,6 @@ class Task(keras.Model):
             on the lengths of sequences.
         """
         return batch_size, 1
-
-    def _padding(self, batch_size, packing=False):
-        """A line on padding rows, or `None` where there are none."""
-        filled, together = self.filled_rows(batch_size, packing)
-        return padding.describe(self.micro_batch_size, filled, together)
 
     # What Keras calls
 
@@ -725,7 +709,7 @@ class Task(keras.Model):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
-        batches = self.row_batches(examples, batch_size, shuffle=False)
+        batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self)
         if self._log_probs is None:
 
@@ -975,14 +959,6 @@ class Task(keras.Model):
         """
         return {}
 
-    def set_companions(self, companions):
-        """Sets the models that the step compares with, for `plan`.
-
-        Args:
-            companions: dict by role, as of `companion_models`, of tuples of
-                `FrozenPolicy`s that `make_step` gives to the step.
-        """
-
     # Saving
 
     def save_adapter(self, path):
@@ -1028,17 +1004,13 @@ class Task(keras.Model):
         `unmerge_adapter`, which restores them bit for bit."""
         checks.need_adapter(self.adapter, "merge_adapter")
         self.adapter.merge()
-        self._forget_programs()
+        self._renew_step()
 
     def unmerge_adapter(self):
         """Reverts `merge_adapter`."""
         checks.need_adapter(self.adapter, "unmerge_adapter")
         self.adapter.unmerge()
-        self._forget_programs()
-
-    def _forget_programs(self):
-        # They were traced with the adapter's part, or without it.
-        self._log_probs = self.test_function = None
+        self._renew_step()
 
     def export(self, path, *, dtype=None, max_shard_bytes=5 * 2**30):
         """Writes a Hugging Face directory, the adapter merged in.

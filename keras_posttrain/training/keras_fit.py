@@ -19,7 +19,6 @@ class RowRun:
         model: compiled `keras.Model` with a `compiled_train_step`, as
             `compile_step` returns it, and a `fingerprint`.
         step: `TrainStep`.
-        saved: `Saved`, the variables of the run.
         state: `RunState`.
         data: `BatchAdapter`, the batches of the run.
         validation: `BatchAdapter` or `None`.
@@ -39,7 +38,6 @@ class RowRun:
         model,
         *,
         step,
-        saved,
         state,
         data,
         validation=None,
@@ -51,7 +49,12 @@ class RowRun:
         settings=None,
     ):
         self.model, self.state, self.data = model, state, data
-        self._step, self._saved = step, saved
+        self._step = step
+        models = step.companions.values()
+        frozen = [model for each in models for model in each]
+        self._saved = run_state.Saved.of(
+            step, {f"{x.role}_{i}": x for i, x in enumerate(frozen)}
+        )
         self.validation, self.epochs = validation, epochs
         self.skip_steps = frozenset(skip_steps)
         self.settings = settings or {}
@@ -62,8 +65,10 @@ class RowRun:
 
     def fit(self):
         """Trains, and returns a Keras `History`."""
-        # That of an earlier run has its data.
+        # That of an earlier run reads its data.
         self.model.train_function = None
+        # Keras reads it after `on_train_begin`, where a checkpoint is restored.
+        self.model._initial_epoch = None
         try:
             with epochs_may_end():
                 return keras.Model.fit(
@@ -148,6 +153,7 @@ class RowRun:
         self.data.set_state(meta["data"])
         self._saved.assign(arrays)
         self.state.restore(meta, self.epochs)
+        self.model._initial_epoch = self.state.initial_epoch
 
     def agreement(self):
         """Settings that all processes of the run must share."""

@@ -82,6 +82,11 @@ class Saved:
     trackers: list
     frozen: dict
 
+    @classmethod
+    def of(cls, step, frozen):
+        """The `Saved` of a `TrainStep` and its frozen models."""
+        return cls(step.weights, step.optimizer, step.train_trackers, frozen)
+
     def variables(self):
         """Dict of lists of variables."""
         return {
