@@ -153,7 +153,7 @@ def test_teachers_by_name():
     assert [e.teacher_index for e in examples] == [0, 1, 0]
     assert all(e.teacher_ids is None for e in examples)
     # Only who teaches differs: data of another fingerprint.
-    assert examples[0].extras != examples[1].extras
+    assert examples[0].other_bytes != examples[1].other_bytes
 
 
 def test_what_is_too_long_for_the_teacher():
@@ -397,7 +397,7 @@ TEXT = {"prompt": "a", "completion": " b"}
         (
             [CONTEXT],
             {"train_on": "all"},
-            ["only completions can be taught", "train_on='all'", "row 0"],
+            ["only completions can be distilled", "train_on='all'", "row 0"],
         ),
         (
             [{"prompt_ids": [5], "completion_ids": [6]}],

@@ -589,3 +589,16 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match="pip install pyarrow"):
         prepare(path)
+
+
+@pytest.mark.parametrize(
+    "setting, part",
+    [
+        ({"sequence_length": 1}, "sequence_length=1"),
+        ({"truncation": "no"}, "truncation='no'"),
+    ],
+)
+def test_settings_that_no_rows_can_be_prepared_with(setting, part):
+    settings = {"sequence_length": 8, "vocabulary_size": 9} | setting
+    with pytest.raises(ValueError, match=part):
+        RowSettings(None, **settings)

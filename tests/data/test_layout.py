@@ -7,6 +7,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.layout import BatchLayout, Group
+from keras_posttrain.data.rows.examples import Example
 from tests.data.support import SIZES, random_groups
 from tests.support import FAMILIES, REFERENCE
 
@@ -86,6 +87,84 @@ def test_the_arrays_of_a_row():
     for name, values in expected.items():
         np.testing.assert_array_equal(batch.arrays[name], [values])
     assert batch.places[1].tokens == (0, slice(5, 6))
+
+
+def trajectory(*parts):
+    """A prompt, then sampled text and tool output in turns."""
+    ids, mask = [], []
+    for i, part in enumerate(parts):
+        ids += part
+        mask += [float(i % 2)] * len(part)
+    return Example(np.array(ids, "int32"), np.array(mask, "float32"), 0)
+
+
+def test_trajectories_of_several_turns_are_sequences_with_a_mask():
+    """Two trajectories of one prompt (5 6), with tool output (20)."""
+    first = trajectory([5, 6], [7, 8], [20], [9])
+    second = trajectory([5, 6], [10])
+    group = Group([first, second], prefix_length=2)
+    logps = [np.arange(6) + 1.0, np.array([7.0])]
+
+    apart = BatchLayout(2, 64)([group])
+    apart.put_tokens("logps", logps)
+    assert apart.arrays["completion_mask"][0, :6].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+        1,
+    ]
+    assert apart.arrays["logps"][:, :6].tolist() == [
+        [1, 2, 3, 4, 5, 6],
+        [0, 0, 7, 0, 0, 0],
+    ]
+
+    layout = BatchLayout(2, 64, token_budget=8, share_prefix=True)
+    shared = layout([group])
+    shared.put_tokens("logps", logps)
+    shared.put_sequences("rewards", [0.5, 2.0])
+    arrays = {name: values[0] for name, values in shared.arrays.items()}
+    assert arrays["token_ids"][:7].tolist() == [5, 6, 7, 8, 20, 9, 10]
+    assert arrays["completion_mask"].tolist() == [0, 0, 1, 1, 0, 1, 1, 0]
+    assert arrays["positions"][:7].tolist() == [0, 1, 2, 3, 4, 5, 2]
+    # Of values for all tokens those of the prefix are left out.
+    assert arrays["logps"].tolist() == [0, 0, 3, 4, 5, 6, 7, 0]
+    assert arrays["rewards"][:4].tolist() == [0, 0.5, 2, 0]
+    assert shared.sequence_sums(shared.arrays["logps"]) == {0: 18.0, 1: 7.0}
+    assert shared.rows() == [[0, 1]]
+
+
+def test_minibatches_cut_groups_and_count_on():
+    groups = random_groups([(3, [4, 5, 6]), (2, [100, 8])])
+    layout = BatchLayout(2, 128, row_multiple=3)
+    batches = layout.minibatches(groups)
+    assert [list(b.places) for b in batches] == [[0, 1], [2, 3], [4]]
+    assert {b.arrays["token_ids"].shape for b in batches} == {(3, 128)}
+    expected = [x for group in groups for x in group.sequences]
+    for batch in batches:
+        for i, place in batch.places.items():
+            assert batch.sequences[i] is expected[i]
+            np.testing.assert_array_equal(
+                batch.arrays["token_ids"][place.tokens], expected[i].token_ids
+            )
+    lengths = [
+        b.arrays["token_ids"].shape[1]
+        for b in layout.minibatches(groups, equal_lengths=False)
+    ]
+    assert lengths == [64, 128, 64]
+
+
+def test_extras_see_the_batch_and_its_groups():
+    groups = random_groups(SIZES)
+
+    def extras(batch, given):
+        assert given is groups
+        batch.put_sequences("numbers", list(range(9)), np.int32)
+
+    batch = BatchLayout(9, 128, extras=extras)(groups).arrays
+    assert batch["numbers"][:, 0].tolist() == list(range(9))
+    assert batch["numbers"].dtype == np.int32
 
 
 LONG = [(150, [30, 21]), (260, [40, 90, 3])]

@@ -8,6 +8,7 @@ from keras_posttrain.data.batches.packing import (
     fine_lengths,
     pack,
     pack_groups,
+    padded_rows,
 )
 from tests.data.support import SIZES, random_groups
 
@@ -95,6 +96,34 @@ def test_lengths_waste_at_most_a_seventh():
     assert lengths[-1] >= 3000
     grown = np.diff(lengths) / np.array(lengths[:-1])
     assert (grown[5:] <= 1 / 6).all()
+
+
+@pytest.mark.parametrize(
+    "filled, multiple, expected",
+    [
+        *[(n, 1, n) for n in (1, 2, 3, 4, 6, 8, 12, 16)],
+        (5, 1, 6),
+        (7, 1, 8),
+        (9, 1, 12),
+        (13, 1, 16),
+        (5, 4, 8),
+        (3, 3, 3),
+        (4, 3, 6),
+    ],
+)
+def test_padded_rows(filled, multiple, expected):
+    assert padded_rows(filled, multiple) == expected
+
+
+def test_a_row_holds_at_most_so_many_prefixes_and_sequences():
+    """Groups of 1 + 2: two of them fit into 6 slots, not three."""
+    groups = random_groups([(2, [1, 1])] * 4)
+    rows = pack_groups(groups, 64, max_sequences=6)
+    assert [[g for g, _ in row] for row in rows] == [[0, 1], [2, 3]]
+    # A group that needs more slots is cut.
+    [group] = random_groups([(2, [1] * 5)])
+    rows = pack_groups([group], 64, max_sequences=4)
+    assert [i for row in rows for _, i in row] == [[0, 1, 2], [3, 4]]
 
 
 def test_rows_hold_each_completion_once():

@@ -104,6 +104,17 @@ def assert_equal(batches, others):
 # Order and shapes ----------------------------------------------------------
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_seeds_of_any_size_give_orders_of_their_own(stream):
+    orders = [
+        rows_of(take(make_adapter(stream, seed=seed), 5))
+        for seed in (5, 5 + 64, -1, 2**40 + 5)
+    ]
+    assert orders[0] not in (orders[1], orders[2])
+    # Seeds count modulo 2**32.
+    assert orders[3] == orders[0]
+
+
 @all_cases
 def test_an_epoch_has_every_row_once(stream, packing, shuffle):
     adapter = make_adapter(stream, packing, shuffle)

@@ -253,6 +253,23 @@ def test_completions_go_on_to_the_next_prompt():
     assert lone["sequence_mask"].sum() == 1
 
 
+def test_a_mismatched_completion_is_cut_at_the_sequence_length():
+    rows = [
+        {"prompt_ids": [5] * n, "completion_ids": [6] * m, "label": n > 9}
+        for n, m in ((50, 4), (1, 30))
+    ]
+    for share_prefix in (False, True):
+        batch = batch_of(
+            rows, labelled=True, mismatched=True, share_prefix=share_prefix
+        )
+        mask, segments = batch["completion_mask"], batch["segment_ids"]
+        counts = [
+            int(mask[row][segments[row] == slot + 1].sum())
+            for row, slot in zip(*np.nonzero(batch["sequence_mask"]))
+        ]
+        assert counts == [4, 14, 30, 4]
+
+
 def test_margins_stand_at_the_chosen():
     rows = [{**PAIRS[0], "margin": 2.0}, PAIRS[1]]
     assert batch_of(rows)["margins"][:, 0].tolist() == [2, 0, 0, 0]

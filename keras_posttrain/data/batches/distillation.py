@@ -38,7 +38,7 @@ def distillation_layout(
         teacher_budget: int, the tokens of a teacher's packed row; `None` for
             as many times `token_budget` as `teacher_length` is of
             `sequence_length`. `fit_teacher_rows` finds a better one.
-        row_multiple: int, what the number of rows is a multiple of.
+        row_multiple: int, of which the number of rows is a multiple.
         pad_id: int, the token id at padding.
         **settings: those of `TeacherExtras`.
 
@@ -112,7 +112,7 @@ def fit_teacher_rows(layout, examples):
 
 @dataclasses.dataclass(frozen=True)
 class TeacherExtras:
-    """Adds what is known of the teachers.
+    """Adds the arrays of the teachers to a batch.
 
     - Where the teacher reads other tokens: `teacher_token_ids`,
       `teacher_segment_ids` and `teacher_positions`, int32 of shape
@@ -130,7 +130,8 @@ class TeacherExtras:
         token_budget, teacher_budget: int, the tokens of the student's and
             the teacher's packed rows; `None` for no packing.
         teacher_pad_id: int, the teacher's token id at padding.
-        teacher_weights: tuple of floats, what each teacher counts, or `None`.
+        teacher_weights: tuple of floats, the weight of each teacher, or
+            `None`.
         num_teachers: int, how many teachers rows may name.
         lookup: function of an example to the teacher's most probable tokens,
             `{"ids": (tokens, k), "logps": (tokens, k)}`, for all of its

@@ -77,7 +77,7 @@ class BatchLayout:
             pairs. Where it is 1 a group may be spread over rows.
         share_prefix: bool, whether a row stores the prefix of a group once
             for those of its sequences that it holds.
-        row_multiple: int, what the number of rows is a multiple of.
+        row_multiple: int, of which the number of rows is a multiple.
         pad_id: int, the token id at padding.
         regroup: function of the groups of a batch to those that are laid
             out in their place, or `None`.

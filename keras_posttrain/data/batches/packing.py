@@ -1,4 +1,4 @@
-"""Sequences and groups of them into rows, and the sizes of rows."""
+"""Packing of sequences and groups into rows, and the sizes of rows."""
 
 import bisect
 import heapq
@@ -8,7 +8,7 @@ def pack(lengths, capacity, max_sequences=64):
     """Packs sequences into rows, best fit first, longest first.
 
     Best-fit decreasing: each sequence, longest first, goes into the fullest
-    row that still takes it. Of rows that are equally full the oldest is
+    row that still has room. Of rows that are equally full the oldest is
     taken, so the result depends on the lengths alone.
 
     Args:
@@ -21,7 +21,7 @@ def pack(lengths, capacity, max_sequences=64):
         with tokens is in one row; empty sequences are in none.
 
     Raises:
-        ValueError: a length over the capacity.
+        ValueError: a length exceeds the capacity.
 
     Example:
 
@@ -37,8 +37,8 @@ def pack(lengths, capacity, max_sequences=64):
             f"capacity={capacity}. Use a larger `sequence_length`."
         )
     rows = []
-    # For each amount of room, the rows that have it, and the amounts in
-    # order: at most `capacity` of them, however many rows there are.
+    # The rows by the room that they have left, and these amounts in order: at
+    # most `capacity` of them, however many rows there are.
     with_room, rooms = {}, []
     for i in order:
         length = int(lengths[i])
@@ -99,11 +99,11 @@ def fine_lengths(longest):
 
 
 def padded_rows(filled, multiple=1):
-    """How many rows a packed batch has, so that there are few such numbers.
+    """Rounds the number of rows of a packed batch, for few batch shapes.
 
     Args:
         filled: int, rows that hold sequences.
-        multiple: int, what the number of rows is a multiple of.
+        multiple: int, of which the number of rows is a multiple.
 
     Returns:
         Int: the next power of two, or one and a half times one.
@@ -114,24 +114,25 @@ def padded_rows(filled, multiple=1):
 
 
 def pack_groups(groups, capacity, *, max_sequences=64, together=1):
-    """Packs groups into rows, each prompt once for its neighbours in a row.
+    """Packs groups into rows that store the prefix of a group once.
 
     A group that fits into a row is not cut. One that does not is cut into
-    pieces that do, each with a copy of the prompt.
+    pieces that do, each with a copy of the prefix.
 
     Args:
         groups: list of `Group`s.
         capacity: int, the tokens of a row.
-        max_sequences: int, the most prompts and completions of a row.
-        together: int, so many neighbours of a group stay together: 2 for
-            pairs.
+        max_sequences: int, the most prefixes and sequences of a row.
+        together: int, how many neighbours of a group are never split: 2
+            for pairs.
 
     Returns:
-        List of rows, each a list of pieces `(group, completions)`, the index
-        of the group and a list of indices of its completions.
+        List of rows, each a list of pieces `(group, sequences)`, the index of
+        the group and a list of indices of its sequences.
 
     Raises:
-        ValueError: a prompt with one completion (one pair) over the capacity.
+        ValueError: a prefix with one sequence (one pair) exceeds the
+            capacity.
     """
     pieces, lengths = [], []
     for g, group in enumerate(groups):

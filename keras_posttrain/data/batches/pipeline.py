@@ -1,4 +1,4 @@
-"""Examples to batches in a known order, from a position that can be saved."""
+"""Batches of examples in a known order, with a position to save."""
 
 import bisect
 import hashlib
@@ -21,17 +21,17 @@ ENDLESS = 2**62
 
 
 class BatchAdapter(DataAdapter):
-    """Feeds `Example`s to Keras's `fit` as the batches of the design.
+    """Feeds `Example`s to Keras's `fit` as batches.
 
     Without packing, a row is a sequence, in the order of the dataset or of a
-    permutation a epoch; a batch is as long as the smallest bucket that fits.
+    permutation an epoch; a batch is as long as the smallest bucket that fits.
     With packing, sequences share rows: windows of the order are packed once,
     and it is the packed rows that are shuffled in each epoch. A last partial
     batch is filled with empty rows, so nothing is dropped.
 
-    What has been trained on is counted in batches: `state_after(count)` gives
-    the position after `count` batches, however many were pulled ahead, and
-    `set_state` goes on from there with exactly the batches that follow.
+    Progress is counted in batches: `state_after(count)` returns the position
+    after `count` batches, however many were prefetched, and `set_state`
+    resumes there with exactly the batches that follow.
 
     Args:
         examples: list of `Example`s, or a Grain `IterDataset` of them.
@@ -121,7 +121,7 @@ class BatchAdapter(DataAdapter):
         self._restart(self._source.initial_state(), 0)
 
     def keep_rows(self, own):
-        """Gives a part of the rows of each batch: those of one process.
+        """Keeps a part of the rows of each batch: those of one process.
 
         Args:
             own: function from the number of rows of a batch to the indices
@@ -141,12 +141,12 @@ class BatchAdapter(DataAdapter):
 
     @property
     def fingerprint(self):
-        """Dict that JSON can hold: the data and its order."""
+        """Dict that JSON can store: the data and its order."""
         return self._source.fingerprint
 
     def _restart(self, position, step):
         # `_base`: where counting began. `_start`: where the epoch that is
-        # being iterated began, or goes on from.
+        # being iterated began or was resumed.
         self._base = (position, step)
         self._start = (position, step)
         self._skipped = self._start_skipped = 0
@@ -162,7 +162,7 @@ class BatchAdapter(DataAdapter):
     @property
     def num_batches(self):
         """`epoch_size` for Keras. Of a stream it is a number never reached:
-        told `None`, Keras would end every epoch where the first ended, also
+        with `None` Keras would end every epoch where the first ended, even
         one that was resumed in its middle."""
         return self.epoch_size or ENDLESS
 
@@ -199,7 +199,7 @@ class BatchAdapter(DataAdapter):
         )
 
     def step_of(self, count):
-        """The data step of the `count`-th batch since the start of counting.
+        """Returns the data step of the `count`-th batch of this count.
 
         Args:
             count: int, batches consumed since construction or `set_state`.
@@ -216,14 +216,14 @@ class BatchAdapter(DataAdapter):
         return step
 
     def state_after(self, count):
-        """The position after `count` batches were consumed.
+        """Returns the position after `count` batches were consumed.
 
         Args:
             count: int, batches consumed since construction or `set_state`.
-                Of a stream, one of the last few that were pulled.
+                Of a stream, one of the last few that were read.
 
         Returns:
-            Dict that JSON can hold, for `set_state`.
+            Dict that JSON can store, for `set_state`.
         """
         step = self.step_of(count)
         position = self._source.position_at(step, self._history)
@@ -234,13 +234,13 @@ class BatchAdapter(DataAdapter):
         }
 
     def set_state(self, state):
-        """Goes on from a position, and starts counting anew.
+        """Resumes from a position, and starts counting again.
 
         Args:
             state: dict of `state_after`.
 
         Raises:
-            ValueError: the state is one of other data or settings.
+            ValueError: the state belongs to other data or settings.
         """
         ours, theirs = self._source.fingerprint, state["data"]
         differing = [
@@ -261,10 +261,10 @@ class BatchAdapter(DataAdapter):
         self._restart(position, int(state["step"]))
 
     def get_jax_iterator(self):
-        """Iterates the rest of the epoch; after its last batch, the next.
+        """Iterates over the rest of the epoch, then over the next one.
 
-        An iterator that is dropped before its last batch is begun again by
-        the next one.
+        If an iterator is dropped before its last batch, the next one begins
+        at the same position.
 
         Yields:
             Dict of NumPy arrays.
@@ -278,8 +278,8 @@ class BatchAdapter(DataAdapter):
             wanted = step not in self._skip
             self._skipped += not wanted
             self._history.add(step, position)
-            # Pass by what is skipped next, so that the last batch wanted of
-            # an epoch is known as the last.
+            # Pass the steps that are skipped next, so that the last batch
+            # of an epoch is known to be the last.
             while not is_last and step + 1 in self._skip:
                 _, position, is_last = next(source)
                 step += 1
@@ -296,9 +296,9 @@ class BatchAdapter(DataAdapter):
 
 
 class RandomAccess:
-    """The batches of a list of examples: any of them, at once.
+    """The batches of a list of examples, with random access.
 
-    A position is a data step alone, so nothing has to be remembered.
+    A position is a data step, so no state has to be kept.
 
     Args:
         examples: list of `Example`s.
@@ -347,22 +347,22 @@ class RandomAccess:
         return order.shuffle(seed=int(seeds.generate_state(1)[0]))
 
     def initial_state(self):
-        """The position before the first batch."""
+        """Returns the position before the first batch."""
         return 0
 
     def position_at(self, step, history):
-        """The position after that data step."""
+        """Returns the position after a data step."""
         return step
 
     def to_json(self, position):
-        """A position as JSON can hold it."""
+        """Returns a position as a dict that JSON can store."""
         return {
             "epoch": position // self.num_batches,
             "batch": position % self.num_batches,
         }
 
     def from_json(self, position):
-        """The position of `to_json`."""
+        """Returns the position of a dict of `to_json`."""
         return position["epoch"] * self.num_batches + position["batch"]
 
     def batches(self, position, step, skip):
@@ -401,6 +401,6 @@ def _hash_tokens(examples):
     for example in examples:
         digest.update(example.token_ids.tobytes())
         digest.update(example.completion_mask.tobytes())
-        # What an example has beside one sequence.
-        digest.update(getattr(example, "extras", b""))
+        # Everything that an example has in addition to one sequence.
+        digest.update(getattr(example, "other_bytes", b""))
     return digest.hexdigest()

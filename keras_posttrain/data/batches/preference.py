@@ -59,7 +59,7 @@ def preference_layout(
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceExtras:
-    """Adds what losses of preferences read next to the tokens.
+    """Adds the arrays that preference losses read next to the tokens.
 
     Of pairs `margins`, at the chosen sequence; of labelled completions
     `labels` and, where there are mismatched ones, `roles`; with a cache

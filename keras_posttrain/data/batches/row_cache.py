@@ -1,4 +1,4 @@
-"""Arrays by row on disk: computed once, read as they are needed."""
+"""Arrays of rows on disk, computed once and read when needed."""
 
 import hashlib
 import json
@@ -13,20 +13,20 @@ from safetensors.numpy import save_file
 
 HEADER = "header.json"
 SHARDS = "rows-*.safetensors"
-# What a shard holds beside the rows' own arrays.
+# The arrays of a shard in addition to those of its rows.
 KEYS, LENGTHS, CHECKSUMS = "row keys", "row lengths", "row checksums"
 KEY_BYTES = 16
 
 
 def row_key(token_ids, start):
-    """What a row is found by: its tokens, and where its completion starts.
+    """Makes the key of a row: a digest of its tokens and prompt length.
 
     Args:
         token_ids: int array of shape `(tokens,)`.
         start: int, tokens before the completion.
 
     Returns:
-        Bytes, a digest.
+        Bytes.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(np.int64(start).tobytes())
@@ -37,15 +37,15 @@ def row_key(token_ids, start):
 class RowCache:
     """Arrays of rows in a directory: log-probabilities, a teacher's top-k.
 
-    The rows of a call of `write` are a file of their own, which is there as a
-    whole or not at all: a run that is killed loses no more than the rows it
-    was about to write. `header.json` says what made the arrays. Rows are read
-    one at a time, by memory mapping, from any thread.
+    Each call of `write` writes one file, completely or not at all: a run that
+    is killed loses no more than the rows it was about to write. `header.json`
+    describes what computed the arrays. Rows are read one at a time, by memory
+    mapping, from any thread.
 
     Args:
-        directory: str or path, made if it is not there.
-        header: dict, fit for JSON, of all that the arrays depend on beside
-            their row.
+        directory: str or path, created if it does not exist.
+        header: dict that JSON can store, of everything except the row that
+            the arrays depend on.
 
     Raises:
         ValueError: the directory was made with another header, or a file in
@@ -64,7 +64,7 @@ class RowCache:
 
     def __init__(self, directory, header):
         self.directory = pathlib.Path(directory)
-        # As JSON gives it back: tuples are lists.
+        # As JSON returns it: tuples are lists.
         self.header = json.loads(json.dumps(header))
         self._shards, self._places = [], {}
         self._lock = threading.Lock()
@@ -79,19 +79,20 @@ class RowCache:
         return key in self._places
 
     def missing(self, keys):
-        """Those of the keys that have no arrays yet, each once."""
+        """Returns the keys that have no arrays yet, each once."""
         return [k for k in dict.fromkeys(keys) if k not in self._places]
 
     def write(self, rows):
-        """Writes the arrays of some rows; all of them or none.
+        """Writes the arrays of some rows, all of them or none.
 
         Args:
             rows: dict of dicts of arrays by key, such as
                 `{key: {"ids": (tokens, k) int32, "logps": (tokens, k)
-                float32}}`. Rows may differ in their tokens alone.
+                float32}}`. Only the number of tokens may differ
+                between rows.
 
         Raises:
-            ValueError: the arrays of a row do not fit those of the others.
+            ValueError: the arrays of a row differ in names, types or shapes.
         """
         if not rows:
             return
@@ -106,7 +107,7 @@ class RowCache:
         tensors[CHECKSUMS] = np.array(
             [_checksum(row) for row in values], np.uint32
         )
-        # Named by its rows: two runs at once write the same file.
+        # The name depends on the rows: two runs at once write the same file.
         digest = hashlib.blake2b(b"".join(keys), digest_size=8).hexdigest()
         path = self.directory / SHARDS.replace("*", digest)
         new = self.directory / f".{path.name}.{os.getpid()}.new"
@@ -117,7 +118,7 @@ class RowCache:
         self._add(path)
 
     def read(self, key):
-        """The arrays of a row.
+        """Reads the arrays of a row.
 
         Args:
             key: bytes of `row_key`.
@@ -126,8 +127,8 @@ class RowCache:
             A dict of arrays.
 
         Raises:
-            KeyError: there are none.
-            ValueError: they are not what was written.
+            KeyError: the row has no arrays.
+            ValueError: the file is damaged.
         """
         shard, row, start, stop = self._places[key]
         path, file, names = self._shards[shard]
@@ -135,7 +136,7 @@ class RowCache:
             found = {n: file.get_slice(n)[start:stop] for n in names}
             checksum = int(file.get_slice(CHECKSUMS)[row : row + 1][0])
         if _checksum(found) != checksum:
-            raise _damaged(path, f"row {row} is not as it was written")
+            raise _damaged(path, f"row {row} has another checksum")
         return found
 
     def _check_header(self):
@@ -143,7 +144,7 @@ class RowCache:
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             if any(self.directory.glob(SHARDS)):
-                raise _damaged(path, "it is missing beside its rows")
+                raise _damaged(path, "it is missing, but there are rows")
             new = path.with_name(f".{HEADER}.{os.getpid()}.new")
             text = json.dumps(self.header, indent=2, sort_keys=True)
             new.write_text(text + "\n", encoding="utf-8")
@@ -164,7 +165,7 @@ class RowCache:
                 )
 
     def _add(self, path):
-        """Makes the rows of a file known; their arrays are not read."""
+        """Indexes the rows of a file without reading their arrays."""
         try:
             file = safetensors.safe_open(path, framework="numpy")
             keys = file.get_tensor(KEYS).tobytes()
@@ -190,7 +191,7 @@ def _length(row):
 
 
 def _checksum(row):
-    """Of a row's arrays, in the order of their names."""
+    """Returns the checksum of a row's arrays, in the order of their names."""
     value = 0
     for name in sorted(row):
         value = zlib.crc32(np.ascontiguousarray(row[name]).tobytes(), value)
@@ -218,7 +219,7 @@ def _check_rows(rows):
 
 
 def _differing(value, other):
-    """What to show of a header's value; of dicts, where they differ."""
+    """Returns a header's value as text; of dicts only what differs."""
     if isinstance(value, dict) and isinstance(other, dict):
         value = {k: v for k, v in value.items() if v != other.get(k)}
     return repr(value)

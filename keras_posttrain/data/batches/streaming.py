@@ -1,4 +1,4 @@
-"""Batches of a stream: a bounded window at a time, with a position."""
+"""Batches of a stream, a bounded window at a time, with a position."""
 
 import base64
 import copy
@@ -14,7 +14,7 @@ class History:
     """The positions after the last few data steps.
 
     Args:
-        size: int, how many are kept; more than are ever pulled ahead.
+        size: int, how many are kept; more than are ever prefetched.
     """
 
     def __init__(self, size=64):
@@ -28,19 +28,19 @@ class History:
             del self.positions[min(self.positions)]
 
     def drop_after(self, step):
-        """Forgets what comes after a data step that is gone back to."""
+        """Forgets the positions after a data step."""
         for later in [s for s in self.positions if s > step]:
             del self.positions[later]
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A place in a stream.
+    """A position in a stream.
 
     Args:
         epoch: int.
         window: int, which window of the epoch.
-        batch: int, batches of that window that are behind.
+        batch: int, batches of that window before the position.
         stream: Grain's state of the stream at the window's start, `None` at
             the stream's start.
         carried: tuple of `Example`s that earlier windows left over.
@@ -87,11 +87,11 @@ class Stream:
         self.fingerprint = dict(settings)
 
     def initial_state(self):
-        """The position before the first batch."""
+        """Returns the position before the first batch."""
         return Position()
 
     def position_at(self, step, history):
-        """The position after that data step, of the last few."""
+        """Returns the position after one of the last few data steps."""
         if step not in history.positions:
             known = sorted(history.positions)
             raise ValueError(
@@ -102,7 +102,7 @@ class Stream:
         return history.positions[step]
 
     def to_json(self, position):
-        """A position as JSON can hold it."""
+        """Returns a position as a dict that JSON can store."""
         state = {
             field.name: getattr(position, field.name)
             for field in dataclasses.fields(position)
@@ -118,7 +118,7 @@ class Stream:
         return state
 
     def from_json(self, state):
-        """The position of `to_json`."""
+        """Returns the position of a dict of `to_json`."""
         carried = tuple(
             Example(
                 _from_text(entry["token_ids"], np.int32),
@@ -134,7 +134,7 @@ class Stream:
         iterator = iter(self.examples)
         if position.stream is not None:
             iterator.set_state(position.stream)
-        ahead = _Ahead(iterator)
+        ahead = _Lookahead(iterator)
         if ahead.at_end and not position.carried:
             raise ValueError(
                 "A stream must have examples to train on. Received: a stream "
@@ -167,7 +167,7 @@ class Stream:
             position = after
 
     def _rows(self, pool, position):
-        """Rows of indices into the pool, in the order they are trained."""
+        """Returns rows of indices into the pool, in training order."""
         if self.packing:
             sizes = [len(example.token_ids) for example in pool]
             rows = packing_lib.pack(sizes, self.capacity, self.max_sequences)
@@ -180,10 +180,10 @@ class Stream:
         return rows
 
 
-class _Ahead:
-    """An iterator that knows whether it is at its end.
+class _Lookahead:
+    """An iterator that reads one example ahead to know its end.
 
-    `state` is the iterator's state before the example that was looked at.
+    `state` is the iterator's state before the example that was read ahead.
     """
 
     def __init__(self, iterator):
@@ -199,7 +199,7 @@ class _Ahead:
         return self.example is None
 
     def take(self, count):
-        """The next examples, at most so many."""
+        """Returns at most `count` of the next examples."""
         taken = []
         while len(taken) < count and not self.at_end:
             taken.append(self.example)

@@ -1,4 +1,4 @@
-"""Where two tokenizers of one text have read the same part of it."""
+"""Alignment of the tokens that two tokenizers make of one text."""
 
 import collections
 import json
@@ -11,17 +11,17 @@ from keras_posttrain.data.chat.tokenizer import Tokenizer
 
 
 def with_whole_places(tokenizer):
-    """A tokenizer whose tokens' places have their spaces too.
+    """Makes a tokenizer whose offsets include the spaces of tokens.
 
-    Some byte-level tokenizers give places without them, so that it is not
+    Some byte-level tokenizers leave spaces out of offsets, so that it is not
     known which of two tokens a space belongs to.
 
     Args:
         tokenizer: a `Tokenizer`.
 
     Returns:
-        A `Tokenizer` that gives the same token ids; the one that was given,
-        where its places are whole.
+        A `Tokenizer` that gives the same token ids; the given one,
+        where its offsets include spaces already.
     """
     state = json.loads(tokenizer.backend.to_str())
     if not _keep_spaces(state["post_processor"]):
@@ -35,7 +35,7 @@ def with_whole_places(tokenizer):
 
 
 def _keep_spaces(step):
-    """Changes a post-processor, and says whether there was need to."""
+    """Changes a post-processor in place; returns whether it changed."""
     if step is None:
         return False
     changed = step.get("trim_offsets", False)
@@ -47,7 +47,7 @@ def _keep_spaces(step):
 
 
 def boundaries(offsets):
-    """Where in the text each token begins.
+    """Returns where in the text each token begins.
 
     Args:
         offsets: int array of shape `(length, 2)`, the start and end of each
@@ -61,21 +61,21 @@ def boundaries(offsets):
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     before = np.maximum.accumulate(np.concatenate([[0], ends]))[:-1]
     inside = (starts < before) & (ends > starts)
-    # What lies between two tokens was composed with the first one's text.
+    # Characters between two tokens were composed with the first one's text.
     return np.where(inside, -1, np.maximum(before, starts))
 
 
 def align(student, teacher, same_vocabulary=False):
-    """The teacher's token whose hidden state predicts a student's token.
+    """Finds the teacher's token that predicts each token of the student.
 
-    Both have read the same text before it, counted from where the words begin
-    that are trained on, whatever came before them. A token has no counterpart
-    where only one of them has a token boundary there.
+    Its hidden state follows the same text, counted from the beginning of the
+    words that are trained on. A token has no counterpart where only one of
+    the two tokenizers has a boundary before it.
 
     Args:
         student: an `EncodedText`.
-        teacher: an `EncodedText` with as many spans: the same text, tokenised
-            otherwise or behind another prompt.
+        teacher: an `EncodedText` with as many spans: the same text, with
+            another tokenizer or after another prompt.
         same_vocabulary: bool, whether equal ids are equal tokens. Then the
             pieces of a character have counterparts too.
 
@@ -93,7 +93,7 @@ def align(student, teacher, same_vocabulary=False):
             if theirs[i] >= 0 and words - before <= place <= words + after:
                 places[place].append(i)
         # Tokens without text share a place with the token after them (the
-        # start token of a text): the last ones of both go together.
+        # start token of a text): the last ones of both are counterparts.
         for t in reversed(range(len(ours))):
             if ours[t] >= 0 and places.get(ours[t]):
                 source[t] = places[ours[t]].pop() - 1
@@ -107,7 +107,7 @@ def align(student, teacher, same_vocabulary=False):
 
 
 def _in_common(text, span, other_text, other_span):
-    """How many characters are the same before and after where the words of
+    """Counts the equal characters before and after where the words of
     two spans begin."""
     _, end, words = span
     _, other_end, other_words = other_span

@@ -1,7 +1,7 @@
-"""Messages to text and tokens by a chat template, and who wrote what.
+"""Messages to text and tokens by a chat template, with the assistant's spans.
 
-What a message says stays text: a control token that is written in a message
-is never parsed as one, while those that the template writes are.
+The content of a message stays text: a control token that a message quotes is
+never parsed as one, while those that the template writes are.
 """
 
 from keras_posttrain.data.chat.control_tokens import quoted_places
@@ -38,7 +38,7 @@ def render(
 def render_ids(
     tokenizer, messages, *, add_generation_prompt=False, tools=None, **kwargs
 ):
-    """Token ids of rendered messages.
+    """Encodes rendered messages.
 
     Control tokens inside the messages are encoded as text. Takes what
     `render` takes.
@@ -57,7 +57,7 @@ def render_ids(
 
 
 def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
-    """Tokens of a conversation and what the assistant wrote of it.
+    """Encodes a conversation and finds the assistant's text in it.
 
     Args:
         tokenizer: a `Tokenizer`.
@@ -80,7 +80,7 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
 
 
 def render_with_spans(tokenizer, messages, *, tools=None, **kwargs):
-    """Renders a conversation and says what the assistant wrote of it.
+    """Renders a conversation and finds the assistant's text in it.
 
     A span is a turn's text up to and with the token that ends it. Text that
     the template puts after that token, such as a newline, is not in it.

@@ -1,4 +1,4 @@
-"""Control tokens that a message quotes: they stay text."""
+"""Control tokens that a message quotes, which stay text."""
 
 import bisect
 
@@ -10,13 +10,13 @@ from keras_posttrain.data.chat.template import (
     find_tokens,
 )
 
-# Private-use characters that mark places in a rendered text. They are taken
-# out again, and a conversation that holds one is given others.
+# Private-use characters that mark places in a rendered text. They are removed
+# again, and a conversation that contains one gets others.
 _PRIVATE_USE = range(0xF0000, 0xF1000)
 
 
 def _strings(value):
-    """All strings in messages or tools, dict keys too."""
+    """Yields all strings in messages or tools, dict keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -42,7 +42,7 @@ def _map_strings(value, function):
 
 
 def free_marks(messages, tools, count):
-    """Private-use characters that the conversation does not hold."""
+    """Finds private-use characters that the conversation does not contain."""
     used = set().union(*map(set, _strings([messages, tools])), set())
     marks = []
     for code in _PRIVATE_USE:
@@ -57,7 +57,7 @@ def free_marks(messages, tools, count):
 
 
 def mark_places(marked, text, marks):
-    """Places of the marks in `text`, or `None` where they changed it."""
+    """Finds the marks in `text`; `None` where they changed it."""
     places, pieces, length, at = [], [], 0, 0
     for i, character in enumerate(marked):
         if character in marks:
@@ -72,7 +72,7 @@ def mark_places(marked, text, marks):
 def quoted_places(
     tokenizer, text, messages, add_generation_prompt, tools, kwargs
 ):
-    """Places of control tokens that the messages wrote, not the template."""
+    """Finds the control tokens that messages, not the template, wrote."""
     pattern = control_pattern(tuple(tokenizer.control_tokens))
     total = sum(
         len(pattern.findall(string)) for string in _strings([messages, tools])
@@ -90,7 +90,7 @@ def quoted_places(
             seen += 1
             if wanted is not None and seen != wanted:
                 return match.group()
-            # A mark must not stand where templates look for a prefix.
+            # A mark must not be where templates look for a prefix.
             if at_start or match.start() == 0:
                 return match.group() + after
             return before + match.group()
@@ -120,9 +120,9 @@ def quoted_places(
     found = find_tokens(text, tokenizer.control_tokens)
     spans = find(None, False)
     if spans is None:
-        # The template reads what the messages say (Qwen 3 looks for the
-        # thinking). One token at a time; what it takes apart and writes anew
-        # is then its own.
+        # The template reads the content of messages (Qwen 3 looks for the
+        # thinking). Tokens are tried one at a time; those that it takes apart
+        # and writes again count as the template's.
         spans = []
         for wanted in range(total):
             for at_start in (False, True):
@@ -136,10 +136,10 @@ def quoted_places(
 class QuotingEncoder:
     """Encodes texts in which some control tokens are plain text.
 
-    The control tokens that count are swapped for private-use characters,
-    which a copy of the tokenizer knows as added tokens, while that copy reads
-    all control tokens as text. So a text is still encoded in one go, and its
-    words are split as they are without quotes.
+    Control tokens that are to be parsed are replaced by private-use
+    characters, which are added tokens of a copy of the tokenizer; that copy
+    reads all control tokens as text. So a text is still encoded in one call,
+    and its words are split as usual.
 
     Args:
         backend: a `tokenizers.Tokenizer`.
@@ -153,7 +153,7 @@ class QuotingEncoder:
         self._aliases = {}
 
     def encode(self, text, plain):
-        """Tokens of a text; `Tokenizer.encode_mixed` has the arguments."""
+        """Encodes a text; see `Tokenizer.encode_mixed`."""
         pieces, ends, shift, at = [], [], [], 0
         plain = set(plain)
         length = 0
@@ -226,7 +226,7 @@ class QuotingEncoder:
 
 
 def _unshift(ends, shift):
-    """Maps places after the swaps back to places in the text."""
+    """Maps offsets after the replacements back to those in the text."""
 
     def place(index):
         i = bisect.bisect_right(ends, index)

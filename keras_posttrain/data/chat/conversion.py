@@ -1,4 +1,7 @@
-"""KerasHub tokenizers and SentencePiece files as `tokenizers` pipelines."""
+"""KerasHub tokenizers and SentencePiece files as `tokenizers` pipelines.
+
+Legacy: only for presets without a `tokenizer.json`.
+"""
 
 import importlib.resources
 import re
@@ -14,7 +17,7 @@ from tokenizers import (
 
 from keras_posttrain.data.chat import sentencepiece
 
-# How the families split text before byte-pair encoding.
+# The families' split patterns before byte-pair encoding.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
@@ -41,7 +44,8 @@ _GEMMA_CONTROL = (
     "<start_of_image>",
     "<end_of_image>",
 )
-# What ends a turn or a text, as the families' generation configs list it.
+# Tokens that end a turn or a text, as the families' generation configs list
+# them.
 _STOPS = (
     "<|eot_id|>",
     "<|eom_id|>",
@@ -53,7 +57,7 @@ _CONTROL = re.compile(r"<\|[^|<>]+\|>")
 
 
 def read_template(name):
-    """The built-in chat template of that name.
+    """Reads a built-in chat template.
 
     Args:
         name: string, the file's name in `templates` without `.jinja`.
@@ -66,7 +70,7 @@ def read_template(name):
 
 
 def _builtin_template(family, vocabulary):
-    """The published chat template, where its control tokens are known."""
+    """Reads the published chat template, if its control tokens are known."""
     if family.startswith(("Gemma3", "Gemma")):
         name, control = "gemma", "<start_of_turn>"
         if family == "Gemma3Tokenizer":
@@ -74,7 +78,7 @@ def _builtin_template(family, vocabulary):
         elif family != "GemmaTokenizer":
             return None
     elif family == "Llama3Tokenizer":
-        # The tool tokens came with Llama 3.1.
+        # Llama 3.1 added the tool tokens.
         has_tools = "<|eom_id|>" in vocabulary
         name = "llama3_1" if has_tools else "llama3"
         control = "<|start_header_id|>"
@@ -193,7 +197,7 @@ def _byte_level(tokenizer, family, vocabulary, names):
         )
     steps = [processors.ByteLevel(trim_offsets=False)]
     bos = names.get("bos_token")
-    # GPT-2 and its like have a start token that they do not put in front.
+    # GPT-2 and similar tokenizers have a start token that they do not add.
     if bos is not None and bos != names.get("eos_token"):
         steps.append(
             processors.TemplateProcessing(

@@ -1,5 +1,7 @@
 """SentencePiece models as `tokenizers` pipelines, with offsets.
 
+Legacy: only for presets without a `tokenizer.json`.
+
 The model file is a protocol buffer with a handful of fields that matter here,
 so it is read directly: the generated protobuf module that the `sentencepiece`
 package ships registers a file name that other packages register too.
@@ -24,7 +26,7 @@ UNIGRAM, BPE = 1, 2
 
 @dataclasses.dataclass
 class SentencePieceModel:
-    """What a SentencePiece model file says.
+    """The fields of a SentencePiece model file.
 
     Args:
         pieces: list of `(text, score, kind)`, by token id.
@@ -113,7 +115,7 @@ def parse_model(data):
 
 
 def _merges(pieces):
-    """The BPE merges that lead to the pieces, best score first.
+    """Lists the BPE merges that lead to the pieces, best score first.
 
     SentencePiece merges the neighbours whose union scores best; `tokenizers`
     merges by rank, so every split of a piece into two pieces is listed under
@@ -220,7 +222,7 @@ def _add_tokens(backend, model, special_tokens):
             )
         elif kind == USER_DEFINED:
             # SentencePiece looks for these after normalisation, where a
-            # space is already written as its own mark.
+            # space is already written as a mark.
             plain.append(
                 tokenizers.AddedToken(
                     text, special=False, normalized=SPACE in text

@@ -1,4 +1,4 @@
-"""Which part of a rendered conversation the assistant wrote."""
+"""The spans of a rendered conversation that the assistant wrote."""
 
 from keras_posttrain.data.chat.control_tokens import (
     free_marks,
@@ -61,13 +61,13 @@ def _generation_spans(marked, text, marks, turns):
             f"apart by filters. Received: {len(starts)} starts and "
             f"{len(ends)} ends in the rendered text."
         )
-    # One block a turn is the rule; then each is known by its message.
+    # With one block a turn each block belongs to a known message.
     named = turns if len(turns) == len(starts) else [None] * len(starts)
     return [s for s in zip(starts, ends, named, strict=True) if s[0] < s[1]]
 
 
 def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
-    """Where the model takes over: the end of what it is prompted with."""
+    """Finds where a turn begins: the end of its generation prompt."""
     header = generation_prompt(tokenizer, kwargs)
     if i > 0:
         try:
@@ -75,11 +75,11 @@ def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
                 tokenizer, messages[:i], True, tools, kwargs
             )
         except ValueError:
-            # Some templates refuse to be asked for an answer here.
+            # Some templates refuse a generation prompt here.
             prompt = None
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
-            # A template that knows no generation prompt may still open the
+            # A template without a generation prompt may still open the
             # turn with a header, which is not the model's to write.
             opens = control_pattern(tuple(tokenizer.control_tokens)).match
             if header or not opens(text, start):
@@ -90,16 +90,16 @@ def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
         return at + len(header)
     if start is None:
         raise _not_found(i)
-    # With nothing to prompt it, the model writes the space before its words.
+    # Without a generation prompt the model writes the space before its words.
     while not header and start > after and text[start - 1] == " ":
         start -= 1
     return start
 
 
 def _content_place(tokenizer, text, messages, i, tools, kwargs):
-    """Place of a turn's own words, by marks around them.
+    """Finds a turn's content by marks around it.
 
-    The start is `None` where the template reads how the words begin.
+    The start is `None` where the template depends on how the content begins.
     """
     content = messages[i]["content"]
     core = content.strip() if isinstance(content, str) else ""
@@ -127,7 +127,7 @@ def _content_place(tokenizer, text, messages, i, tools, kwargs):
 
 
 def _turn_end(tokenizer, text, messages, i, start, stops, tools, kwargs):
-    """The end of the token that ends the turn."""
+    """Finds the end of the token that ends the turn."""
     limit = len(text)
     is_last = i + 1 == len(messages)
     if not is_last:
@@ -144,6 +144,6 @@ def _turn_end(tokenizer, text, messages, i, start, stops, tools, kwargs):
         if stop_start >= start and stop_end <= limit:
             return stop_end
     if is_last or limit < len(text):
-        # No token ends a turn here: it ends where its text does.
+        # No token ends a turn here; it ends with its text.
         return limit
     raise _not_found(i)

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja2 in a sandbox, with what `transformers` gives them."""
+"""Chat templates: sandboxed Jinja2 with the extensions of `transformers`."""
 
 import datetime
 import functools
@@ -11,7 +11,7 @@ import jinja2.sandbox
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the model writes."""
+    """The block `{% generation %}...{% endgeneration %}` of sampled text."""
 
     tags = {"generation"}
 
@@ -62,13 +62,13 @@ def _compile(template):
 
 @functools.lru_cache(maxsize=32)
 def control_pattern(tokens):
-    """A regular expression that finds any of the control tokens."""
+    """Makes a regular expression that finds any of the control tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def find_tokens(text, control_tokens):
-    """Places of control tokens in a text, as `(start, end)`, in order."""
+    """Finds control tokens in a text, as `(start, end)`, in order."""
     pattern = control_pattern(tuple(control_tokens))
     return [match.span() for match in pattern.finditer(text)]
 
@@ -151,7 +151,7 @@ def clean_messages(messages):
 
 
 def end_of_turn(tokenizer):
-    """The control token that ends an assistant's turn, or `None`.
+    """Finds the control token that ends an assistant's turn, or `None`.
 
     Found by rendering a conversation: the first control token after the
     assistant's words.
@@ -175,7 +175,7 @@ def end_of_turn(tokenizer):
 
 
 def generation_prompt(tokenizer, kwargs):
-    """What the template puts before the model's words, or `""`."""
+    """Returns the text between the messages and the answer, or `""`."""
     key = json.dumps(kwargs, sort_keys=True, default=repr)
     cache = tokenizer.generation_prompts
     if key not in cache:

@@ -16,8 +16,8 @@ from keras_posttrain.data.chat.template import end_of_turn, find_tokens
 class Tokenizer:
     """A text tokenizer with its special tokens and chat template.
 
-    It wraps a `tokenizers.Tokenizer`, so every token comes with its place in
-    the text, and gives the ids that `transformers` gives for the same
+    It wraps a `tokenizers.Tokenizer`, so every token comes with its offsets
+    in the text, and gives the ids that `transformers` gives for the same
     directory. Make one with `from_directory` or `from_keras_hub`.
 
     Args:
@@ -26,8 +26,8 @@ class Tokenizer:
             `"pad_token"` to strings. Chat templates see them under these
             names.
         chat_template: string, a Jinja2 template, or `None`.
-        stop_token_ids: iterable of ints, ids that end a completion beside the
-            end token and the chat template's end of turn.
+        stop_token_ids: iterable of ints, ids that end a completion in addition
+            to the end token and the chat template's end of turn.
         source: path of the directory it was read from, or `None`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Tokenizer:
         if pad is None:
             pad = 0 if self.eos_token_id is None else self.eos_token_id
         self.pad_token_id = pad
-        # Ids may have gaps, so it is the largest one that counts.
+        # Ids may have gaps, so the largest id decides.
         self.vocabulary_size = 1 + max(backend.get_vocab().values())
         # Tokens that are parsed in a template's text, never in a message's.
         named = set(self.special_tokens.values())
@@ -96,9 +96,9 @@ class Tokenizer:
     def from_directory(cls, path):
         """Reads the tokenizer of a Hugging Face directory.
 
-        `tokenizer.json` is used as it is; a directory with a SentencePiece
-        `tokenizer.model` alone is converted. Special tokens, the chat
-        template and the stop tokens come from the directory's own files.
+        `tokenizer.json` is used unchanged; a SentencePiece `tokenizer.model`
+        is converted where there is no `tokenizer.json`. Special tokens, the
+        chat template and the stop tokens come from the directory's own files.
 
         Args:
             path: string or path, the directory.
@@ -107,7 +107,7 @@ class Tokenizer:
             A `Tokenizer`.
 
         Raises:
-            ValueError: there is neither file.
+            ValueError: neither file exists.
         """
         backend, names, template, stops = tokenizer_files.read(path)
         return cls(
@@ -143,7 +143,7 @@ class Tokenizer:
         )
 
     def encode(self, text, add_special_tokens=False):
-        """Token ids of a text.
+        """Encodes a text.
 
         Args:
             text: string. Control tokens written in it are parsed.
@@ -156,7 +156,7 @@ class Tokenizer:
         return self.encode_with_offsets(text, add_special_tokens)[0]
 
     def encode_with_offsets(self, text, add_special_tokens=False):
-        """Token ids of a text and where each token stands in it.
+        """Encodes a text, with the offsets of its tokens.
 
         Args:
             text: string.
@@ -166,7 +166,7 @@ class Tokenizer:
             Tuple `(ids, offsets)`: a list of ints and a list of
             `(start, end)` in characters of `text`. The tokens of one
             character that was split into bytes all have that character's
-            place; tokens that were added have `(0, 0)`.
+            offsets; tokens that were added have `(0, 0)`.
         """
         encoding = self.backend.encode(
             text, add_special_tokens=add_special_tokens
@@ -189,11 +189,11 @@ class Tokenizer:
         return self._quoting.encode(text, plain)
 
     def find_control_tokens(self, text):
-        """Places of control tokens in a text, as `(start, end)`, in order."""
+        """Finds control tokens in a text, as `(start, end)`, in order."""
         return find_tokens(text, self.control_tokens)
 
     def decode(self, ids, skip_special_tokens=True):
-        """Text of token ids.
+        """Decodes token ids.
 
         Args:
             ids: sequence of ints.
@@ -207,7 +207,7 @@ class Tokenizer:
         )
 
     def with_chat_template(self, chat_template):
-        """A copy of this tokenizer with another chat template.
+        """Makes a copy of this tokenizer with another chat template.
 
         Args:
             chat_template: string, a Jinja2 template.
@@ -226,8 +226,8 @@ class Tokenizer:
     def save(self, path):
         """Writes the tokenizer as a Hugging Face directory.
 
-        The files of the directory it was read from are copied as they are,
-        so that `transformers` and KerasHub read there what they read here.
+        The files of the directory it was read from are copied unchanged, so
+        that `transformers` and KerasHub read the same tokenizer from both.
 
         Args:
             path: string or path; made where it is missing.

@@ -1,4 +1,4 @@
-"""A Hugging Face directory's tokenizer files, read and written."""
+"""Reads and writes the tokenizer files of a Hugging Face directory."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import tokenizers
 
 from keras_posttrain.data.chat import conversion
 
-# What a Hugging Face directory may hold about its tokenizer.
+# The tokenizer files that a Hugging Face directory may have.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -31,7 +31,7 @@ SPECIAL_NAMES = (
 
 
 def read(path):
-    """Reads a directory; `Tokenizer.from_directory` says what of it.
+    """Reads a directory; see `Tokenizer.from_directory`.
 
     Returns:
         Tuple of a `tokenizers.Tokenizer`, a dict of special token names to
@@ -62,7 +62,7 @@ def read(path):
             if token is not None:
                 names[name] = token
     names = {k: v for k, v in names.items() if v is not None}
-    # Special tokens that `tokenizer.json` has as words only are parsed too.
+    # Special tokens that are plain words of `tokenizer.json` are parsed too.
     known = {t.content for t in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens(
         [
@@ -77,7 +77,7 @@ def read(path):
 
 
 def write(tokenizer, path):
-    """Writes a directory; `Tokenizer.save` says what of it."""
+    """Writes a directory; see `Tokenizer.save`."""
     directory = pathlib.Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     config, copied = {}, set()
@@ -94,11 +94,11 @@ def write(tokenizer, path):
     if "tokenizer.json" not in copied:
         tokenizer.backend.save(str(directory / "tokenizer.json"))
     config = {"clean_up_tokenization_spaces": False} | config
-    # This class reads `tokenizer.json` as it is; others are built anew from
-    # its vocabulary alone, and may treat spaces differently.
+    # This class reads `tokenizer.json` unchanged; others are rebuilt from its
+    # vocabulary alone, and may treat spaces differently.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.update(tokenizer.special_tokens)
-    # The template has one home: a second copy could differ.
+    # The template is stored once: a second copy could differ.
     config.pop("chat_template", None)
     (directory / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8"

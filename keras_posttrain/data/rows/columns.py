@@ -1,4 +1,4 @@
-"""The columns of a row: which type it is, and checks of their values."""
+"""The columns of a row: the row types, and checks of values."""
 
 import difflib
 import math
@@ -17,12 +17,12 @@ OPTIONAL = ("weight", "tools")
 
 
 def describe(kind):
-    """A row type as the user writes it."""
+    """Returns a row type as the user writes it."""
     return "{" + ", ".join(f"'{column}'" for column in KINDS[kind]) + "}"
 
 
 def row_kind(row, where):
-    """Which type of row this is, by its columns.
+    """Finds the type of a row by its columns.
 
     Args:
         row: dict.
@@ -32,7 +32,8 @@ def row_kind(row, where):
         A key of `KINDS`.
 
     Raises:
-        ValueError: no dict, or the columns of no type or of several.
+        ValueError: the row is no dict, or has the columns of no type or of
+            several.
     """
     if not isinstance(row, dict):
         raise ValueError(
@@ -58,7 +59,7 @@ def row_kind(row, where):
             + _suggestion(row, given)
         )
     for column in given.difference(OPTIONAL):
-        # An optional column that is nearly spelt right would be ignored.
+        # A misspelt optional column would be ignored.
         plain = str(column).lower()
         for optional in OPTIONAL:
             if {plain, plain + "s", plain.rstrip("s")} & {optional}:
@@ -93,7 +94,7 @@ def _suggestion(row, given):
 
 
 def wrong_type(where, column, expected, value):
-    """The error for a value of the wrong type."""
+    """Makes the error for a value of the wrong type."""
     return ValueError(
         f"The column '{column}' must be {expected}. Received: {where}, "
         f"{column}={value!r:.200} of type {type(value).__name__}."
@@ -101,7 +102,7 @@ def wrong_type(where, column, expected, value):
 
 
 def int_array(value, where, column):
-    """A column of token ids as an int64 array of shape `(length,)`."""
+    """Returns a column of token ids as an int64 array `(length,)`."""
     array = _array(value, where, column, "a list of integers")
     if array.dtype.kind not in "iu":
         raise wrong_type(where, column, "a list of integers", value)
@@ -109,7 +110,7 @@ def int_array(value, where, column):
 
 
 def weight_array(value, where, column):
-    """A column of token weights as a float32 array of shape `(length,)`."""
+    """Returns a column of token weights as a float32 array `(length,)`."""
     array = _array(value, where, column, "a list of numbers")
     if array.dtype.kind not in "iufb":
         raise wrong_type(where, column, "a list of numbers", value)
@@ -150,7 +151,7 @@ def check_token_ids(ids, vocabulary_size, where):
 
 
 def weight(row, where):
-    """The row's weight, 1 where it has none."""
+    """Returns the row's weight, 1 where it has none."""
     value = row.get("weight")
     if value is None:
         return 1.0

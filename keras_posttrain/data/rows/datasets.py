@@ -1,4 +1,4 @@
-"""What counts as a dataset, and its rows in order."""
+"""The accepted kinds of datasets, and their rows in order."""
 
 import json
 import os
@@ -13,24 +13,24 @@ ACCEPTED = (
 
 
 def is_stream(dataset):
-    """Whether the rows can only be read one after the other."""
+    """Returns whether rows can only be read one after the other."""
     return isinstance(dataset, grain.IterDataset)
 
 
 def read_rows(dataset, name="dataset"):
-    """The rows of a dataset with random access.
+    """Reads the rows of a dataset with random access.
 
     Args:
-        dataset: one of the accepted kinds, but for a Grain `IterDataset`.
-        name: string, what to call it in an error.
+        dataset: one of the accepted kinds except a Grain `IterDataset`.
+        name: string, the dataset's name in errors.
 
     Returns:
         A sequence of rows; a Grain `MapDataset` gives `None` for rows that it
         filtered out.
 
     Raises:
-        ValueError: another kind, an empty dataset, or a file that cannot be
-            read.
+        ValueError: the dataset is of another kind or empty, or a file
+            cannot be read.
     """
     rows = _rows(dataset, name)
     if len(rows) == 0:

@@ -1,11 +1,11 @@
-"""The columns of distillation rows: a teacher's prompt, and its name."""
+"""The columns of distillation rows: the teacher's prompt and name."""
 
 import difflib
 
 from keras_posttrain.data.rows import columns
 
-# The columns of a prompt that the teacher reads instead of the student's,
-# and the row type that each goes with.
+# The columns with a prompt that the teacher reads in place of the student's,
+# and the row type that each belongs to.
 TEACHER_PROMPTS = {
     "teacher_prompt": "prompt_completion",
     "teacher_prompt_ids": "token_pairs",
@@ -14,7 +14,7 @@ TOKENISED = ("token_pairs", "masked_tokens")
 
 
 def teacher_index(row, column, names, where):
-    """Which of several teachers a row names.
+    """Finds the teacher that a row names.
 
     Args:
         row: dict.
@@ -40,7 +40,7 @@ def teacher_index(row, column, names, where):
 
 
 def teacher_prompt_column(row, kind, teacher_column, where):
-    """The column of the teacher's own prompt, or `None`.
+    """Finds the column of the teacher's prompt, or `None`.
 
     Args:
         row: dict.
@@ -49,10 +49,10 @@ def teacher_prompt_column(row, kind, teacher_column, where):
         where: string that names the row in an error.
 
     Raises:
-        ValueError: it is spelt wrong, or goes with rows of another type.
+        ValueError: it is misspelt, or belongs to rows of another type.
     """
     for column in row:
-        # A column that is nearly spelt right would be ignored.
+        # A misspelt column would be ignored.
         close = difflib.get_close_matches(
             str(column).lower(), TEACHER_PROMPTS, 1, cutoff=0.9
         )
@@ -75,7 +75,7 @@ def teacher_prompt_column(row, kind, teacher_column, where):
 
 
 def check_own_tokens(kind, teacher_tokenizer, train_on, where):
-    """Refuses rows of which the teacher cannot read tokens of its own."""
+    """Refuses rows that the teacher cannot tokenize differently."""
     if teacher_tokenizer is not None and kind in TOKENISED:
         raise ValueError(
             "A teacher with a tokenizer of its own needs rows of text: "
@@ -87,13 +87,13 @@ def check_own_tokens(kind, teacher_tokenizer, train_on, where):
     if train_on == "all" and kind != "text":
         raise ValueError(
             "Where the teacher reads other tokens than the student, only "
-            "completions can be taught. Received: train_on='all' for "
+            "completions can be distilled. Received: train_on='all' for "
             f"{where}. Use train_on='auto'."
         )
 
 
 def check_prompt(row, column, where):
-    """Refuses a teacher's prompt that is of another kind than the row."""
+    """Refuses a teacher's prompt of another kind than the row's."""
     value = row[column]
     if not isinstance(value, (str, list, tuple)):
         raise columns.wrong_type(

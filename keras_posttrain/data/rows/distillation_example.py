@@ -17,10 +17,10 @@ class DistillationExample(Example):
         row: int, index of the dataset row.
         teacher_ids: int32 array of shape `(teacher_length,)`, or `None` where
             the teacher reads the same tokens.
-        teacher_source: int32 array of shape `(length,)`: which of the
-            teacher's tokens has the hidden state that predicts the student's
-            token; -1 where none has, and outside completions.
-        teacher_index: int, which of several teachers is the row's, or `None`.
+        teacher_source: int32 array of shape `(length,)`: the index of
+            the teacher's token whose hidden state predicts the student's
+            token; -1 where there is none, and outside completions.
+        teacher_index: int, the row's teacher among several, or `None`.
     """
 
     teacher_ids: np.ndarray | None = None
@@ -28,8 +28,8 @@ class DistillationExample(Example):
     teacher_index: int | None = None
 
     @property
-    def extras(self):
-        """Bytes of all that an `Example` does not say."""
+    def other_bytes(self):
+        """Bytes of everything that an `Example` lacks."""
         arrays = (self.teacher_ids, self.teacher_source)
         parts = [b"" if x is None else x.tobytes() for x in arrays]
         return b"|".join([*parts, repr(self.teacher_index).encode()])
@@ -40,8 +40,8 @@ class DistillationReport(DataReport):
     """The numbers of a dataset's rows, and of what its teachers predict.
 
     Args:
-        teacher_tokens: int, tokens that the teacher reads, where they are not
-            the student's.
+        teacher_tokens: int, tokens that the teacher reads, where they differ
+            from the student's.
         predicted_tokens: int, tokens with loss that one of them predicts.
         unpredicted_rows: int, kept rows without such a token.
     """

@@ -1,4 +1,4 @@
-"""One row of each type to token ids and the weight of each token."""
+"""Encodes one row of each type as token ids with weights."""
 
 import dataclasses
 import json
@@ -13,19 +13,19 @@ TRAIN_ON = ("auto", "completion", "assistant", "all")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedText:
-    """A row of text as tokens, and where they stand in the text.
+    """A row of text as tokens, and their offsets in the text.
 
     Args:
         token_ids: int64 array of shape `(length,)`.
         mask: float32 array of shape `(length,)`.
         text: string, the text that was encoded.
         offsets: int64 array of shape `(length, 2)`, the start and end of
-            each token in characters of the text; an empty place for tokens
-            that are not of the text.
+            each token in characters of the text; equal for tokens that are
+            not in the text.
         spans: list of `(start, end, words)`, the parts of the text that are
-            trained on, and where the row's own words begin in each. Where
-            that is all of a conversation, no places are known: there are no
-            spans, and the text is empty.
+            trained on, and where the row's own words begin in each. Where a
+            whole conversation is trained on no offsets are known: there are
+            no spans, and the text is empty.
     """
 
     token_ids: np.ndarray
@@ -132,7 +132,7 @@ def _masked_tokens(row, train_on, where):
 
 
 def _opened(tokenizer, text):
-    """Encodes a text as the tokenizer opens one, but not twice."""
+    """Encodes a text with a start token, unless it begins with one."""
     bos = tokenizer.special_tokens.get("bos_token")
     opened = bool(bos) and text.startswith(bos)
     return tokenizer.encode_with_offsets(text, not opened)
@@ -174,14 +174,14 @@ def _strings(row, tokenizer, train_on, where):
     first = 0 if train_on == "all" else len(prompt)
     mask = np.ones(len(ids), np.float32)
     if train_on != "all":
-        # A token that reaches over the boundary is the model's to write.
+        # A token that crosses the boundary is part of the completion.
         mask[:-1] = offsets[:-1, 1] > first
     spans = [(first, len(text), first)]
     return EncodedText(ids, mask, text, offsets, spans)
 
 
 def _join(row, where):
-    """The two sides as one conversation, and where the completion begins."""
+    """Joins both sides to one conversation; finds the completion in it."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -203,7 +203,7 @@ def _join(row, where):
 def _tools(row):
     tools = row.get("tools")
     if isinstance(tools, str):
-        # Tables that cannot hold free-form dicts hold them as JSON.
+        # Tables without free-form dicts store them as JSON.
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError:
@@ -253,7 +253,7 @@ def _chat(row, messages, first, kind, settings, train_on):
 
 
 def _words(text, start, end, messages, message):
-    """Where a turn's own words begin in what was rendered of it."""
+    """Finds where a message's content begins in its rendered turn."""
     content = None if message is None else messages[message].get("content")
     if isinstance(content, str):
         return max(text.find(content.strip(), start, end), start)

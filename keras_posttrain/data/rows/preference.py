@@ -51,8 +51,8 @@ class Preference:
     """A pair, or a labelled completion, ready for a batch.
 
     Args:
-        prompt: int32 array of shape `(tokens,)`, what a pair has in common
-            before the first token with loss. May be empty.
+        prompt: int32 array of shape `(tokens,)`, the common beginning of a
+            pair without loss. May be empty.
         completions: list of int32 arrays: the chosen and the rejected, or
             the labelled one alone.
         masks: list of float32 arrays, the weight of each of their tokens.
@@ -92,8 +92,8 @@ class Preference:
         return self.sequences[0].completion_mask
 
     @property
-    def extras(self):
-        """Bytes of all that the first sequence does not say."""
+    def other_bytes(self):
+        """Bytes of everything except the first sequence."""
         rest = [x.tobytes() for x in (*self.completions, *self.masks)]
         return b"|".join([*rest, repr((self.label, self.margin)).encode()])
 
@@ -170,7 +170,7 @@ class _Encoder:
         return encoding.encode_row(row, kind, self.settings, "auto", where)
 
     def _side(self, row, side, where):
-        """Tokens and mask of the prompt with one of its completions."""
+        """Encodes the prompt with one of its completions."""
         if side.endswith("_ids"):
             prompt = columns.int_array(row["prompt_ids"], where, "prompt_ids")
             completion = columns.int_array(row[side], where, side)
@@ -193,7 +193,7 @@ class _Encoder:
         return self._behind_common(sides, where, PAIRS[1])
 
     def _implicit(self, row, where):
-        """The sides of a row whose prompt is what they have in common."""
+        """Encodes a row whose prompt is the common beginning of its sides."""
         given = [row["chosen"], row["rejected"]]
         if all(isinstance(side, str) for side in given):
             if self.share_prompt and not os.path.commonprefix(given):
@@ -221,7 +221,7 @@ class _Encoder:
         return [self._side(row, side, where) for side in PAIRS[3]]
 
     def _behind_common(self, sides, where, names):
-        """Masks that begin behind the tokens that both sides begin with."""
+        """Masks the tokens that both sides begin with."""
         shared = _common(*sides)
         if self.share_prompt and not shared:
             raise _not_shared(where, names, [x.tolist() for x in sides])
@@ -250,14 +250,14 @@ def _preference(sides, index, label, margin):
 
 
 def _common(first, second):
-    """How many tokens two sequences begin with together."""
+    """Counts the equal tokens at the beginning of two sequences."""
     most = min(len(first), len(second))
     differ = np.flatnonzero(first[:most] != second[:most])
     return int(differ[0]) if differ.size else most
 
 
 def _prompt_length(sides):
-    """How many tokens without loss all sides begin with."""
+    """Counts the equal tokens without loss that all sides begin with."""
     free = [
         int(np.argmax(mask != 0)) if mask.any() else len(mask)
         for _, mask in sides

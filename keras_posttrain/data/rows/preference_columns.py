@@ -1,4 +1,4 @@
-"""The columns of preference rows: which type a row is, and its values."""
+"""The columns of preference rows: the row types, and their values."""
 
 import difflib
 import math
@@ -21,15 +21,16 @@ LABELLED = (
 
 
 def describe(needed):
-    """A row type as the user writes it."""
+    """Returns a row type as the user writes it."""
     return "{" + ", ".join(f"'{column}'" for column in needed) + "}"
 
 
 def row_columns(row, labelled, where):
-    """The columns that a row is read by: one of `PAIRS` or `LABELLED`.
+    """Finds the row type: one of `PAIRS` or `LABELLED`.
 
     Raises:
-        ValueError: no dict, or columns of no type or of the other kind.
+        ValueError: the row is no dict, or has the columns of no type or of
+            the other kind.
     """
     if not isinstance(row, dict):
         raise ValueError(
@@ -73,12 +74,12 @@ def row_columns(row, labelled, where):
 
 
 def completion_columns(needed):
-    """Those of a row's columns that hold a completion."""
+    """Returns the columns of a row type that hold a completion."""
     return [c for c in needed if c not in ("prompt", "prompt_ids", "label")]
 
 
 def without_prompt(row, needed):
-    """A row whose sides do not repeat the prompt that it gives apart."""
+    """Removes the prompt from sides that repeat it."""
     if "prompt" not in needed:
         return row
     prompt = row["prompt"]
@@ -97,7 +98,7 @@ def without_prompt(row, needed):
 
 
 def label_of(row, where):
-    """The row's label, a bool."""
+    """Returns the row's label, a bool."""
     value = row["label"]
     if not isinstance(value, (bool, np.bool_)):
         raise columns.wrong_type(
@@ -107,7 +108,7 @@ def label_of(row, where):
 
 
 def margin_of(row, where):
-    """The row's margin, 0 where it has none."""
+    """Returns the row's margin, 0 where it has none."""
     value = row.get("margin")
     if value is None:
         return 0.0

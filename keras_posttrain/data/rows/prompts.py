@@ -1,4 +1,4 @@
-"""Rows with a prompt: their tokens, their columns, and their order."""
+"""Rows with a prompt to sample from, and the order of prompts."""
 
 import dataclasses
 import functools
@@ -26,8 +26,9 @@ class Prompt:
 
     Args:
         token_ids: tuple of ints.
-        prompt: what rewards are shown: the row's string or messages, or of a
-            tokenised row its text (its ids, where there is no tokenizer).
+        prompt: the prompt that reward functions get: the row's string or
+            messages, or of a tokenised row its text (its ids, where there is
+            no tokenizer).
         columns: dict, the other columns of the row.
         row: int, index of the dataset row.
     """
@@ -207,12 +208,12 @@ def _prompt(row, side, tokenizer, index, sides):
 
 
 class PromptOrder:
-    """The prompts of each epoch in their order, from a place on.
+    """The prompts of each epoch in order, from a position on.
 
     Args:
         prompts: list of `Prompt`s.
         batch_size: int, prompts of a rollout.
-        shuffle: bool; the order is drawn anew for every epoch.
+        shuffle: bool; every epoch has another order.
         seed: int, of the order.
     """
 
@@ -231,16 +232,16 @@ class PromptOrder:
 
     @property
     def num_rollouts(self):
-        """Rollouts of an epoch, where none is refilled."""
+        """Int, rollouts of an epoch without resampling."""
         return -(-len(self.prompts) // self.batch_size)
 
     @property
     def left(self):
-        """Prompts of the epoch that have not been used."""
+        """Int, prompts of the epoch that have not been used."""
         return len(self.prompts) - self.used
 
     def take(self, count):
-        """The next prompts of the epoch; fewer or none at its end."""
+        """Returns the next prompts of the epoch; fewer or none at its end."""
         order = grain.MapDataset.range(len(self.prompts))
         if self.shuffle:
             key = np.random.SeedSequence([self.seed % 2**32, self.epoch + 1])
@@ -251,9 +252,9 @@ class PromptOrder:
         return [self.prompts[int(order[i])] for i in places]
 
     def use(self, taken):
-        """Says that the first `taken` of the epoch have been trained on.
+        """Records that the first `taken` of the epoch have been trained on.
 
-        They may be fewer than were taken: `state` is the place behind them.
+        They may be fewer than were taken: `state` is the position after them.
         """
         self.used = taken
 
@@ -262,8 +263,8 @@ class PromptOrder:
         self.taken = self.used = 0
 
     def state(self):
-        """The place as JSON can hold it."""
-        # At an epoch's end it is the beginning of the next one.
+        """Returns the position as a dict that JSON can store."""
+        # The end of an epoch is the beginning of the next one.
         over = self.used == len(self.prompts)
         place = {
             "epoch": self.epoch + over,
@@ -272,10 +273,10 @@ class PromptOrder:
         return {"position": place, "data": self.fingerprint}
 
     def set_state(self, state):
-        """Goes on from a place.
+        """Resumes from a position.
 
         Raises:
-            ValueError: the place is one in other data or settings.
+            ValueError: the position belongs to other data or settings.
         """
         ours, theirs = self.fingerprint, state["data"]
         differing = [k for k in ours if ours[k] != theirs.get(k)]
