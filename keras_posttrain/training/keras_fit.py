@@ -67,7 +67,7 @@ class RowRun:
         """Trains, and returns a Keras `History`."""
         # That of an earlier run reads its data.
         self.model.train_function = None
-        # Keras reads it after `on_train_begin`, where a checkpoint is restored.
+        # Keras reads it after `on_train_begin`, which restores checkpoints.
         self.model._initial_epoch = None
         try:
             with epochs_may_end():
