@@ -124,7 +124,7 @@ def test_a_killed_run_keeps_what_it_has_written(tmp_path):
     script = """
 import os, signal, sys
 import numpy as np
-from keras_posttrain.data import row_cache
+from keras_posttrain.data.batches import row_cache
 
 def cut(tensors, path):
     with open(path, "wb") as file:

@@ -146,7 +146,7 @@ def test_no_orphans_of_a_killed_trainer(tmp_path):
             import sys, time
             sys.path.insert(0, {os.getcwd()!r})
             import keras_posttrain as kpt
-            from keras_posttrain.rollout.vllm_server import ServerEngine
+            from keras_posttrain.rollout.vllm.server import ServerEngine
             launch = ServerEngine._wait_until_healthy
 
             def told(self):
