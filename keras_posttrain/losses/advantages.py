@@ -1,8 +1,7 @@
-"""From rewards to advantages: NumPy on the host, where rewards are few.
+"""Advantages from rewards, computed with NumPy on the host.
 
-Every kind here is called as `kind(rewards, num_generations, weights=None)`.
-A reward that is `None` or NaN says that its function did not judge that
-completion.
+Every class is called as `kind(rewards, num_generations, weights=None)`. A
+reward is `None` or NaN if its function did not score that completion.
 """
 
 import dataclasses
@@ -14,17 +13,17 @@ SCALES = ("group", "batch", "none")
 
 
 def reward_matrix(rewards, num_generations):
-    """Rewards as an array, checked.
+    """Converts rewards to a validated array.
 
     Args:
         rewards: floats of shape `(sequences,)`, `(sequences, functions)`:
             the completions of one prompt are neighbours. `None` and NaN
-            mean not judged.
-        num_generations: int, completions a prompt.
+            mean not scored.
+        num_generations: int, completions per prompt.
 
     Returns:
         A float64 array of shape `(sequences, functions)`, NaN where not
-        judged.
+        scored.
 
     Raises:
         ValueError: for another shape, an infinite reward, or a number of
@@ -50,21 +49,21 @@ def reward_matrix(rewards, num_generations):
         row, column = infinite[0]
         raise ValueError(
             "A reward must be finite, or None where a completion is not "
-            f"judged. Received: {array[row, column]} for completion {row} "
+            f"scored. Received: {array[row, column]} for completion {row} "
             f"by reward function {column}"
         )
     return array
 
 
 def total_rewards(rewards, num_generations, weights=None):
-    """One reward a completion: the weighted sum over reward functions.
+    """Computes the weighted sum of rewards over reward functions.
 
-    A function that did not judge adds nothing, which is a reward of 0; a
-    completion that none judged has NaN.
+    A function that did not score a completion adds 0; a completion that none
+    scored has NaN.
 
     Args:
         rewards: floats of shape `(sequences,)` or `(sequences, functions)`.
-        num_generations: int, completions a prompt.
+        num_generations: int, completions per prompt.
         weights: floats of shape `(functions,)`, 1 by default.
 
     Returns:
@@ -88,46 +87,51 @@ def _weights(weights, count):
 
 
 def centred(values, axis=None):
-    """`values` less their mean along an axis: exactly 0 where all are equal,
-    so that rounding never becomes an update. NaN is left out and stays."""
-    judged = ~np.isnan(values)
-    count = judged.sum(axis, keepdims=True)
+    """Subtracts the mean along an axis, ignoring NaN.
+
+    The result is exactly 0 if all values are equal, so that rounding never
+    becomes an update.
+    """
+    scored = ~np.isnan(values)
+    count = scored.sum(axis, keepdims=True)
     mean = np.nansum(values, axis, keepdims=True) / np.maximum(count, 1)
     return np.where(constant(values, axis), values * 0.0, values - mean)
 
 
 def standard_deviation(values, axis=None):
-    """With Bessel's correction, the axis kept; NaN is left out. Exactly 0
-    where all values are equal or there is but one."""
+    """Computes the Bessel-corrected deviation, keeping the axis.
+
+    NaN is ignored. The result is exactly 0 for equal values or a single one.
+    """
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     squares = np.nansum(centred(values, axis) ** 2, axis, keepdims=True)
     return np.sqrt(squares / np.maximum(count - 1, 1))
 
 
 def constant(values, axis=None):
-    """Whether all values but NaN are equal along an axis, which is kept."""
+    """Tests if all values but NaN are equal, keeping the axis."""
     low = np.where(np.isnan(values), np.inf, values).min(axis, keepdims=True)
     high = np.where(np.isnan(values), -np.inf, values).max(axis, keepdims=True)
     return low >= high
 
 
 def reward_metrics(rewards, num_generations, weights=None, names=None):
-    """What a batch of rewards is like, under TRL's names.
+    """Computes statistics of a batch of rewards, under TRL's names.
 
     Args:
         rewards: floats of shape `(sequences,)` or `(sequences, functions)`.
-        num_generations: int, completions a prompt.
+        num_generations: int, completions per prompt.
         weights: floats of shape `(functions,)`, 1 by default.
         names: list of str, the functions' names; `reward_0` and so on by
             default.
 
     Returns:
-        A dict of floats: `rewards/<name>/mean` and `/std` of what each
-        function judged (left out where it judged nothing), `reward` and
+        A dict of floats: `rewards/<name>/mean` and `/std` of each function
+        (omitted if it scored no completion), `reward` and
         `reward_std` of the weighted sums over the batch, and
         `frac_reward_zero_std`, the share of groups whose rewards are all
-        equal. (TRL asks the batch instead of the groups where advantages
-        are scaled by the batch, and then reports 0.)
+        equal. (With advantages scaled by the batch, TRL tests the batch
+        instead of the groups and reports 0.)
     """
     matrix = reward_matrix(rewards, num_generations)
     names = names or [f"reward_{i}" for i in range(matrix.shape[1])]
@@ -138,37 +142,43 @@ def reward_metrics(rewards, num_generations, weights=None, names=None):
         if not np.isnan(values).all():
             metrics[prefix + "mean"] = float(np.nanmean(values))
             metrics[prefix + "std"] = standard_deviation(values).item()
-    judged = ~np.isnan(groups)
-    if judged.any():
-        metrics["reward"] = float(groups[judged].mean())
+    scored = ~np.isnan(groups)
+    if scored.any():
+        metrics["reward"] = float(groups[scored].mean())
         metrics["reward_std"] = standard_deviation(groups).item()
-    equal = constant(groups, 1)[:, 0] & judged.any(1)
+    equal = constant(groups, 1)[:, 0] & scored.any(1)
     metrics["frac_reward_zero_std"] = float(equal.mean())
     return metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What every kind of advantage is: its settings, and a function.
+    """Base class of advantages: settings over a function of rewards.
 
     Call arguments:
         rewards: floats of shape `(sequences,)` or `(sequences, functions)`,
             the completions of one prompt next to each other; `None` or NaN
-            where a function did not judge.
-        num_generations: int, completions a prompt.
+            where a function did not score.
+        num_generations: int, completions per prompt.
         weights: floats of shape `(functions,)`, 1 by default.
 
     Returns:
         A float32 array of shape `(sequences,)`: 0 for a completion that no
-        function judged, which takes no part in any mean either.
+        function scored, which is excluded from all means.
     """
 
-    # The fewest completions a prompt that give an advantage at all.
+    # The minimum number of completions per prompt.
     min_generations = 2
 
     def of_groups(self, groups):
-        """Advantages of total rewards `(groups, num_generations)`, of the
-        same shape; anything where a reward is NaN."""
+        """Computes advantages of total rewards of each group.
+
+        Args:
+            groups: float64 array of shape `(groups, num_generations)`.
+
+        Returns:
+            An array of the same shape, arbitrary where a reward is NaN.
+        """
         raise NotImplementedError
 
     def __call__(self, rewards, num_generations, weights=None):
@@ -191,16 +201,16 @@ class Advantages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupAdvantages(Advantages):
-    """A reward less the mean of its group, over a standard deviation.
+    """A reward minus the mean of its group, over a standard deviation.
 
-    The paper's scale is the group's standard deviation; it says neither
-    whether that is Bessel corrected (it is, here and in TRL and Tunix) nor
-    what is added to it (1e-4 here and in TRL, 1e-6 in Tunix).
+    The paper scales by the group's standard deviation. It specifies neither
+    Bessel's correction (used here, in TRL and in Tunix) nor the offset that
+    is added (1e-4 here and in TRL, 1e-6 in Tunix).
 
     Args:
         scale: `"group"`; `"batch"`, the standard deviation over all
-            completions, which does not blow up nearly equal rewards; or
-            `"none"`, as Dr. GRPO has it.
+            completions, which does not amplify nearly equal rewards; or
+            `"none"`, as in Dr. GRPO.
         std_offset: float, added to the standard deviation.
 
     References:
@@ -238,17 +248,18 @@ class GroupAdvantages(Advantages):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeaveOneOutAdvantages(Advantages):
-    """A reward less the mean of the others of its group (RLOO).
+    """A reward minus the mean of the others of its group (RLOO).
 
-    With a reference, RLOO has its KL term in the reward: `kl` of the call is
-    subtracted `beta` times, after the clip. TRL's default `beta` is 0.05.
+    With a reference, RLOO has the KL term in the reward: `beta` times the
+    call argument `kl` is subtracted after the clip. TRL's default `beta` is
+    0.05.
 
     Args:
         beta: float, the weight of `kl`.
-        reward_clip_range: pair of floats or `None`: total rewards are kept
-            within it.
-        normalize: bool, whether advantages are then shifted and scaled to
-            mean 0 and standard deviation 1 over the batch.
+        reward_clip_range: pair of floats or `None`, the range to clip
+            total rewards to.
+        normalize: bool, whether to normalise the advantages to mean 0 and
+            standard deviation 1 over the batch.
         std_offset: float, added to that standard deviation.
 
     Call arguments:
@@ -290,7 +301,7 @@ class LeaveOneOutAdvantages(Advantages):
         advantages = centred(groups, 1) * count / np.maximum(count - 1, 1)
         if not self.normalize:
             return advantages
-        # Their mean over the batch is 0 as they are.
+        # Their mean over the batch is already 0.
         return advantages / (standard_deviation(advantages) + self.std_offset)
 
 
@@ -308,12 +319,12 @@ def _penalty(kl, groups, beta):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GDPOAdvantages(Advantages):
-    """Every reward function normalised by itself, then added up.
+    """Rewards normalised per function before they are summed.
 
-    A sum that is normalised afterwards lets the function with the largest
-    spread drown the others. Here each is shifted and scaled within the
-    group, then they are summed with `weights`, and the sum is shifted and
-    scaled over the batch.
+    If the sum were normalised instead, the function with the largest spread
+    would dominate. Each function is normalised within the group, then the
+    functions are summed with `weights`, and the sum is normalised over the
+    batch.
 
     Args:
         std_offset: float, added to the standard deviations.
@@ -336,7 +347,7 @@ class GDPOAdvantages(Advantages):
         return self.finish(self.of_groups(scaled))
 
     def of_groups(self, groups):
-        # Each function's sum over a group is 0, and so is the batch's mean.
+        # Each function's sum over a group is 0, so the batch mean is too.
         return groups / (standard_deviation(groups) + self.std_offset)
 
 
@@ -346,11 +357,11 @@ class ReinforcePlusPlusAdvantages(Advantages):
 
     Meant for `PPOLoss`, with the KL term there: `kl_estimator="k2"` is what
     the paper uses with the baseline. Mean and standard deviation are over
-    completions; the authors' code takes them over tokens, where long
-    completions count for more.
+    completions; the authors' code computes them over tokens, which gives
+    long completions more weight.
 
     Args:
-        baseline: bool, whether the mean of the group is subtracted first
+        baseline: bool, whether to subtract the mean of the group first
             ("REINFORCE++-baseline", for several completions a prompt).
         std_offset: float, added to the standard deviation.
 
@@ -366,21 +377,22 @@ class ReinforcePlusPlusAdvantages(Advantages):
         return 2 if self.baseline else 1
 
     def of_groups(self, groups):
-        # Less the means of groups, the mean of the batch is 0 already.
+        # After centering by group the batch mean is already 0.
         advantages = centred(groups, 1 if self.baseline else None)
         return advantages / (standard_deviation(advantages) + self.std_offset)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassAtKAdvantages(Advantages):
-    """What a completion adds to the best of `k`.
+    """The contribution of a completion to the best of `k`.
 
-    The reward is that of a set of `k` completions, its best one's. Each
-    completion's advantage is the mean over all sets of its group that it is
-    in, less the mean over all sets, over their standard deviation: all in
-    closed form. With rewards 0 and 1 this is pass@k, and the paper's formula.
+    The reward of a set of `k` completions is the maximum of their rewards.
+    A completion's advantage is the mean over all sets of its group that
+    contain it, minus the mean over all sets, divided by their standard
+    deviation, in closed form. With rewards 0 and 1 this is pass@k, the
+    paper's formula.
 
-    A group in which fewer than `k` completions are judged has no advantages.
+    A group with fewer than `k` scored completions has zero advantages.
 
     Args:
         k: int, the size of a set; at least 2 and at most `num_generations`.
@@ -408,15 +420,16 @@ class PassAtKAdvantages(Advantages):
 
     def _of_group(self, rewards):
         advantages = np.zeros(len(rewards))
-        judged = np.flatnonzero(~np.isnan(rewards))
-        n, k = len(judged), self.k
-        order = judged[np.argsort(rewards[judged], kind="stable")]
+        scored = np.flatnonzero(~np.isnan(rewards))
+        n, k = len(scored), self.k
+        order = scored[np.argsort(rewards[scored], kind="stable")]
         values = rewards[order]
-        # Every set has the same best one, where there is a set.
+        # All sets, if any, have the same maximum.
         if n < k or values[k - 1] == values[-1]:
             return advantages
-        # The shares of all sets whose best is the i-th from below, and of
-        # the sets with one given member: itself, or another one below it.
+        # The shares of all sets whose maximum is the i-th smallest value, and
+        # of the sets with one given member: the maximum itself, or another
+        # member below it.
         sets, with_one = math.comb(n, k), math.comb(n - 1, k - 1)
         chosen = [math.comb(i, k - 1) for i in range(n)]
         best = np.array([c / sets for c in chosen])

@@ -1,5 +1,4 @@
-"""Which tokens a policy loss leaves out, and how it makes up for an engine
-that samples with slightly other weights."""
+"""Token masks and importance corrections of policy losses."""
 
 import dataclasses
 import math
@@ -19,16 +18,17 @@ CORRECTION_MODES = (
 
 @dataclasses.dataclass(frozen=True)
 class TopEntropyMask:
-    """Trains only the tokens at which the policy is least certain.
+    """Trains only the tokens with the highest entropies.
 
-    The tokens whose entropy is among the highest `quantile` of the whole
-    batch keep their loss, the others have none: the choices at which a
-    chain of thought forks. The threshold is a quantile of the batch, not of
-    a micro-batch, so a loss with this mask is `batch_coupled`. Counts that
-    the loss is divided by stay as they are, and so does its KL term.
+    The tokens whose entropy is among the highest `quantile` of the full
+    batch keep their loss; the others have none. High entropies mark the
+    decisions at which a chain of thought forks. The threshold is a quantile
+    of the batch, not of a micro-batch, so a loss with this mask is
+    `batch_coupled`. The mask affects neither the divisor of the loss nor its
+    KL term.
 
     Args:
-        quantile: float, the share of tokens that is trained. The paper's
+        quantile: float, the share of tokens to train. The paper's
             is 0.2.
 
     Reference:
@@ -48,7 +48,7 @@ class TopEntropyMask:
             )
 
     def keep(self, tokens):
-        """bool `(rows, length)`: the tokens that have a loss."""
+        """Selects the tokens that have a loss, bool `(rows, length)`."""
         entropies = jax.lax.stop_gradient(tokens.entropies)
         threshold = masked_quantile(
             entropies, tokens.mask != 0, 1 - self.quantile
@@ -58,15 +58,15 @@ class TopEntropyMask:
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyMask:
-    """Leaves out sequences that the policy has moved away from.
+    """Masks sequences that are far off-policy.
 
-    A sequence with a negative advantage has no loss where its tokens'
-    log-probabilities fell, in the mean, by more than `threshold` since they
-    were sampled. They are compared with what the engine reported, or with
-    the old policy's where the batch has nothing from an engine.
+    A sequence with a negative advantage has no loss if the log-probabilities
+    of its tokens decreased on average by more than `threshold` since they
+    were sampled. They are compared with those of the engine, or with the old
+    policy's if the batch has none from an engine.
 
     Args:
-        threshold: float, in nats a token. The paper gives no value.
+        threshold: float, in nats per token. The paper gives no value.
 
     Reference:
         - [DeepSeek-AI, 2025](https://arxiv.org/abs/2512.02556), section 3.1.
@@ -85,7 +85,7 @@ class OffPolicyMask:
             )
 
     def keep(self, tokens):
-        """bool `(rows, length)`: the tokens that have a loss."""
+        """Selects the tokens that have a loss, bool `(rows, length)`."""
         sampled = tokens.rollout_logps
         sampled = tokens.old_logps if sampled is None else sampled
         fall = sampled - jax.lax.stop_gradient(tokens.logps)
@@ -94,12 +94,12 @@ class OffPolicyMask:
 
 
 def masked_quantile(values, mask, quantile):
-    """A quantile of the values that a mask selects.
+    """Computes a quantile of the values selected by a mask.
 
     Args:
         values: float array of any shape.
         mask: bool array of the same shape.
-        quantile: float between 0 and 1; linear between two values.
+        quantile: float between 0 and 1, with linear interpolation.
 
     Returns:
         A float scalar, NaN where nothing is selected.
@@ -114,24 +114,24 @@ def masked_quantile(values, mask, quantile):
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceCorrection:
-    """Corrects for an engine that samples with slightly other weights.
+    """Importance weights for an engine that differs from the trainer.
 
     A rollout engine's kernels, precision or weight version make its
     log-probabilities differ from the trainer's. Each token's loss is
-    multiplied by how much more probable the trainer's old policy finds what
-    was sampled than the engine did. All is computed in log space; the batch
+    multiplied by the ratio of its probability under the trainer's old policy
+    to that under the engine. Ratios are computed in log space; the batch
     must have `rollout_per_token_logps`.
 
-    A token's own ratio, truncated, is the default: it bounds the variance
-    and keeps every token. A sequence's ratio is the product of its tokens',
-    exact but soon far from 1: 0.012 nats a token over 100 tokens make 3.3.
-    TRL's default is `"sequence_mask"` with a `max_ratio` of 3, which at that
-    difference masks every long completion.
+    The default is the truncated ratio of each token: it bounds the variance
+    and keeps every token. The ratio of a sequence is the product of its
+    tokens' ratios. It is exact but quickly far from 1: 0.012 nats per token
+    over 100 tokens give 3.3. TRL's default is `"sequence_mask"` with a
+    `max_ratio` of 3, which at that difference masks every long completion.
 
     Args:
         mode: `"token_truncate"`, `"token_mask"`, `"sequence_truncate"` or
-            `"sequence_mask"`: whose ratio counts, and whether one that is
-            out of bounds is set to the bound or its loss left out.
+            `"sequence_mask"`: the level of the ratio, and whether to
+            truncate a ratio that is out of bounds or to mask its loss.
         max_ratio: float or `None`, the upper bound; 2 as in the paper.
         min_ratio: float or `None`, the lower bound.
 
@@ -164,7 +164,7 @@ class ImportanceCorrection:
         high = float("inf") if self.max_ratio is None else self.max_ratio
         if low < 0 or low > 1 or high < 1:
             raise ValueError(
-                "A ratio of 1 (no difference) must lie between `min_ratio` "
+                "A ratio of 1 (no difference) must be between `min_ratio` "
                 "and `max_ratio`, and `min_ratio` must not be negative. "
                 f"Received: min_ratio={self.min_ratio}, "
                 f"max_ratio={self.max_ratio}"
@@ -175,11 +175,11 @@ class ImportanceCorrection:
         return self.mode.startswith("sequence")
 
     def log_ratios(self, tokens):
-        """What the weights are made of, without the bounds, in logs."""
+        """Computes the logs of the weights before truncation or masking."""
         return rollout_log_ratios(tokens, self.by_sequence)
 
     def weights(self, tokens):
-        """The weight of each token's loss, `(rows, length)`, constant."""
+        """Computes the constant weight of each token, `(rows, length)`."""
         log_ratios = self.log_ratios(tokens)
         low = math.log(self.min_ratio) if self.min_ratio else -math.inf
         high = math.inf if self.max_ratio is None else math.log(self.max_ratio)
@@ -189,8 +189,15 @@ class ImportanceCorrection:
         return jnp.where(inside, jnp.exp(log_ratios), 0.0)
 
     def sequence_log_weights(self, tokens):
-        """The log of each sequence's whole weight, `(rows, sequences)`,
-        bounded below where a weight is 0."""
+        """Computes the log of each sequence's weight.
+
+        Args:
+            tokens: `PolicyTokens`.
+
+        Returns:
+            A float array of shape `(rows, num_sequences)`, bounded below
+            where a weight is 0.
+        """
         logs = jnp.log(jnp.maximum(self.weights(tokens), 1e-8))
         if self.by_sequence:
             return tokens.sequence_mean(logs)
@@ -198,8 +205,10 @@ class ImportanceCorrection:
 
 
 def rollout_log_ratios(tokens, by_sequence=False):
-    """`log(old policy / engine)`, `(rows, length)`, of each token or, for
-    all of its tokens, of each sequence."""
+    """Computes `log(old policy / engine)` of each token, `(rows, length)`.
+
+    With `by_sequence`, each token has the sum of its sequence.
+    """
     if tokens.rollout_logps is None:
         raise ValueError(
             "The batch has no `rollout_per_token_logps`, the "
@@ -214,18 +223,18 @@ def rollout_log_ratios(tokens, by_sequence=False):
 
 
 def sampling_metrics(tokens, correction=None):
-    """How far the engine that sampled is from the trainer's old policy.
+    """Measures the difference of the engine and the trainer's old policy.
 
     Args:
         tokens: `PolicyTokens`.
         correction: `ImportanceCorrection` or `None`.
 
     Returns:
-        A dict of metrics: mean and largest difference of log-probabilities
+        A dict of metrics: mean and maximum difference of log-probabilities
         in nats; the effective sample size of the ratios (of tokens, or of
-        sequences where the correction goes by them) as a share of 1, before
-        they are bounded, since bounds would hide the trouble; and with a
-        correction the least, mean and largest weight.
+        sequences for a correction by sequences) as a share of 1, before they
+        are truncated, which would hide a mismatch; and with a correction the
+        minimum, mean and maximum weight.
     """
     used = tokens.mask != 0
     gap = jnp.abs(tokens.old_logps - tokens.rollout_logps)
@@ -266,8 +275,7 @@ def _effective_share(tokens, ratios, by_sequence):
 
 
 def _counted(tokens, values, by_sequence):
-    """What counts, tokens or sequences that have some, as 0 and 1, and the
-    values of those."""
+    """Returns the mask of tokens or non-empty sequences and their values."""
     counted = tokens.mask != 0
     if by_sequence:
         counted = tokens.sequence_sum(jnp.ones_like(tokens.mask)) > 0

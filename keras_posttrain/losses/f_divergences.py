@@ -1,4 +1,4 @@
-"""f-divergences from the reference policy, as scores of log-ratios."""
+"""Scores of log-ratios for f-divergences from the reference policy."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ EXPONENT_BOUND = 80.0
 
 
 def bounded_exp(exponents):
-    """`exp`, of at most `EXPONENT_BOUND`."""
+    """Computes `exp` of exponents clipped to `EXPONENT_BOUND`."""
     return jnp.exp(jnp.minimum(exponents, EXPONENT_BOUND))
 
 
@@ -18,13 +18,13 @@ def bounded_exp(exponents):
 class ReverseKL:
     """`KL(policy || reference)`: the score is the log-ratio itself.
 
-    What DPO regularises with.
+    DPO's regularisation.
 
     Call arguments:
         log_ratios: float array, `log(policy / reference)`.
 
     Returns:
-        A float array of the same shape: `f'(policy / reference)` less a
+        A float array of the same shape: `f'(policy / reference)` minus a
         constant.
 
     Reference:

@@ -25,7 +25,7 @@ PAIR_METRICS = (
 ROUNDING = 1e-6
 
 
-def smoothed_sigmoid(margins, label_smoothing=0.0):
+def smoothed_sigmoid(margins, label_smoothing):
     """Computes `-log sigmoid(margins)` with smoothed labels.
 
     Args:

@@ -1,4 +1,4 @@
-"""Preference pairs: where a batch holds them, and what losses read of them."""
+"""Preference pairs of a batch: their positions and reductions."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from keras_posttrain.losses import reductions
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Where the pairs of a batch are.
+    """The positions of the pairs of a batch.
 
     The sequences of a batch, read row by row and past the unused slots, are
     chosen, rejected, chosen, rejected and so on: two slots of a row, or two
@@ -18,8 +18,8 @@ class Pairs:
 
     Attributes:
         index: int array of shape `(pairs, 2)`: the slots of the chosen and
-            of the rejected in the flattened `(rows, num_sequences)`; behind
-            the last pair, places out of bounds.
+            of the rejected in the flattened `(rows, num_sequences)`; out of
+            bounds after the last pair.
         mask: float array of shape `(pairs,)`, 1 where there is a pair.
         slots: tuple, `(rows, num_sequences)`.
     """
@@ -52,9 +52,10 @@ class Pairs:
         return cls(index, mask, used.shape)
 
     def take(self, values):
-        """`(chosen, rejected)`, each `(pairs,)`, of `(rows, num_sequences)`.
+        """Gathers `(chosen, rejected)`, each `(pairs,)`, 0 without a pair.
 
-        0 where there is no pair.
+        Args:
+            values: array of shape `(rows, num_sequences)`.
         """
         found = (
             values.reshape(-1).at[self.index].get(mode="fill", fill_value=0)
@@ -63,27 +64,27 @@ class Pairs:
         return found[:, 0], found[:, 1]
 
     def put(self, chosen, rejected):
-        """`(rows, num_sequences)` of two `(pairs,)`; 0 at unused slots."""
+        """Scatters two `(pairs,)` to `(rows, num_sequences)`, 0 elsewhere."""
         flat = jnp.zeros(self.slots[0] * self.slots[1], chosen.dtype)
         values = jnp.stack([chosen, rejected], axis=1)
         return flat.at[self.index].set(values, mode="drop").reshape(self.slots)
 
     def sum(self, values):
-        """The sum of `(pairs,)` values over the pairs that there are."""
+        """Sums `(pairs,)` values over the existing pairs."""
         return jnp.sum(jnp.where(self.mask != 0, values, 0.0))
 
     def count(self):
         return self.mask.sum()
 
     def metric(self, values):
-        """The metric of the mean of `(pairs,)` values over all pairs."""
+        """Returns the metric of the mean of `(pairs,)` values."""
         return ("mean", self.sum(values), self.count())
 
 
 class PairTokens:
-    """The tokens of a batch of pairs as a loss reads them, in float32.
+    """The tokens of a batch of pairs that a loss reads, in float32.
 
-    Whatever arrays hold outside the completions does not reach a gradient.
+    Values outside the completions never reach a gradient.
 
     Args:
         batch: dict of arrays: `completion_mask` and `segment_ids` of shape
@@ -103,11 +104,11 @@ class PairTokens:
         return jnp.where(self.mask != 0, values, 0.0)
 
     def sums(self, values, weights=None):
-        """`(chosen, rejected)`: sums over each completion's tokens.
+        """Computes `(chosen, rejected)`, sums over completions' tokens.
 
         Args:
             values: float array of shape `(rows, length)`.
-            weights: float array of the same shape, on top of the mask.
+            weights: float array of the same shape, in addition to the mask.
         """
         values = values * self.mask
         if weights is not None:
@@ -118,12 +119,15 @@ class PairTokens:
         return self.pairs.take(per_sequence)
 
     def means(self, values):
-        """As `sums`, the means over each completion's tokens."""
+        """Computes `(chosen, rejected)`, means over completions' tokens."""
         return tuple(map(reductions.ratio, self.sums(values), self.lengths))
 
     def beyond_shared(self, alpha):
-        """Weights of tokens, `(rows, length)`: `alpha` from where the longer
-        completion of a pair has more tokens than the shorter one."""
+        """Computes the token weights of LD-DPO, `(rows, length)`.
+
+        The weight is `alpha` for tokens beyond the length of the shorter
+        completion of a pair, and 1 for others.
+        """
         trained = (self.mask != 0).astype("float32")
         counts = self.pairs.take(
             reductions.segment_sum(
@@ -141,7 +145,7 @@ class PairTokens:
 
 
 def token_metrics(outputs, entropy_mask, accuracy_mask):
-    """`entropy` and `mean_token_accuracy`, as far as outputs have them."""
+    """Returns `entropy` and `mean_token_accuracy` if outputs have them."""
     metrics = {}
     for name, key, mask in (
         ("entropy", "entropies", entropy_mask),
@@ -155,7 +159,7 @@ def token_metrics(outputs, entropy_mask, accuracy_mask):
 
 
 def reference_logps(batch, outputs):
-    """`ref_per_token_logps`, held constant, wherever they are."""
+    """Finds `ref_per_token_logps` in outputs or batch, without gradient."""
     found = outputs.get(
         "ref_per_token_logps", batch.get("ref_per_token_logps")
     )

@@ -632,12 +632,7 @@ class SAPOLoss(PolicyLoss):
 
 
 def vespo_weights(
-    log_w,
-    advantages,
-    k_positive=2.0,
-    lambda_positive=3.0,
-    k_negative=3.0,
-    lambda_negative=2.0,
+    log_w, advantages, k_positive, lambda_positive, k_negative, lambda_negative
 ):
     """Computes `w**k exp(l (1 - w))`, the weights of `vespo_loss`."""
     positive = advantages >= 0

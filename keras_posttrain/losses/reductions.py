@@ -1,15 +1,17 @@
-"""Sums over tokens, sequences and segments: the only place that knows how a
-row of several sequences is reduced."""
+"""Sums over tokens and sequences, and the arithmetic of metrics.
+
+All reductions of rows that hold several sequences are in this file.
+"""
 
 import jax.numpy as jnp
 
 
 def token_sum(values, mask):
-    """Sums `values * mask` over all tokens, ignoring `values` where it is 0.
+    """Sums `values * mask` over all tokens, ignoring values that are masked.
 
     Args:
-        values: float array of shape `(rows, length)`. May be anything, not a
-            number included, where `mask` is 0.
+        values: float array of shape `(rows, length)`. May be anything, NaN
+            included, where `mask` is 0.
         mask: float array of shape `(rows, length)`, the weight of each token.
 
     Returns:
@@ -27,7 +29,7 @@ def segment_sum(values, segment_ids, num_sequences):
         values: float array of shape `(rows, length)`.
         segment_ids: int array of shape `(rows, length)`: `1 ... num_sequences`
             for the tokens of a sequence, 0 at padding.
-        num_sequences: int, the most sequences a row may hold.
+        num_sequences: int, the maximum number of sequences of a row.
 
     Returns:
         A float array of shape `(rows, num_sequences)`.
@@ -38,14 +40,14 @@ def segment_sum(values, segment_ids, num_sequences):
 
 
 def segment_places(values, segment_ids, num_sequences):
-    """Sums over the tokens of the same sequence up to each token.
+    """Computes the cumulative sum within each sequence.
 
     Args:
-        values: float array of shape `(rows, length)`, such as a mask: then
-            the result numbers its tokens from 1 in each sequence.
+        values: float array of shape `(rows, length)`, such as a mask, whose
+            cumulative sum numbers the tokens of each sequence from 1.
         segment_ids: int array of shape `(rows, length)`, as in
             `segment_sum`.
-        num_sequences: int, the most sequences a row may hold.
+        num_sequences: int, the maximum number of sequences of a row.
 
     Returns:
         A float array of shape `(rows, length)`, 0 at padding.
@@ -57,7 +59,7 @@ def segment_places(values, segment_ids, num_sequences):
 
 
 def spread(values, segment_ids):
-    """Gives each token the value of its sequence: `segment_sum` backwards.
+    """Gives each token the value of its sequence.
 
     Args:
         values: float array of shape `(rows, num_sequences)`.
@@ -73,26 +75,26 @@ def spread(values, segment_ids):
 
 
 def ratio(numerator, denominator):
-    """`numerator / denominator`, and 0 where the denominator is 0."""
+    """Divides, with 0 where the denominator is 0."""
     safe = jnp.where(denominator == 0, 1.0, denominator)
     return jnp.where(denominator == 0, 0.0, numerator / safe)
 
 
 def metric_value(metric):
-    """The value of one metric as `Loss.total` reports it.
+    """Computes the value of a metric in the form of `Loss.total`.
 
     Args:
         metric: `("mean", numerator, denominator)`, `("sum", value)`,
             `("min", value)`, `("max", value)`, or `("effective_share", sum
             of weights, sum of their squares, count)`: Kish's effective
-            sample size over the count, 1 where all weights are equal; or
+            sample size over the count, 1 if all weights are equal; or
             `("difference", numerator, denominator, numerator,
-            denominator)`: the first mean less the second, 0 unless there
-            are both.
+            denominator)`: the first mean minus the second, 0 if either
+            denominator is 0.
 
     Returns:
-        A float32 scalar. Of nothing at all (a minimum that is still
-        infinite, a count of 0) it is 0.
+        A float32 scalar, 0 for an empty reduction (an infinite minimum, a
+        count of 0).
     """
     kind, *values = metric
     if kind == "mean":
@@ -112,10 +114,10 @@ def metric_value(metric):
 
 
 def merge_metrics(stacked):
-    """Combines the metrics of several sets of rows into those of all.
+    """Combines the metrics of several sets of rows.
 
     Args:
-        stacked: dict of metrics as `Loss.total` reports them, each value
+        stacked: dict of metrics in the form of `Loss.total`, each value
             with a leading axis over the sets.
 
     Returns:

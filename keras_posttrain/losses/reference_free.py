@@ -180,7 +180,7 @@ class CPOIPOLoss(CPOLoss):
         return ipo_loss(values.chosen_logps, values.rejected_logps, self.beta)
 
 
-def simpo_reward(logps, beta=2.0, alpha=0.0):
+def simpo_reward(logps, beta, alpha):
     """Computes SimPO's reward, or AlphaPO's where `alpha` is not 0.
 
     `beta * logps`, or `beta * (1 - exp(-alpha * logps)) / alpha`.

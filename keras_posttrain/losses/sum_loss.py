@@ -8,8 +8,8 @@ from keras_posttrain.losses.loss import Loss
 class SumLoss(Loss):
     """A weighted sum of losses over the same batch.
 
-    Each is divided by its own counts. Metrics of the same name are those of
-    the first loss that reports them.
+    Each loss is divided by its own normalizers. A metric that several losses
+    report is that of the first of them.
 
     Mixed preference optimisation (MPO) is
 

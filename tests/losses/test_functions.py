@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.losses import reference_free
 
 losses = kpt.losses
 pytestmark = pytest.mark.usefixtures("strict_ranks")
@@ -155,17 +156,18 @@ def test_sapo_by_hand():
 
 
 def test_vespo_by_hand():
-    """w = 2: with A = 1, w^2 e^(3 (1 - 2)) = 4 e^-3, with A = -1, 8 e^-2;
-    times -A log p of -1 and -3: 4 e^-3 and -24 e^-2. With k = l = 1 and
-    k = 0, l = 1/2: 2 e^-1 and -3 e^(-1/2). No gradient passes through w."""
-    logps, log_w = jnp.array([-1.0, -3.0]), jnp.log(jnp.full(2, 2.0))
-    advantages = jnp.array([1.0, -1.0])
+    """w = 3: with A = 1/2, w^2 e^(3 (1 - 3)) = 9 e^-6, with A = -2, w^3
+    e^(2 (1 - 3)) = 27 e^-4; times -A log p of 1/2 and -6. A = 0 has no loss.
+    With k = l = 1 and k = 0, l = 1/2: 3 e^-2 and e^-1 instead. No gradient
+    passes through w."""
+    logps, log_w = jnp.array([-1.0, -3.0, -1.0]), jnp.log(jnp.full(3, 3.0))
+    advantages = jnp.array([0.5, -2.0, 0.0])
     got = losses.vespo_loss(logps, log_w, advantages)
-    assert_close(got, [4 * np.exp(-3), -24 * np.exp(-2)])
+    assert_close(got, [4.5 * np.exp(-6), -162 * np.exp(-4), 0])
     got = losses.vespo_loss(logps, log_w, advantages, 1.0, 1.0, 0.0, 0.5)
-    assert_close(got, [2 * np.exp(-1), -3 * np.exp(-0.5)])
+    assert_close(got, [1.5 * np.exp(-2), -6 * np.exp(-1), 0])
     slope = jax.grad(lambda w: losses.vespo_loss(logps, w, advantages).sum())
-    np.testing.assert_array_equal(slope(log_w), [0, 0])
+    np.testing.assert_array_equal(slope(log_w), [0, 0, 0])
 
 
 def test_reinforce_by_hand():
@@ -177,19 +179,21 @@ def test_reinforce_by_hand():
 def test_value_by_hand():
     """v = 0.5, old 0, R = 1, clip 0.2: the clipped error 0.8^2 / 2 = 0.32 is
     larger than 0.5^2 / 2 = 0.125. v = 0.1 is not clipped: 0.405. v = -2 with
-    R = 1: 4.5 is larger than the clipped 0.72."""
-    values, returns = np.array([0.5, 0.1, -2.0]), np.ones(3)
-    got = losses.value_loss(values, np.zeros(3), returns)
-    assert_close(got, [0.32, 0.405, 4.5])
-    got = losses.value_loss(values, np.zeros(3), returns, clip=None)
-    assert_close(got, [0.125, 0.405, 4.5])
-    got = losses.value_loss(values, np.zeros(3), returns, clip=0.4)
-    assert_close(got, [0.18, 0.405, 4.5])
+    R = 1: 4.5 is larger than the clipped 0.72. v = -0.5 with R = -1 is the
+    first case on the other side."""
+    values = np.array([0.5, 0.1, -2.0, -0.5])
+    arrays = (values, np.zeros(4), np.array([1.0, 1.0, 1.0, -1.0]))
+    got = losses.value_loss(*arrays)
+    assert_close(got, [0.32, 0.405, 4.5, 0.32])
+    got = losses.value_loss(*arrays, clip=None)
+    assert_close(got, [0.125, 0.405, 4.5, 0.125])
+    got = losses.value_loss(*arrays, clip=0.4)
+    assert_close(got, [0.18, 0.405, 4.5, 0.18])
 
 
-# Preferences: log-ratios 3 and 1 in the first pair, -1 and 1 in the second.
+# Preferences: log-ratios 3 and 1 in the first pair, -4 and -2 in the second.
 
-CHOSEN, REJECTED = np.array([3.0, -1.0]), np.array([1.0, 1.0])
+CHOSEN, REJECTED = np.array([3.0, -4.0]), np.array([1.0, -2.0])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ CHOSEN, REJECTED = np.array([3.0, -1.0]), np.array([1.0, 1.0])
             {"beta": 0.5, "divergence": losses.ForwardKL()},
             [
                 -log_sigmoid(0.5 * (np.exp(-1) - np.exp(-3))),
-                -log_sigmoid(0.5 * (np.exp(-1) - np.exp(1))),
+                -log_sigmoid(0.5 * (np.exp(2) - np.exp(4))),
             ],
         ),
         ("ipo_loss", {}, [9, 49]),
@@ -255,49 +259,61 @@ CHOSEN, REJECTED = np.array([3.0, -1.0]), np.array([1.0, 1.0])
             "nca_pair_loss",
             {"beta": 0.5},
             [
-                -log_sigmoid(c) - log_sigmoid(-c) / 2 - log_sigmoid(-0.5) / 2
-                for c in (1.5, -0.5)
+                -log_sigmoid(c) - log_sigmoid(-c) / 2 - log_sigmoid(-r) / 2
+                for c, r in ((1.5, 0.5), (-2.0, -1.0))
             ],
         ),
         (
             "nca_pair_loss",
             {},
             [
-                -log_sigmoid(c) - log_sigmoid(-c) / 2 - log_sigmoid(-0.1) / 2
-                for c in (0.3, -0.1)
+                -log_sigmoid(c) - log_sigmoid(-c) / 2 - log_sigmoid(-r) / 2
+                for c, r in ((0.3, 0.1), (-0.4, -0.2))
             ],
         ),
         (
             "bco_pair_loss",
             {"beta": 0.5},
-            [-log_sigmoid(c) - log_sigmoid(-0.5) for c in (1.5, -0.5)],
+            [
+                -log_sigmoid(c) - log_sigmoid(-r)
+                for c, r in ((1.5, 0.5), (-2.0, -1.0))
+            ],
         ),
         (
             "bco_pair_loss",
             {},
-            [-log_sigmoid(c) - log_sigmoid(-0.1) for c in (0.3, -0.1)],
+            [
+                -log_sigmoid(c) - log_sigmoid(-r)
+                for c, r in ((0.3, 0.1), (-0.4, -0.2))
+            ],
         ),
-        ("sppo_hard_loss", {}, [40, 72]),
-        ("sppo_hard_loss", {"beta": 0.5}, [8, 8]),
+        ("sppo_hard_loss", {}, [40, 90]),
+        ("sppo_hard_loss", {"beta": 0.5}, [8, 26]),
         (
             "apo_zero_loss",
             {"beta": 0.5},
-            [sigmoid(-c) + sigmoid(0.5) for c in (1.5, -0.5)],
+            [sigmoid(-c) + sigmoid(r) for c, r in ((1.5, 0.5), (-2.0, -1.0))],
         ),
         (
             "apo_zero_loss",
             {},
-            [sigmoid(-c) + sigmoid(0.1) for c in (0.3, -0.1)],
+            [sigmoid(-c) + sigmoid(r) for c, r in ((0.3, 0.1), (-0.4, -0.2))],
         ),
         (
             "apo_down_loss",
             {"beta": 0.5},
-            [sigmoid(c) + sigmoid(0.5 - c) for c in (1.5, -0.5)],
+            [
+                sigmoid(c) + sigmoid(r - c)
+                for c, r in ((1.5, 0.5), (-2.0, -1.0))
+            ],
         ),
         (
             "apo_down_loss",
             {},
-            [sigmoid(c) + sigmoid(0.1 - c) for c in (0.3, -0.1)],
+            [
+                sigmoid(c) + sigmoid(r - c)
+                for c, r in ((0.3, 0.1), (-0.4, -0.2))
+            ],
         ),
         (
             "discopop_loss",
@@ -339,7 +355,7 @@ CHOSEN, REJECTED = np.array([3.0, -1.0]), np.array([1.0, 1.0])
             {"alpha": 0.5, "gamma": 0.0},
             [
                 -log_sigmoid(4 * (np.exp(-0.5) - np.exp(-1.5))),
-                -log_sigmoid(4 * (np.exp(-0.5) - np.exp(0.5))),
+                -log_sigmoid(4 * (np.exp(1) - np.exp(2))),
             ],
         ),
     ],
@@ -348,10 +364,10 @@ def test_preferences_by_hand(function, settings, want):
     """Differences of log-ratios are 2 and -2: margins 1 and -1 with `beta`
     0.5, and 0.2 and -0.2 with 0.1. IPO: (2 - 5)^2 and (-2 - 5)^2 with
     `beta` 0.1, (2 - 1)^2 and (-2 - 1)^2 with 0.5. SPPO: (3 - 5)^2 + (1 + 5)^2
-    and (-1 - 5)^2 + 36; (3 - 1)^2 + (1 + 1)^2 and (-1 - 1)^2 + 4. SimPO:
+    and (-4 - 5)^2 + (-2 + 5)^2; 4 + 4 and (-4 - 1)^2 + (-2 + 1)^2. SimPO:
     2 * 2 - 0.5 and 2 * -2 - 0.5; 0.5 * 2 - 0.25; AlphaPO's rewards are
     2 (1 - e^(-x / 2)) / 0.5. The other rows write the formula with the
-    rewards c = beta * (3, -1) and r = beta * 1."""
+    rewards c = beta * (3, -4) and r = beta * (1, -2)."""
     got = getattr(losses, function)(CHOSEN, REJECTED, **settings)
     assert_close(got, want)
 
@@ -370,13 +386,13 @@ def test_a_divergence_replaces_log_ratios_by_scores(function):
 
 
 def test_aot_by_hand():
-    """Sorted, (1, 3, 4) less (0, 2, 2) are 1, 1 and 2: the ranks in the order
+    """Sorted, (1, 3, 4) less (-1, 2, 2) are 2, 1 and 2: the ranks in the order
     of the used slots. The slot without a pair has no loss and takes no
     rank, whatever is in it."""
     better = np.array([3.0, -50.0, 1.0, 4.0])
-    worse = np.array([2.0, 90.0, 0.0, 2.0])
+    worse = np.array([2.0, 90.0, -1.0, 2.0])
     mask = np.array([1.0, 0.0, 1.0, 1.0])
-    ranks = np.array([1.0, 0.0, 1.0, 2.0])
+    ranks = np.array([2.0, 0.0, 1.0, 2.0])
     got = losses.aot_loss(better, worse, mask, beta=0.5)
     assert_close(got, np.where(mask, -log_sigmoid(0.5 * ranks), 0))
     got = losses.aot_loss(better, worse, mask, 1.0, 0.25)
@@ -391,6 +407,13 @@ def test_aot_by_hand():
     assert_close(losses.aot_loss(better, worse, mask, 0.5)[kept], sliced)
     slope = jax.grad(lambda x: losses.aot_loss(x, worse, mask * 0).sum())
     np.testing.assert_array_equal(slope(better), np.zeros(4))
+
+
+def test_rewards_of_simpo_by_hand():
+    """Mean log-probability -2: 2 * -2; AlphaPO with 1/2: 2 (1 - e) / (1/2)."""
+    assert_close(reference_free.simpo_reward(-2.0, 2.0, 0.0), -4)
+    want = 4 * (1 - np.e)
+    assert_close(reference_free.simpo_reward(-2.0, 2.0, 0.5), want)
 
 
 def test_orpo_by_hand():
@@ -471,16 +494,59 @@ def test_divergences_by_hand(function, settings, want):
     assert_close(got, [want])
 
 
+@pytest.mark.parametrize(
+    "function, settings",
+    [
+        ("forward_kl_loss", {}),
+        ("reverse_kl_loss", {}),
+        ("jsd_loss", {"beta": 0.3}),
+        ("jsd_loss", {"beta": 0.7, "scaled": True}),
+        ("skew_kl_loss", {"skew": 0.2}),
+        ("skew_kl_loss", {"skew": 0.7}),
+        ("skew_kl_loss", {"skew": 0.2, "reverse": True}),
+        ("skew_kl_loss", {"skew": 0.7, "reverse": True}),
+        ("total_variation_loss", {}),
+        ("uld_loss", {}),
+    ],
+)
+def test_slopes_of_divergences_are_those_of_their_values(function, settings):
+    """Central differences, with outcomes left out: probabilities that sum to
+    0.8 and 0.85. One is much less probable for the student than for the
+    teacher, one much more. The teacher has no gradient."""
+    student = jnp.log(jnp.array([0.005, 0.34, 0.45, 0.005]))
+    teacher = jnp.log(jnp.array([0.4, 0.3, 0.05, 0.1]))
+
+    def value(student, teacher=teacher):
+        return getattr(losses, function)(student, teacher, **settings)
+
+    step = 0.01
+    want = [
+        (value(student + step * one) - value(student - step * one)) / step / 2
+        for one in jnp.eye(4)
+    ]
+    np.testing.assert_allclose(jax.grad(value)(student), want, atol=2e-4)
+    slope = jax.grad(value, argnums=1)(student, teacher)
+    np.testing.assert_array_equal(slope, np.zeros(4))
+    if "kl" in function:
+        # The minimum is at equality, with outcomes left out as well.
+        np.testing.assert_allclose(value(teacher), 0, atol=1e-6)
+
+
 def test_hidden_states_by_hand():
-    """Two layers, (1, 2) and (0, 2) against zeros: (1 + 4) / 2 and 4 / 2,
-    their mean 2.25. Cosines of (3, 4) and (1, 0): 0.6, of equal vectors 1:
-    (0.4 + 0) / 2."""
-    student = np.array([[1.0, 2.0], [0.0, 2.0]])
-    got = losses.hidden_state_loss(student, np.zeros((2, 2)))
-    assert_close(got, 2.25)
+    """Two layers, (1, 2, 2) and (0, 0, 3) against zeros: (1 + 4 + 4) / 3 and
+    9 / 3, their mean 3. Cosines of (3, 4) and (1, 0): 0.6, of equal vectors
+    1: (0.4 + 0) / 2. A vector of zeros has a distance of 1 and no gradient."""
+    student = np.array([[1.0, 2.0, 2.0], [0.0, 0.0, 3.0]])
+    got = losses.hidden_state_loss(student, np.zeros((2, 3)))
+    assert_close(got, 3)
     student = np.array([[3.0, 4.0], [5.0, 5.0]])
     teacher = np.array([[1.0, 0.0], [5.0, 5.0]])
     assert_close(losses.hidden_state_loss(student, teacher, "cosine"), 0.2)
+    value, slope = jax.value_and_grad(losses.hidden_state_loss)(
+        jnp.zeros((2, 2)), teacher, "cosine"
+    )
+    assert value == 1
+    np.testing.assert_array_equal(slope, np.zeros((2, 2)))
 
 
 def test_attention_by_hand():
