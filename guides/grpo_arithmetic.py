@@ -164,7 +164,7 @@ prints some.
 history = task.fit(
     prompts,
     batch_size=30,
-    epochs=15,
+    epochs=10,
     validation_data=held_out,
     callbacks=[
         kpt.callbacks.MetricsLog(folder),
