@@ -1,11 +1,11 @@
-"""Distillation beside other libraries, in one run.
+"""Distillation, compared with other libraries.
 
     python benchmarks/distill.py
 
-makes an environment for each library, runs each script in turn with nothing
-beside it, `--repeats` times, and writes the medians to `results/distill.md`
-and `results/distill.json`. It fails if a script does, or if libraries do not
-do the same work. Standard library only.
+This creates an environment for each library, runs each script `--repeats`
+times alone on the machine, and writes the medians to `results/distill.md` and
+`results/distill.json`. It fails if a script fails or if libraries do not do
+the same work. Uses the standard library only.
 """
 
 import sys

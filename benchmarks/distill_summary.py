@@ -1,4 +1,4 @@
-"""From the figures of distillation to medians, ratios, checks and a table."""
+"""Medians, ratios, checks and a table of the distillation runs."""
 
 import dataclasses
 import math
@@ -11,16 +11,16 @@ NAMES = {
     "tunix": "Tunix logit strategy",
 }
 KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb")
-# What must agree in the first step, and how far, as a share of it.
+# Figures of the first step that must agree, with relative tolerances.
 CHECKS = {"first_loss": 1e-4, "grad_norm": 1e-3}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One script with its arguments; the same for every repeat."""
+    """A script with its arguments."""
 
     peer: str
-    rows: int | None = None  # a pass; None for the workload's default
+    rows: int | None = None  # per pass; None for the workload's default
 
     @property
     def name(self):
@@ -36,7 +36,7 @@ class Run:
 
 
 def line(figures):
-    """What is printed of a process as soon as it ends."""
+    """Returns the text that is printed when a process ends."""
     return (
         f"{figures['tokens_per_s']:.0f} tokens/s, "
         f"{figures['peak_gb']:.2f} GiB, "
@@ -46,7 +46,7 @@ def line(figures):
 
 
 def disagreements(results):
-    """Lines on libraries that do not do the same work.
+    """Yields a line for each library that does not do the same work.
 
     Args:
         results: dict from `Run` to the list of its repeats' figures.
@@ -60,7 +60,7 @@ def disagreements(results):
         ]
         if not values:
             continue
-        # NaN is sorted to the end, where the comparison fails.
+        # NaN sorts last, and the comparison with it fails.
         values.sort(key=lambda pair: (math.isnan(pair[0]), pair))
         (low, first), (high, last) = values[0], values[-1]
         if not high - low <= allowed * abs(high):
@@ -71,10 +71,10 @@ def disagreements(results):
 
 
 def ratios(rows):
-    """`(what, number)` pairs.
+    """Yields `(text, number)` pairs.
 
     Args:
-        rows: dict from the peer to what `summary.medians` returns.
+        rows: dict from the library to the result of `summary.medians`.
     """
     if "ours" not in rows:
         return

@@ -1,11 +1,11 @@
-"""Preference tuning beside other libraries, in one run.
+"""Preference tuning, compared with other libraries.
 
     python benchmarks/dpo.py
 
-makes an environment for each library, runs each script in turn with nothing
-beside it, `--repeats` times, and writes the medians to `results/dpo.md` and
-`results/dpo.json`. It fails if a script does, or if libraries do not do the
-same work. Standard library only.
+This creates an environment for each library, runs each script `--repeats`
+times alone on the machine, and writes the medians to `results/dpo.md` and
+`results/dpo.json`. It fails if a script fails or if libraries do not do the
+same work. Uses the standard library only.
 """
 
 import sys
@@ -23,7 +23,7 @@ SCRIPTS = {
 
 
 def all_runs(pairs=None):
-    """All libraries with a row for each completion; then our other layouts."""
+    """Yields all libraries with a row per completion, then our layouts."""
     yield Run("ours", shared=True, pairs=pairs)
     for peer in SCRIPTS:
         yield Run(peer, pairs=pairs)

@@ -1,4 +1,4 @@
-"""From the figures of the DPO runs to medians, ratios, checks and a table."""
+"""Medians, ratios, checks and a table of the DPO runs."""
 
 import dataclasses
 import math
@@ -8,23 +8,23 @@ import summary
 NAMES = {"ours": "keras_posttrain", "trl": "TRL", "tunix": "Tunix"}
 KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb")
 CHECKS = ("first_loss", "chosen_logp", "rejected_logp", "grad_norm")
-FIRST_LOSS = 1e-4  # from log 2, as the adapter begins as the reference
-# Of the first step's log-probs, sums over some 150 tokens.
+FIRST_LOSS = 1e-4  # from log 2: the first policy is the reference
+# Relative, of the first step's log-probs of some 150 tokens.
 LOGPS = 1e-5
-# The adapters begin with the same distribution, not the same numbers ...
+# Adapters of libraries start from other numbers of one distribution, ...
 GRAD_NORM = 0.25
-# ... but ours with the same, however the pairs lie.
+# ... ours from the same numbers, in any layout.
 OUR_GRAD_NORM = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One script with its arguments; the same for every repeat."""
+    """A script with its arguments."""
 
     peer: str
     packing: bool = False
-    shared: bool = False  # a prompt once for its two completions
-    pairs: int | None = None  # a pass; None for the workload's default
+    shared: bool = False  # a prompt stored once for its two completions
+    pairs: int | None = None  # per pass; None for the workload's default
 
     @property
     def layout(self):
@@ -52,7 +52,7 @@ class Run:
 
 
 def line(figures):
-    """What is printed of a process as soon as it ends."""
+    """Returns the text that is printed when a process ends."""
     return (
         f"{figures['tokens_per_s']:.0f} tokens/s, "
         f"{figures['peak_gb']:.2f} GiB, "
@@ -65,7 +65,7 @@ def line(figures):
 
 
 def disagreements(results):
-    """Lines on libraries that do not do the same work.
+    """Yields a line for each library that does not do the same work.
 
     Args:
         results: dict from `Run` to the list of its repeats' figures.
@@ -95,7 +95,7 @@ def disagreements(results):
         ]
         if not values:
             continue
-        # NaN is sorted to the end, where the comparison fails.
+        # NaN sorts last, and the comparison with it fails.
         values.sort(key=lambda pair: (math.isnan(pair[0]), pair))
         (low, first), (high, last) = values[0], values[-1]
         if not high - low <= allowed * abs(high):
@@ -109,10 +109,10 @@ def disagreements(results):
 
 
 def ratios(rows):
-    """`(what, number)` pairs.
+    """Yields `(text, number)` pairs.
 
     Args:
-        rows: dict from `Run` to what `summary.medians` returns.
+        rows: dict from `Run` to the result of `summary.medians`.
     """
 
     def best(key, *peers):

@@ -1,8 +1,8 @@
-"""What the rollout scripts share: their arguments, and what is measured.
+"""Arguments and measurements that the rollout scripts share.
 
-A script brings `sample(prompts, samples, max_tokens, stop, temperature,
-seed)`: a list of `(token ids, log-probs or None)`, the samples of a prompt
-next to each other, a sample's stop token its last.
+A script passes `sample(prompts, samples, max_tokens, stop, temperature,
+seed)`, which returns a list of `(token ids, log-probs or None)`. The samples
+of a prompt are adjacent, and a stop token is a sample's last token.
 """
 
 import argparse
@@ -13,14 +13,14 @@ import time
 import report
 import workloads
 
-# What all libraries must agree on: so many tokens after the first prompts.
+# All libraries must agree on this many tokens after the first prompts.
 GREEDY_PROMPTS, GREEDY_TOKENS = 4, 32
-# A slow library takes fewer passes: none begins after so many seconds.
+# No pass begins after this time in seconds.
 PASSES_S = 40
 
 
 def parser():
-    """The command line of every rollout script."""
+    """Returns the argument parser of every rollout script."""
     out = argparse.ArgumentParser()
     out.add_argument("--case", choices=list(workloads.ROLLOUTS), default="a")
     out.add_argument("--passes", type=int, default=2)
@@ -28,9 +28,9 @@ def parser():
 
 
 def arguments(options=None):
-    """The parsed arguments, with `work`, the `workloads.Rollout`.
+    """Parses the arguments and adds `work`, the `workloads.Rollout`.
 
-    Call it when the imports are done.
+    It must be called after the imports.
 
     Args:
         options: a parser, `parser()` with more options.
@@ -42,7 +42,7 @@ def arguments(options=None):
 
 
 def cut(ids, stop):
-    """A sample up to its first stop token, this included."""
+    """Cuts a sample after its first stop token."""
     for i, token in enumerate(ids):
         if token in stop:
             return ids[: i + 1]
@@ -56,7 +56,7 @@ def timed(function, *args):
 
 
 def check(work, samples):
-    """Refuses samples that are not what was asked for."""
+    """Raises an error if samples do not match the request."""
     expected = work.prompts * work.samples
     if len(samples) != expected:
         raise ValueError(f"Not {expected} samples but {len(samples)}.")
@@ -77,7 +77,7 @@ def check(work, samples):
 
 
 def mean_logp(samples):
-    """Of the drawn tokens: minus the entropy, if nothing was cut away."""
+    """Returns the mean log-prob of sampled tokens, minus the entropy."""
     if any(logps is None for _, logps in samples):
         return None
     values = [float(x) for _, logps in samples for x in logps]
@@ -85,14 +85,14 @@ def mean_logp(samples):
 
 
 def measure(args, sample, packages, *, ready_s, prefill=True, **extra):
-    """Runs the case and prints its figures.
+    """Runs the work and prints its figures.
 
     Args:
-        args: what `arguments` returned.
-        sample: the library, as said above.
+        args: the result of `arguments`.
+        sample: function of the library, see above.
         packages: names of installed packages whose versions matter.
         ready_s: float, seconds it took to load the model and be ready.
-        prefill: bool, whether a call for one token is mostly the prompts.
+        prefill: bool, whether a call for one token mostly processes prompts.
         extra: further figures, or functions that give them at the end.
     """
     work = args.work
@@ -121,17 +121,17 @@ def measure(args, sample, packages, *, ready_s, prefill=True, **extra):
         "pass_s": pass_s,
         "new_tokens": counts,
         "mean_logp": None if None in means else statistics.mean(means),
-        # Before the calls below, which are no part of the case.
+        # Before the calls below, which are not part of the work.
         "peak_gb": report.peak_gb(),
         "other_cpus": report.other_cpus(),
     }
     if prefill:
         call(0, 1)  # compiles
         prefill_s = statistics.median(call(i, 1)[0] for i in range(3))
-        drawn = work.prompts * work.samples
+        num_samples = work.prompts * work.samples
         figures["prefill_s"] = prefill_s
         figures["decode_tokens_per_s"] = statistics.median(
-            (n - drawn) / (s - prefill_s)
+            (n - num_samples) / (s - prefill_s)
             for n, s in zip(counts, pass_s, strict=True)
         )
     greedy = sample(prompts[:GREEDY_PROMPTS], 1, GREEDY_TOKENS, [], 0.0, 0)

@@ -1,11 +1,11 @@
-"""Reinforcement learning beside other libraries, in one run.
+"""Reinforcement learning, compared with other libraries.
 
     python benchmarks/grpo.py
 
-makes an environment for each library, runs each script in turn with nothing
-beside it, `--repeats` times, and writes the medians to `results/grpo.md` and
-`results/grpo.json`. It fails if a script does, or if libraries do not do the
-same work. Standard library only.
+This creates an environment for each library, runs each script `--repeats`
+times alone on the machine, and writes the medians to `results/grpo.md` and
+`results/grpo.json`. It fails if a script fails or if libraries do not do the
+same work. Uses the standard library only.
 """
 
 import sys
@@ -23,7 +23,7 @@ SCRIPTS = {
 
 
 def all_runs():
-    """All libraries side by side; long prompts with ours alone."""
+    """Yields all libraries, then ours with long prompts."""
     yield Run("ours", "w5", shared=True)
     for peer in SCRIPTS:
         yield Run(peer, "w5")

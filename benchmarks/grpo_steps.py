@@ -1,4 +1,4 @@
-"""What the scripts of reinforcement learning share: arguments and figures."""
+"""Arguments and figures that the GRPO scripts share."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from grpo_summary import PARTS
 
 
 def parser():
-    """The command line of every script."""
+    """Returns the argument parser of every script."""
     out = argparse.ArgumentParser()
     out.add_argument("--case", choices=list(workloads.RL), default="w5")
     out.add_argument("--passes", type=int, default=5, help="timed steps")
@@ -19,9 +19,9 @@ def parser():
 
 
 def arguments(options=None):
-    """The parsed arguments, with `work`, the `workloads.RLWork`, and `steps`.
+    """Parses the arguments and adds `work`, a `workloads.RLWork`, and `steps`.
 
-    Call it when the imports are done. The first step is the warm-up.
+    It must be called after the imports. The first step is the warm-up.
 
     Args:
         options: a parser, `parser()` with more options.
@@ -34,14 +34,14 @@ def arguments(options=None):
 
 
 class Log:
-    """Seconds by part of each step, and what the step was about.
+    """Seconds and figures of each step.
 
     Attributes:
         steps: list of dicts: `step` and `PARTS`, in seconds.
-        parts: dict, those of the step that is going on.
+        parts: dict, the seconds of the current step.
         rewards: list of floats, of all completions.
-        trained: list of ints, the tokens with loss of each step.
-        logp_sums: list of floats, those of the drawn tokens of each step.
+        trained: list of ints, the trained tokens of each step.
+        logp_sums: list of floats, of the sampled tokens of each step.
     """
 
     def __init__(self):
@@ -54,11 +54,11 @@ class Log:
         self.parts = dict.fromkeys(PARTS, 0.0)
 
     def seconds(self):
-        """Since the step began."""
+        """Returns the seconds since the step began."""
         return time.perf_counter() - self._last
 
     def timed(self, part, function):
-        """`function`, with its seconds added to a part of the step."""
+        """Wraps `function` to add its seconds to a part of the step."""
 
         def wrapper(*args, **kwargs):
             begin = time.perf_counter()
@@ -71,17 +71,17 @@ class Log:
         return wrapper
 
     def step_ends(self, **parts):
-        """Closes a step.
+        """Ends a step.
 
         Args:
-            parts: seconds of parts that the library tells itself.
+            parts: seconds of parts that the library reports.
         """
         step = {"step": self.seconds(), **self.parts, **parts}
         self.steps.append(step)
         self.start()
 
-    def drawn(self, tokens, logp_sum):
-        """Notes the tokens that a step is trained on."""
+    def record_tokens(self, tokens, logp_sum):
+        """Records the tokens that a step is trained on."""
         self.trained.append(int(tokens))
         self.logp_sums.append(float(logp_sum))
 
@@ -94,10 +94,10 @@ def emit(args, packages, log, *, first_loss, **extra):
     """Prints the figures of a run as one line of JSON.
 
     Args:
-        args: what `arguments` returned.
+        args: the result of `arguments`.
         packages: names of installed packages whose versions matter.
         log: `Log`, with a step for each of `args.steps`.
-        first_loss: float, that of the first step.
+        first_loss: float, the loss of the first step.
         extra: further figures.
     """
     work = args.work
@@ -117,7 +117,7 @@ def emit(args, packages, log, *, first_loss, **extra):
     first_step_s = log.steps[0]["step"]
     report.result(
         packages,
-        # New ones, over the whole step.
+        # New tokens per second of the whole step.
         tokens_per_s=work.completions * work.max_tokens / medians["step_s"],
         **medians,
         other_s=statistics.median(rest),

@@ -1,4 +1,4 @@
-"""From the figures of the GRPO runs to medians, ratios, checks and tables."""
+"""Medians, ratios, checks and tables of the GRPO runs."""
 
 import dataclasses
 import math
@@ -10,30 +10,30 @@ CASES = {
     "w5": "8 prompts of 16 to 96 tokens x 8 samples x 64 new tokens",
     "w5-long": "4 prompts of 512 tokens x 8 samples x 64 new tokens",
 }
-# What a step is made of; what is left is `other`.
+# The parts of a step; the remaining time is `other`.
 PARTS = ("rollout", "reward", "train", "sync")
 SECONDS = tuple(f"{part}_s" for part in ("step", *PARTS, "other", "compile"))
 CHECKS = ("trained_tokens", "first_loss", "grad_norm", "mean_logp", "reward")
 KEYS = ("tokens_per_s", "peak_gb", *SECONDS, *CHECKS)
-# Advantages of a group add up to 0: so does the first loss, but for what a
-# library's mask leaves out.
+# The advantages of a group sum to 0, and so does the first loss, except for
+# tokens that a library's mask leaves out.
 FIRST_LOSS = 1e-3
-TRAINED = 2e-3  # of the tokens
-# Over 20,000 drawn tokens the standard errors are 0.002 and 0.004.
+TRAINED = 2e-3  # relative, of the tokens
+# Over 20,000 sampled tokens the standard errors are 0.002 and 0.004.
 MEAN_LOGP, REWARD = 0.02, 0.02
-# Other samples and another first adapter, of the same distribution.
+# Other samples and other first adapters, from the same distributions.
 GRAD_NORM = 0.25
-# Of the same samples and the same first adapter.
+# The same samples and the same first adapter.
 GRADIENT = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One script with its arguments; the same for every repeat."""
+    """A script with its arguments."""
 
     peer: str
     case: str
-    shared: bool = False  # a prompt once for its completions
+    shared: bool = False  # a prompt stored once for its completions
 
     @property
     def layout(self):
@@ -59,7 +59,7 @@ class Run:
 
 
 def line(figures):
-    """What is printed of a process as soon as it ends."""
+    """Returns the text that is printed when a process ends."""
     return (
         f"{figures['step_s']:.2f} s a step "
         f"(rollout {figures['rollout_s']:.2f}, train "
@@ -72,7 +72,7 @@ def line(figures):
 
 
 def good(results):
-    """`(run, figures)` of every process that gave figures."""
+    """Yields `(run, figures)` of every process that succeeded."""
     return [
         (run, figures)
         for run, repeats in results.items()
@@ -82,7 +82,7 @@ def good(results):
 
 
 def disagreements(results):
-    """Lines on libraries that do not do the same work.
+    """Yields a line for each library that does not do the same work.
 
     Args:
         results: dict from `Run` to the list of its repeats' figures.
@@ -111,7 +111,7 @@ def disagreements(results):
 
 
 def _apart(key, case, values, allowed, relative):
-    # NaN is sorted to the end, where the comparison fails.
+    # NaN sorts last, and the comparison with it fails.
     values.sort(key=lambda pair: (math.isnan(pair[0]), pair))
     if not values:
         return
@@ -126,7 +126,7 @@ def _apart(key, case, values, allowed, relative):
 
 
 def _gradients(case, found):
-    """Of our runs, whose first samples are the same, however they lie."""
+    """Compares our runs' first gradients, which have the same samples."""
     ours = [
         (run.name, figures["first_gradient"])
         for run, figures in found
@@ -142,9 +142,9 @@ def _gradients(case, found):
 
 
 def gradient_gap(a, b):
-    """How far two `(norm, projection)` are apart, over the norm."""
+    """Returns the relative distance of two `(norm, projection)`."""
     gaps = [abs(x - y) / abs(a[0]) for x, y in zip(a, b, strict=True)]
-    # `max` would pass over a NaN.
+    # `max` would ignore a NaN.
     return math.nan if any(map(math.isnan, gaps)) else max(gaps)
 
 
@@ -152,10 +152,10 @@ def gradient_gap(a, b):
 
 
 def ratios(rows, results):
-    """`(what, text)` pairs.
+    """Yields pairs of texts, a ratio and its value.
 
     Args:
-        rows: dict from `Run` to what `summary.medians` returns.
+        rows: dict from `Run` to the result of `summary.medians`.
         results: as in `disagreements`.
     """
 

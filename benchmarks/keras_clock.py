@@ -6,13 +6,13 @@ import keras
 
 
 class Clock(keras.callbacks.Callback):
-    """The first step's logs and seconds, and the seconds of every epoch.
+    """Records the first step's logs and seconds, and each epoch's seconds.
 
-    Reading a loss waits for its step, which JAX only has begun.
+    Reading a loss waits for its step, because JAX runs asynchronously.
 
     Attributes:
-        first: dict of floats, what the first step logs.
-        steps: int, those of an epoch.
+        first: dict of floats, the logs of the first step.
+        steps: int, the number of steps in an epoch.
     """
 
     def __init__(self):
@@ -33,6 +33,6 @@ class Clock(keras.callbacks.Callback):
 
     @property
     def pass_s(self):
-        """Seconds of each epoch after the first, which is the warm-up."""
+        """List of seconds of each epoch after the first, the warm-up."""
         ends = self._ends
         return [b - a for a, b in zip(ends, ends[1:], strict=False)]

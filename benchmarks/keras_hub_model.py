@@ -23,7 +23,7 @@ NORMS = {
 
 
 def place(name):
-    """The KerasHub variable path of a Hugging Face tensor name."""
+    """Returns the KerasHub variable path for a Hugging Face tensor name."""
     fixed = {
         "model.embed_tokens.weight": "token_embedding/embeddings",
         "model.norm.weight": "sequence_output_layernorm/scale",
@@ -53,7 +53,7 @@ def build(model):
     variables = {v.path: v for v in backbone.weights}
     for name, value in model.weights().items():
         variable = variables.pop(place(name))
-        # Kernels are (in, out), with heads as an axis of their own.
+        # Kernels are (in, out), with a separate axis for heads.
         if not name.endswith("embed_tokens.weight"):
             value = value.T.reshape(variable.shape)
         variable.assign(np.ascontiguousarray(value))

@@ -1,8 +1,7 @@
-"""KerasHub alone: `CausalLM.generate` on JAX, which gives no log-probs.
+"""KerasHub: `CausalLM.generate` on JAX, which returns no log-probs.
 
-All rows step together from the end of the shortest prompt, so that a batch is
-as wide as the longest prompt and its new tokens, and each row is cut to its
-own here.
+All rows step together from the end of the shortest prompt. Therefore a batch
+is as wide as the longest prompt with its new tokens, and each row is cut here.
 """
 
 import generation
@@ -24,7 +23,7 @@ def main():
     compiled = None
 
     def sample(prompts, samples, max_tokens, stop, temperature, seed):
-        # Its randomness goes on from call to call: `seed` has no place.
+        # Its random state advances with each call and takes no `seed`.
         nonlocal compiled
         if temperature != compiled:
             lm.compile(sampler=samplers[temperature])
@@ -52,7 +51,7 @@ def main():
         sample,
         ("keras", "keras-hub", "jax"),
         ready_s=ready_s,
-        prefill=False,  # the longer prompts are stepped through
+        prefill=False,  # longer prompts are processed token by token
     )
 
 

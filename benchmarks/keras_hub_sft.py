@@ -1,4 +1,4 @@
-"""KerasHub alone: `CausalLM.fit` on JAX."""
+"""KerasHub: `CausalLM.fit` on JAX."""
 
 import time
 
@@ -13,7 +13,7 @@ import workloads
 def main():
     args = report.arguments(packing=False)
     shape = args.shape
-    # `fit` does not shift: one more column, then inputs and targets.
+    # `fit` does not shift tokens: inputs and targets are cut from one array.
     ids, mask, loss_mask = workloads.padded(args.rows, shape.length + 1)
     x = {"token_ids": ids[:, :-1], "padding_mask": mask[:, :-1]}
     y, weight = ids[:, 1:], loss_mask[:, 1:].astype("float32")
@@ -30,7 +30,7 @@ def main():
         optimizer=keras.optimizers.AdamW(
             workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
         ),
-        # Its default divides by masked tokens too.
+        # The default also divides by masked tokens.
         loss=keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction="mean_with_sample_weight"
         ),

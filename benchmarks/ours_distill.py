@@ -34,7 +34,7 @@ def main():
         )
         mask = [0] + [1] * (work.length - 1)
         clock = keras_clock.Clock()
-        # The first epoch is the warm-up.
+        # The first epoch is a warm-up.
         task.fit(
             [{"token_ids": x, "completion_mask": mask} for x in args.rows],
             batch_size=work.batch,

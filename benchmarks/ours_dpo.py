@@ -34,7 +34,7 @@ def main():
     )
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     clock = keras_clock.Clock()
-    # The first epoch is the warm-up.
+    # The first epoch is a warm-up.
     task.fit(
         [dict(zip(names, pair, strict=True)) for pair in args.pairs],
         batch_size=work.batch,

@@ -21,7 +21,7 @@ ENGINES = {"native": NativeRollout, "vllm": VLLMRollout}
 
 
 class Clock(keras.callbacks.Callback):
-    """The end of every step, and the seconds that the task tells of it."""
+    """Records the end of every step and the seconds of its parts."""
 
     def __init__(self, log):
         super().__init__()
@@ -34,7 +34,7 @@ class Clock(keras.callbacks.Callback):
 
 
 class Task(kpt.GRPOTask):
-    """Also reports a projection of the gradient, cheap and of all of it."""
+    """Also reports a projection of the whole gradient."""
 
     def loss_and_gradients(self, state, batch):
         gradients, logs = super().loss_and_gradients(state, batch)
@@ -44,11 +44,11 @@ class Task(kpt.GRPOTask):
 
 
 def counted(log, generate, requests):
-    """The engine's completions; notes how many tokens there are."""
+    """Returns the engine's completions, and records the number of tokens."""
     out = generate(requests)
     logps = [c.per_token_logps for group in out for c in group]
     flat = np.concatenate(logps)
-    log.drawn(len(flat), flat.sum(dtype="float64"))
+    log.record_tokens(len(flat), flat.sum(dtype="float64"))
     return out
 
 

@@ -1,7 +1,7 @@
 """keras_posttrain: `NativeRollout`, from a Hugging Face directory.
 
-With `--context` it measures how the engine's cost grows instead: `--slots`
-samples decode at once, at that many tokens each.
+With `--context` it measures how the cost of a decoding step grows: `--slots`
+samples decode at once, each with that many tokens.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ import workloads
 
 from keras_posttrain.rollout import NativeRollout, Request
 
-SAMPLES_A_PROMPT = 16  # at most, in the grid
+SAMPLES_A_PROMPT = 16  # largest number in the grid
 
 
 def build(model, num_slots, length):
@@ -67,7 +67,7 @@ def measure_case(args):
 
 
 def measure_cell(args):
-    """A cell of the grid: prompts, then `GRID_STEPS` steps of all slots."""
+    """Measures a cell of the grid: `GRID_STEPS` steps of all slots."""
     model = args.work.model
     ready_s, engine = generation.timed(build, model, args.slots, args.context)
     samples = min(args.slots, SAMPLES_A_PROMPT)

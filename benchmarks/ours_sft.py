@@ -36,7 +36,7 @@ def main():
         for ids, prompt in args.rows
     ]
     clock = keras_clock.Clock()
-    # The first epoch is the warm-up.
+    # The first epoch is a warm-up.
     task.fit(
         rows,
         batch_size=args.shape.batch,

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 
 def write(model, folder, seed=0):
-    """The model as a directory that transformers and vLLM load as well."""
+    """Writes the model to a directory that all libraries can load."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

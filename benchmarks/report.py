@@ -1,4 +1,4 @@
-"""What the scripts share: their arguments, and the one line they print."""
+"""Arguments and output of all scripts."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ _import_gb = None
 
 
 def _cpu_seconds():
-    """`(wall, CPU time of the machine, CPU time of this process)`."""
+    """Returns wall time and the CPU times of machine and process."""
     with open("/proc/stat") as f:
         fields = [int(v) for v in f.readline().split()[1:8]]
     idle, iowait = fields[3:5]
@@ -30,7 +30,7 @@ _START = _cpu_seconds()
 
 
 def other_cpus():
-    """CPUs that other processes kept busy on average since the import."""
+    """Returns the mean CPUs that other processes used since the import."""
     wall, machine, own = (
         b - a for a, b in zip(_START, _cpu_seconds(), strict=True)
     )
@@ -38,25 +38,25 @@ def other_cpus():
 
 
 def peak_gb():
-    """Most memory this process ever held, libraries included, in GiB."""
+    """Returns the peak memory of this process in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def imports_done():
-    """Notes the memory that the libraries alone cost."""
+    """Records the memory of the imported libraries."""
     global _import_gb
     _import_gb = peak_gb()
 
 
 def arguments(packing=True):
-    """The command line of a training script; call it after the imports.
+    """Parses the arguments of a training script, after the imports.
 
     Args:
-        packing: bool. Whether the library can pack rows.
+        packing: bool, whether the library can pack rows.
 
     Returns:
-        The parsed arguments, with `rows` as `workloads.sft_rows` makes them,
-        `tokens`, how many they have, and `shape`, the `Workload`.
+        The parsed arguments, with `rows` of `workloads.sft_rows`, the number
+        `tokens` in them, and `shape`, the `Workload`.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -76,15 +76,14 @@ def arguments(packing=True):
 
 
 def pair_arguments(*flags):
-    """The command line of a preference script; call it after the imports.
+    """Parses the arguments of a preference script, after the imports.
 
     Args:
-        flags: names of options that are set or not.
+        flags: names of boolean options.
 
     Returns:
         The parsed arguments, with `work`, the `PairWork`, its `pairs`, and
-        `tokens`, how many they have where each completion has its prompt
-        before it.
+        the number `tokens` in them; a prompt counts once per completion.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -100,11 +99,11 @@ def pair_arguments(*flags):
 
 
 def distill_arguments():
-    """The command line of a distillation script; call it after the imports.
+    """Parses the arguments of a distillation script, after the imports.
 
     Returns:
         The parsed arguments, with `work`, the `DistillWork`, its `rows`, and
-        `tokens`, how many they have.
+        the number `tokens` in them.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -121,14 +120,14 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
     """Prints the figures of a training run as one line of JSON.
 
     Args:
-        args: what one of the functions above returned.
+        args: the result of one of the functions above.
         packages: names of installed packages whose versions matter.
         first_loss: float, the first step's loss.
         first_step_s: float, seconds from the call that trains to the end of
-            its first step, compilation included.
+            its first step, including compilation.
         pass_s: list of floats, seconds of each pass over all rows after the
             warm-up.
-        steps: int, optimizer steps a pass.
+        steps: int, optimizer steps per pass.
         extra: further figures.
     """
     seconds = statistics.median(pass_s)
@@ -146,7 +145,7 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
 
 
 def result(packages, **figures):
-    """Prints the line that a driver reads: `figures`, and the machine's."""
+    """Prints the line that a driver reads: `figures` and the machine's."""
     machine = {
         "peak_gb": peak_gb(),
         "import_gb": _import_gb,

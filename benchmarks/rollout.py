@@ -1,14 +1,14 @@
-"""Rollouts beside other libraries, in one run.
+"""Rollouts, compared with other libraries.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --grid
 
-makes an environment for each library, runs each script in turn with nothing
-beside it, `--repeats` times, and writes the medians to `results/rollout.md`
-and `results/rollout.json`. It fails if a script does, or if libraries do not
-sample from the same distribution. With `--grid` it runs our engine alone, over
-numbers of slots and lengths of context, and writes `results/rollout_grid.md`
-and `.json`. Standard library only.
+This creates an environment for each library, runs each script `--repeats`
+times alone on the machine, and writes the medians to `results/rollout.md` and
+`results/rollout.json`. It fails if a script fails or if libraries do not
+sample from the same distribution. With `--grid` it runs only our engine, over
+numbers of slots and context lengths, and writes `results/rollout_grid.md` and
+`.json`. Uses the standard library only.
 """
 
 import os
@@ -31,7 +31,7 @@ GRID_CONTEXTS = (256, 1024, 4096)
 
 
 def all_runs():
-    """vLLM next to ours, in every setting that may be its best."""
+    """Returns ours and vLLM, in every setting that may be its fastest."""
     cpus = len(os.sched_getaffinity(0))
     settings = [
         (cpus, "auto", False),

@@ -1,4 +1,4 @@
-"""From the figures of the rollout runs to medians, checks and tables."""
+"""Medians, ratios, checks and tables of the rollout runs."""
 
 import dataclasses
 import math
@@ -26,18 +26,18 @@ KEYS = (
     "mean_logp",
 )
 GRID_KEYS = ("step_ms", "tokens_per_s", "prefill_tokens_per_s", "peak_gb")
-# Greedy tokens that must be the same. Behind them two tokens may be so near
-# that rounding decides.
+# Leading greedy tokens that must be equal. After them two tokens may be so
+# close that rounding decides.
 GREEDY_TOKENS = 8
 GREEDY_LOGP = 1e-4
-# The mean log-prob of 16,384 drawn tokens has a standard error of 0.0025; one
-# that samples among the best 50 alone is off by more than 4.
+# The mean log-prob of 16,384 sampled tokens has a standard error of 0.0025. A
+# library that samples from the top 50 only is off by more than 4.
 MEAN_LOGP = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One script with its arguments; the same for every repeat."""
+    """A script with its arguments."""
 
     peer: str
     case: str
@@ -81,7 +81,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Our engine with so many slots at such a context."""
+    """Our engine with a number of slots and a context length."""
 
     slots: int
     context: int
@@ -98,7 +98,7 @@ class Cell:
 
 
 def line(figures):
-    """What is printed of a process as soon as it ends."""
+    """Returns the text that is printed when a process ends."""
     return (
         f"{figures['tokens_per_s']:.0f} new tokens/s, "
         f"first call {figures['first_call_s']:.1f} s, "
@@ -111,7 +111,7 @@ def line(figures):
 
 
 def good(results):
-    """`(run, figures)` of every process that gave figures."""
+    """Yields `(run, figures)` of every process that succeeded."""
     return [
         (run, figures)
         for run, repeats in results.items()
@@ -121,11 +121,11 @@ def good(results):
 
 
 def agreement(figures, reference):
-    """Greedy tokens in common, and how far their log-probs are apart.
+    """Compares greedy tokens and their log-probs.
 
     Returns:
         `(tokens, gap)`: the fewest leading tokens in common over the prompts,
-        and the largest difference of log-probs over them, or None where one
+        and the largest difference of log-probs over them, or None if one
         has none.
     """
     tokens, gaps = [], []
@@ -140,12 +140,12 @@ def agreement(figures, reference):
             pairs = zip(logps[0][:same], logps[1][:same], strict=True)
             gaps += [abs(a - b) for a, b in pairs]
     if any(math.isnan(gap) for gap in gaps):
-        return min(tokens), math.nan  # `max` would pass over it
+        return min(tokens), math.nan  # `max` would ignore it
     return min(tokens), max(gaps, default=None)
 
 
 def reference_of(results):
-    """The process that the others are compared with: one with log-probs."""
+    """Returns the process to compare with, one that has log-probs."""
     found = good(results)
     for run, figures in found:
         if run.peer == "hf":
@@ -154,7 +154,7 @@ def reference_of(results):
 
 
 def disagreements(results):
-    """Lines on libraries that do not sample from the same distribution.
+    """Yields a line for each library with another sampling distribution.
 
     Args:
         results: dict from `Run` to the list of its repeats' figures.
@@ -175,7 +175,7 @@ def disagreements(results):
         means = figures.get("mean_logp"), reference.get("mean_logp")
         if None not in means and not abs(means[0] - means[1]) <= MEAN_LOGP:
             yield (
-                f"{run.name}: the mean log-prob of drawn tokens is "
+                f"{run.name}: the mean log-prob of sampled tokens is "
                 f"{means[0]:.3f}, that of {other.name} {means[1]:.3f}."
             )
 
@@ -184,7 +184,7 @@ def disagreements(results):
 
 
 def best(rows, peer, case):
-    """`(run, row)` of a library's fastest setting, or None."""
+    """Returns `(run, row)` of a library's fastest setting, or None."""
     found = [
         (run, row)
         for run, row in rows.items()
@@ -194,7 +194,7 @@ def best(rows, peer, case):
 
 
 def ratios(rows):
-    """`(what, number)` pairs: our tokens/s over the others' at their best."""
+    """Yields `(text, number)`: our tokens/s over each library's fastest."""
     for case in CASES:
         ours = best(rows, "ours", case)
         for peer in NAMES:
@@ -264,7 +264,7 @@ def markdown(results, options):
 
 
 def grid_markdown(results, options):
-    """The tables of `Cell`s: a row for each number of slots."""
+    """Returns the tables of `Cell`s, with a row per number of slots."""
     rows = {run: summary.medians(r, GRID_KEYS) for run, r in results.items()}
     rows = {run: row for run, row in rows.items() if row}
     out = summary.head(

@@ -1,12 +1,13 @@
-"""What fine-tuning needs of TPU pods, by the compiler for them.
+"""Plans of fine-tuning on TPU pods, from the TPU's compiler.
 
     python benchmarks/scale.py                  # all, some hours
     python benchmarks/scale.py --only 'llama.*full.*v5e' --list
 
-Nothing is trained and no TPU is needed: each run is a `task.plan`, in a
-process of its own, whose time and memory are noted too. Every chip has one row
-of 4,096 tokens a step. The table goes to `results/scale.md`, the figures to
-`results/scale.json`; runs that are not named keep what is there.
+Nothing is trained and no TPU is needed. Each run is a `task.plan` in a
+separate process, whose time and memory are recorded too. Every chip has one
+row of 4,096 tokens per step. The table is written to `results/scale.md` and
+the figures to `results/scale.json`; figures of runs that are not selected are
+kept.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SHARED = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-# The sizes that the models' own `config.json`s state.
+# Sizes from the models' `config.json` files.
 MODELS = {
     "llama3-8b": {
         **SHARED,
@@ -91,7 +92,7 @@ V5P = ("v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8")
 
 
 def all_runs():
-    """Names `model/mode/topology` of all runs, some with `/exact`."""
+    """Returns names `model/mode/topology`, some with `/exact`."""
     runs = [
         f"{model}/{mode}/{topology}"
         for model in ("llama3-8b", "gemma2-9b", "qwen3-8b")
@@ -99,7 +100,7 @@ def all_runs():
         for topology in V5E + V5P
     ]
     runs += ["llama3-8b/lora/v5e:2x2", "qwen3-32b/lora/v5e:4x8"]
-    # Every layer is compiled, where the others are lines through two depths.
+    # All layers are compiled here; the other runs extrapolate from two depths.
     exact = [
         *(f"llama3-8b/full/{topology}/exact" for topology in V5E[:2]),
         "llama3-8b/full/v5p:2x2x4/exact",
@@ -109,7 +110,7 @@ def all_runs():
 
 
 def chips(topology):
-    """How many chips a topology has."""
+    """Returns the number of chips of a topology."""
     sizes = topology.split(":")[1].split("x")
     count = 1
     for size in sizes:
@@ -118,7 +119,7 @@ def chips(topology):
 
 
 def plan(name):
-    """One run: the figures of a plan, in this process."""
+    """Plans a run in this process; returns its figures."""
     import os
 
     os.environ["KERAS_BACKEND"] = "jax"
@@ -166,13 +167,14 @@ def plan(name):
 
 
 HEAD = (
-    "run | chips | GiB a chip | of these state | fits | sent / ideal | "
-    "model FLOPs | step, s | tokens/s | tokens/s a chip | plan, s | plan, GiB"
+    "run | chips | GiB per chip | of which state | fits | "
+    "bytes sent / ideal | model FLOPs | step, s | tokens/s | "
+    "tokens/s per chip | plan, s | plan, GiB"
 )
 
 
 def table(records):
-    """Markdown of runs, a line each."""
+    """Returns a Markdown table with a line per run."""
     lines = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
     for r in records:
         gib = 2.0**30
@@ -230,7 +232,7 @@ def main():
             check=True,
         )
         records[name] = json.loads(done.stdout.splitlines()[-1])
-        # After each, so that a run that is stopped keeps what it has.
+        # Written after each run, so that stopping the script loses nothing.
         found = [records[n] for n in all_runs() if n in records]
         kept.write_text(json.dumps(found, indent=1) + "\n")
         (arguments.out / "scale.md").write_text(table(found))

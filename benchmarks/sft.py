@@ -1,11 +1,11 @@
-"""Supervised fine-tuning beside other libraries, in one run.
+"""Supervised fine-tuning, compared with other libraries.
 
     python benchmarks/sft.py
 
-makes an environment for each library, runs each script in turn with nothing
-beside it, `--repeats` times, and writes the medians to `results/sft.md` and
-`results/sft.json`. It fails if a script does, or if the first losses of the
-same rows differ between libraries. Standard library only.
+This creates an environment for each library, runs each script `--repeats`
+times alone on the machine, and writes the medians to `results/sft.md` and
+`results/sft.json`. It fails if a script fails or if the first losses on the
+same rows differ between libraries. Uses the standard library only.
 """
 
 import functools
@@ -25,14 +25,14 @@ SCRIPTS = {
 
 
 def all_runs(rows=None):
-    """The packed rows first: they are the ones compared most."""
+    """Yields the packed runs first, which are the most compared."""
     run = functools.partial(Run, rows=rows)
     for lora in (False, True):
         for peer in ("ours", "tunix", "trl"):
             yield run(peer, "w1", lora, packing=True)
         for peer in ("ours", "tunix", "trl", "keras_hub"):
             yield run(peer, "w1", lora)
-    # Rows that are all as long as they may be: nothing to pack.
+    # All rows have the full length, so there is nothing to pack.
     for peer in ("ours", "tunix", "trl", "keras_hub"):
         yield run(peer, "w2")
 

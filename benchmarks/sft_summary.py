@@ -1,4 +1,4 @@
-"""From the figures of the runs to medians, ratios, checks and a table."""
+"""Medians, ratios, checks and a table of the fine-tuning runs."""
 
 import dataclasses
 import math
@@ -17,17 +17,17 @@ KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb", "first_loss")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One script with its arguments; the same for every repeat."""
+    """A script with its arguments."""
 
     peer: str
     workload: str
     lora: bool = False
     packing: bool = False
-    rows: int | None = None  # of the workload, a pass; None for its default
+    rows: int | None = None  # per pass; None for the workload's default
 
     @property
     def group(self):
-        """What ratios are taken within: the workload and what is trained."""
+        """Workload and trained weights, within which ratios are taken."""
         return f"{self.workload} {'lora' if self.lora else 'full'}"
 
     @property
@@ -51,7 +51,7 @@ class Run:
 
 
 def line(figures):
-    """What is printed of a process as soon as it ends."""
+    """Returns the text that is printed when a process ends."""
     return (
         f"{figures['tokens_per_s']:.0f} tokens/s, "
         f"{figures['peak_gb']:.2f} GiB, "
@@ -61,21 +61,21 @@ def line(figures):
 
 
 def disagreements(results):
-    """Lines on first losses that differ between libraries on equal rows.
+    """Yields a line for each first loss that differs on the same rows.
 
     Args:
         results: dict from `Run` to the list of its repeats' figures.
     """
     batches = {}
     for run, repeats in results.items():
-        # LoRA begins as the base model does: full and LoRA must agree too.
+        # LoRA starts as the base model, so full and LoRA must agree too.
         for r in repeats:
             if "error" not in r:
                 batches.setdefault((run.workload, run.layout), []).append(
                     (r["first_loss"], run.name)
                 )
     for (workload, layout), losses in batches.items():
-        # NaN is sorted to the end, where the comparison fails.
+        # NaN sorts last, and the comparison with it fails.
         losses.sort(key=lambda pair: (math.isnan(pair[0]), pair))
         low, high = losses[0], losses[-1]
         if not high[0] - low[0] <= LOSS_TOLERANCE:
@@ -87,10 +87,10 @@ def disagreements(results):
 
 
 def ratios(rows):
-    """`(what, number)` pairs: our best row against the others'.
+    """Yields `(text, number)` pairs: our best run over the others'.
 
     Args:
-        rows: dict from `Run` to what `summary.medians` returns.
+        rows: dict from `Run` to the result of `summary.medians`.
     """
 
     def best(key, peers, group):

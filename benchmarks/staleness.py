@@ -1,12 +1,12 @@
-"""Rollouts that overlap with training, beside taking turns.
+"""Rollouts that overlap with training, compared with alternation.
 
     python benchmarks/staleness.py                      # the built-in engine
-    python benchmarks/staleness.py --engine vllm        # where vLLM is
+    python benchmarks/staleness.py --engine vllm        # needs vLLM
 
-GRPO with a reward that takes its time, as a judge over the network does, with
-`max_staleness` 0, 1, 2 and so on, one after the other in one process, the
-model and the prompts being those of `grpo.py`. The table goes to
-`results/staleness-ENGINE.md`, the figures beside it as `.json`.
+GRPO with a slow reward, such as a language model behind an API, with
+`max_staleness` 0, 1, 2 and so on, one after the other in one process. Model
+and prompts are those of `grpo.py`. The table is written to
+`results/staleness-ENGINE.md` and the figures to a `.json` file of that name.
 """
 
 import argparse
@@ -28,13 +28,13 @@ import preset
 import workloads
 
 FOLDER = pathlib.Path(__file__).parent
-# Rollouts of a run that are not timed: programs are compiled, and the first
-# ones are begun at once.
+# Rollouts that are not timed: programs are compiled, and the first rollouts
+# start together.
 WARM_UP = 4
 
 
 class Clock(keras.callbacks.Callback):
-    """When each step ended, and its logs."""
+    """Records the end of each step and its logs."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def run(folder, work, arguments, max_staleness):
-    """Seconds a step, and what the run tells of itself."""
+    """Runs GRPO; returns the seconds per step and its metrics."""
     keras.utils.set_random_seed(0)
     task = kpt.GRPOTask.from_preset(
         folder,
@@ -80,7 +80,7 @@ def run(folder, work, arguments, max_staleness):
         verbose=0,
     )
     last = clock.logs[-1]
-    # Steps come in turns, several at once: the mean over all of them.
+    # Steps come in bursts, so the mean is taken over all of them.
     took = clock.ends[-1] - clock.ends[WARM_UP - 1]
     ratio = "sampling/importance_sampling_ratio/mean"
     return {
@@ -95,10 +95,10 @@ def run(folder, work, arguments, max_staleness):
 
 
 def table(records):
-    """Markdown of runs, a line each; ratios are to taking turns."""
+    """Returns a Markdown table; ratios are to `max_staleness=0`."""
     turns = next(r["seconds"] for r in records if not r["max_staleness"])
     head = (
-        "max_staleness | s a step | times as fast | sampling, s | "
+        "max_staleness | s/step | speed-up | sampling, s | "
         "training, s | rewards, s | staleness of the last step"
     )
     lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]

@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks share."""
+"""Parts of the tables of all benchmarks."""
 
 import os
 import platform
@@ -9,9 +9,9 @@ BUSY = 0.1  # CPUs of other processes above which a run is marked
 
 
 def medians(repeats, keys):
-    """One row from the repeats of a run; None where all failed.
+    """Returns the medians over the repeats of a run; None if all failed.
 
-    A figure that a run does not have is None in the row.
+    A figure that the run does not have is None.
     """
     good = [r for r in repeats if "error" not in r]
     if not good:
@@ -28,7 +28,7 @@ def medians(repeats, keys):
 
 
 def counted(results):
-    """How many times the libraries ran: `3`, or `2 to 3` if cut short."""
+    """Returns the number of repeats as text: `3`, or `2 to 3` if stopped."""
     counts = sorted(len(repeats) for repeats in results.values() if repeats)
     if not counts or counts[0] == counts[-1]:
         return f"{counts[-1] if counts else 0}"
@@ -36,7 +36,7 @@ def counted(results):
 
 
 def head(title, results, options, text):
-    """The title, and what is said of all figures alike."""
+    """Returns the title and the description of all figures."""
     return [
         f"# {title}",
         "",
@@ -51,14 +51,14 @@ def head(title, results, options, text):
 
 
 def table(columns, rows):
-    """Lines of a Markdown table.
+    """Returns the lines of a Markdown table.
 
     Args:
         columns: list of str.
         rows: list of lists of str.
     """
     lines = [columns, ["---"] * len(columns), *rows]
-    # The rule under the names has no spaces.
+    # The separator row has no spaces.
     return [
         "|" + "|".join(f" {c} " if c != "---" else c for c in cells) + "|"
         for cells in lines
@@ -66,7 +66,7 @@ def table(columns, rows):
 
 
 def number(value, digits=2):
-    """`value` with so many decimals, or nothing for None."""
+    """Formats `value` with a number of decimals; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -83,7 +83,7 @@ def span(row):
 
 
 def errors(results):
-    """A line for each process that failed."""
+    """Returns a line for each process that failed."""
     return [
         f"{run.name}: {r['error'].splitlines()[-1]}"
         for run, repeats in results.items()
@@ -93,7 +93,7 @@ def errors(results):
 
 
 def text(lines, problems):
-    """The whole file, what failed at its end."""
+    """Returns the text of the file, with errors at its end."""
     if problems:
         lines = [*lines, "", "## Failed", "", *(f"- {p}" for p in problems)]
     return "\n".join(lines) + "\n"

@@ -1,14 +1,14 @@
-"""What it takes to give vLLM the trainer's weights, and steps of GRPO with it.
+"""Weight transfer from the trainer to vLLM, and GRPO steps with vLLM.
 
     .venv-vllm/bin/python benchmarks/sync.py        # `make vllm` made it
     .venv-vllm/bin/python benchmarks/sync.py --only 'adapter|grpo' --list
 
-Each run is a process of its own. A push is `VLLMRollout.sync_weights` with
-changed weights: what it moves, and how long it takes with the probe after it,
-in the trainer's process and with a server that is started; the median of
-`--pushes` after the first. Steps are those of `ours_grpo.py`, which
-`grpo.py` runs beside other libraries. Tables go to `results/sync.md`, figures
-to `results/sync.json`; runs that `--only` leaves out keep theirs.
+Each run is a separate process. A push is `VLLMRollout.sync_weights` with
+changed weights, in the trainer's process or to a server; its bytes and its
+time, including the probe, are medians of `--pushes` after the first. The steps
+are those of `ours_grpo.py`. Tables are written to `results/sync.md` and
+figures to `results/sync.json`; figures of runs that `--only` leaves out are
+kept.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 FOLDER = pathlib.Path(__file__).resolve().parent
 MARK = "RESULT "
 RANK = 16
-# Llama's with a head of their own; heads are of 64.
+# Llama models with an untied head; the head size is 64.
 SIZES = {
     "14m": {
         "vocabulary_size": 16000,
@@ -63,7 +63,7 @@ def all_runs():
 
 
 def push(name, pushes):
-    """Figures of the pushes of a run, in this process."""
+    """Measures the pushes of a run in this process."""
     import keras_posttrain as kpt  # sets the backend
 
     # isort: split
@@ -129,7 +129,7 @@ def timed(function, seconds):
 
 
 def execute(name, options):
-    """The figures of a run, made in a process of its own."""
+    """Runs a separate process; returns its figures."""
     command = [__file__, "--run", name, "--pushes", str(options.pushes)]
     if name.startswith("grpo/"):
         engine = name.partition("/")[2]
@@ -147,7 +147,7 @@ def execute(name, options):
 
 
 def markdown(records):
-    """Tables of the runs' figures."""
+    """Returns the tables of the runs' figures."""
     head = (
         "engine | s/step | rollout | reward | train | sync | new tokens/s | "
         "other"
@@ -161,7 +161,7 @@ def markdown(records):
             cells.append(f"{r['other_cpus']:.2f}")
             lines.append("| " + " | ".join(cells) + " |")
     head = (
-        "parameters | pushed | where | MB | s | of these the push | the "
+        "parameters | pushed | where | MB | s | of which the push | the "
         "engine's probe | start, s | other"
     )
     lines += ["", f"| {head} |", "|" + "---|" * 9]
@@ -177,10 +177,9 @@ def markdown(records):
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        f"{os.cpu_count()} CPUs; other: how many of them other processes kept "
-        "busy, during steps and just before pushes. Figures of runs that had "
-        "others beside them are no more than an upper bound. float32, LoRA of "
-        f"rank {RANK}.",
+        f"{os.cpu_count()} CPUs; other: the CPUs that other processes used "
+        "during steps and just before pushes. With other processes running, "
+        f"times are an upper bound. float32, LoRA of rank {RANK}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -200,7 +199,7 @@ def main():
     if options.list:
         print("\n".join(names))
         return
-    # Beside this file.
+    # The file is in this folder.
     from harness import busy_cpus
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -210,7 +209,7 @@ def main():
         busy = busy_cpus()
         records[name] = execute(name, options) | {"busy_cpus": busy}
         print(name, json.dumps(records[name])[:300], file=sys.stderr)
-        # What was run before is kept, in the order of all runs.
+        # Earlier figures are kept, in the order of all runs.
         records = {n: records[n] for n in all_runs() if n in records}
         file.write_text(json.dumps(records, indent=1) + "\n")
         (options.out / "sync.md").write_text(markdown(records))

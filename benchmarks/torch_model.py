@@ -1,4 +1,4 @@
-"""A workload's model in transformers, and what goes with it."""
+"""A workload's model in transformers, with tokenizer and LoRA."""
 
 import torch
 import workloads
@@ -40,7 +40,7 @@ def build(model, seed=0):
 
 
 def tokenizer(vocab):
-    """Word `t17` is token 17."""
+    """Returns a tokenizer in which the word `t17` is token 17."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     words.update((f"t{i}", i) for i in range(workloads.FIRST, vocab))
     core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -54,8 +54,10 @@ def tokenizer(vocab):
 
 
 def lora():
-    """PEFT's settings, for all linear layers."""
-    from peft import LoraConfig  # not where only transformers is measured
+    """Returns PEFT's settings for all linear layers."""
+    from peft import (
+        LoraConfig,
+    )  # not installed where only transformers is measured
 
     return LoraConfig(
         r=workloads.LORA_RANK,

@@ -1,4 +1,4 @@
-"""What the scripts that train with a transformers `Trainer` share."""
+"""Training with a transformers `Trainer`."""
 
 import os
 import tempfile
@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 
 def settings():
-    """Training arguments that are the same everywhere.
+    """Returns the training arguments of all scripts.
 
-    torch gets all CPUs.
+    torch uses all CPUs.
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return {
@@ -32,7 +32,7 @@ def settings():
 
 
 class Clock(TrainerCallback):
-    """Notes when steps end."""
+    """Records when steps end."""
 
     def __init__(self):
         self._marks = []
@@ -41,15 +41,15 @@ class Clock(TrainerCallback):
         self._marks.append(time.perf_counter())
 
     def train(self, trainer, epochs):
-        """Trains a trainer that has this among its callbacks.
+        """Trains with a trainer that has this callback.
 
         Args:
             trainer: transformers `Trainer`.
-            epochs: int, those that it was told to train. The first is the
-                warm-up, each other one a pass.
+            epochs: int, the trainer's epochs. The first one is a warm-up,
+                each other one a pass.
 
         Returns:
-            The logs of all steps, and what `report.emit` asks for.
+            The logs of all steps, and the arguments of `report.emit`.
         """
         start = time.perf_counter()
         trainer.train()

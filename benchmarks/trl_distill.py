@@ -13,7 +13,7 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 
 def collated(examples):
-    """A batch of full rows; the first token of each is not predicted."""
+    """Returns a batch of full rows, whose first tokens have no label."""
     ids = torch.tensor([example["input_ids"] for example in examples])
     labels = ids.clone()
     labels[:, 0] = -100

@@ -21,7 +21,7 @@ def main():
     clock = torch_run.Clock()
     columns = zip(*args.pairs, strict=True)
     prompts, *sides = [list(column) for column in columns]
-    # It tokenises, and puts the end behind.
+    # The trainer tokenizes, and appends the end token.
     chosen, rejected = [
         [f" {text(ids[:-1])}</s>" for ids in side] for side in sides
     ]

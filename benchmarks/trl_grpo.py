@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """The ends of steps."""
+    """Records the ends of steps."""
 
     def __init__(self, log):
         self.log = log
@@ -25,13 +25,13 @@ class Clock(TrainerCallback):
         self.log.start()
 
     def on_step_end(self, *args, **kwargs):
-        # What is not there to make the batch trains on it.
+        # Time that is not spent on the batch is spent on training.
         train = self.log.seconds() - self.log.parts["collect"]
         self.log.step_ends(train=train)
 
 
 class Trainer(GRPOTrainer):
-    """Notes the log-probs of what was sampled, as it trains on them."""
+    """Records the log-probs of the samples that it trains on."""
 
     log_of_steps = None
 
@@ -42,7 +42,9 @@ class Trainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         logps = out[0].detach().double()
-        self.log_of_steps.drawn(self._mask.sum(), (logps * self._mask).sum())
+        self.log_of_steps.record_tokens(
+            self._mask.sum(), (logps * self._mask).sum()
+        )
         return out
 
 
@@ -92,7 +94,7 @@ def main():
         callbacks=[Clock(log)],
     )
     trainer.log_of_steps = log
-    # The policy samples itself: there is nothing to sync.
+    # The policy samples, so there is nothing to sync.
     for part, name in (
         ("rollout", "_generate"),
         ("reward", "_calculate_rewards"),

@@ -15,7 +15,7 @@ def main():
     args = report.arguments()
     shape = args.shape
     # Without FlashAttention a batch of packed rows becomes one long row with a
-    # dense mask: one row a pass is faster, and needs a quarter of the memory.
+    # dense mask; one row per pass is faster and takes a quarter of the memory.
     micro = 1 if args.packing else shape.batch
     clock, epochs = torch_run.Clock(), 1 + args.passes
     trainer = SFTTrainer(

@@ -20,7 +20,7 @@ def inputs(x):
 
 
 def logits(model, input_tokens, positions, attention_mask):
-    """Those that predict a token: its mean is over all it is given."""
+    """Returns the logits that predict a token, as Tunix averages over all."""
     out, _ = model(input_tokens, positions, None, attention_mask)
     return out[:, :-1]
 

@@ -9,7 +9,7 @@ from tunix.sft.dpo import dpo_trainer
 
 
 def filled(rows, width, left=False):
-    """Padded ids and their mask, int32 `(rows, width)`."""
+    """Returns padded ids and their mask, int32 `(rows, width)`."""
     ids = np.full((len(rows), width), workloads.PAD, np.int32)
     mask = np.zeros_like(ids)
     for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ from tunix.rl.rollout import base_rollout
 
 
 def make_cluster(args):
-    """The model with LoRA as the one that samples and that trains."""
+    """Makes a cluster in which one model with LoRA samples and trains."""
     work = args.work
     devices = np.array(jax.devices()[:1]).reshape(1, 1)
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tp"))
@@ -38,7 +38,7 @@ def make_cluster(args):
                 eval_every_n_steps=10**9,
                 max_steps=args.steps,
             ),
-            # Its cache is as long as this work needs it.
+            # The cache has the length that this work needs.
             rollout_config=base_rollout.RolloutConfig(
                 max_tokens_to_generate=work.max_tokens,
                 max_prompt_length=work.longest_prompt,
@@ -53,7 +53,7 @@ def make_cluster(args):
 
 
 def watch(cluster, log):
-    """Has the cluster's parts timed, and what it samples noted."""
+    """Times the cluster's parts, and records its samples."""
     generate, update = cluster.generate, cluster.update_actor
 
     def counted(*args, **kwargs):

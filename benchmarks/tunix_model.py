@@ -28,7 +28,7 @@ def build(model, seed=0):
     for name, value in model.weights(seed).items():
         param = find(net, name)
         shape = param.get_value().shape
-        # Kernels are (in, out), with heads as an axis of their own.
+        # Kernels are (in, out), with a separate axis for heads.
         if not name.endswith("embed_tokens.weight"):
             value = value.T.reshape(shape)
         param.set_value(jnp.asarray(value))
@@ -36,7 +36,7 @@ def build(model, seed=0):
 
 
 def find(net, name):
-    """The parameter of a Hugging Face tensor name."""
+    """Returns the parameter for a Hugging Face tensor name."""
     if name == "model.embed_tokens.weight":
         return net.embedder.input_embedding
     if name == "model.norm.weight":
@@ -64,7 +64,7 @@ def with_lora(net):
 
 
 class IdTokenizer:
-    """Text is the ids with spaces between them."""
+    """A tokenizer whose text is the ids, separated by spaces."""
 
     def encode(self, text, **kwargs):
         return [int(word) for word in text.split()]
@@ -73,7 +73,7 @@ class IdTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def bos_id(self):
-        return 0  # taken for none: nothing is put before a prompt
+        return 0  # an id that means none: nothing is put before a prompt
 
     def eos_id(self):
         return workloads.EOS
@@ -83,9 +83,9 @@ class IdTokenizer:
 
 
 def keep_metrics(trainer):
-    """For each name the list that its values are added to as they are logged.
+    """Returns a list for each name, to which logged values are appended.
 
-    They are logged a step later, the last ones as training ends.
+    Tunix logs a step's values in the next step, the last ones at the end.
     """
     values, log = collections.defaultdict(list), trainer.metrics_logger.log
 
@@ -98,10 +98,10 @@ def keep_metrics(trainer):
 
 
 def timed_passes(trainer, data, passes):
-    """Trains a step, then all `data` a few times.
+    """Trains one step, then on all `data` several times.
 
     Returns:
-        What `report.emit` asks for.
+        The arguments of `report.emit`.
     """
     trainer.is_managed_externally = True  # `train` may be called again
 

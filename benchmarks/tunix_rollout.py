@@ -6,7 +6,7 @@ from tunix.generate import sampler
 
 
 def build(work):
-    """The engine, its cache as long as this work needs it."""
+    """Makes the engine with the cache length that this work needs."""
     model = work.model
     return sampler.Sampler(
         tunix_model.build(model),
@@ -35,7 +35,9 @@ def main():
             max_prompt_length=width,
             eos_tokens=stop or [-1],
             temperature=temperature,
-            top_p=1.0 if temperature else None,  # without it: greedy
+            top_p=1.0
+            if temperature
+            else None,  # sampling is greedy without it
             seed=seed,
             return_logprobs=True,
         )
@@ -43,7 +45,7 @@ def main():
         for ids, logps in zip(out.tokens, out.logprobs, strict=True):
             ids = [int(i) for i in ids]
             if stop:
-                # The stop token was drawn too, but the sampler leaves it and
+                # The stop token was sampled too, but the sampler leaves it and
                 # its log-prob out.
                 ids = ids if len(ids) == max_tokens else [*ids, stop[0]]
                 logps = None

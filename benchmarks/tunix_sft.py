@@ -1,4 +1,4 @@
-"""Tunix: `PeftTrainer` on JAX. It has no packing for SFT: done here."""
+"""Tunix: `PeftTrainer` on JAX. Rows are packed here, as it cannot."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from tunix.sft import peft_trainer, utils
 
 
 def packed(rows, length, batch):
-    """Packed columns, with empty rows up to a whole number of batches."""
+    """Packs rows, with empty rows up to a full number of batches."""
     bins = workloads.pack([len(ids) for ids, _ in rows], length)
     shape = (-(-len(bins) // batch) * batch, length)
     names = ("ids", "segments", "positions", "loss_mask")

@@ -12,12 +12,12 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="ERROR",
-    # As JAX's: the first call is that of programs never compiled.
+    # As with JAX, the first call includes compilation.
     VLLM_DISABLE_COMPILE_CACHE="1",
     TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
 )
 if not COMPILED:
-    # Parts of the sampler would be compiled even so.
+    # Otherwise parts of the sampler would still be compiled.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import pathlib

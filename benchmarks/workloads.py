@@ -1,8 +1,8 @@
-"""What every library works on: sizes, token ids, first weights (numpy only).
+"""Sizes, token ids and first weights of all libraries (numpy only).
 
-All of it comes from seeded generators, so that each library starts from the
-same numbers and the first losses must agree. Token ids 0, 1 and 2 are padding,
-begin and end; the others are drawn uniformly.
+Seeded generators make them, so that all libraries start from the same numbers
+and their first losses must agree. Token ids 0, 1 and 2 are padding, start and
+end; the others are sampled uniformly.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ LINEARS = PROJECTIONS["self_attn"] + PROJECTIONS["mlp"]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder of the Llama type."""
+    """The sizes of a Llama-type model."""
 
     vocab: int
     layers: int
@@ -33,14 +33,14 @@ class Model:
     kv_heads: int = 2
     intermediate: int = 1024
     norm_eps: float = 1e-6
-    rope_theta: float = 1e6  # Tunix 0.1.7 uses it whatever it is told
+    rope_theta: float = 1e6  # Tunix 0.1.7 always uses this base
 
     @property
     def head_dim(self):
         return self.hidden // self.heads
 
     def weights(self, seed=0):
-        """First float32 weights, by their Hugging Face names and shapes."""
+        """Returns the first float32 weights by their Hugging Face names."""
         rng = np.random.default_rng(seed)
         d, kv = self.hidden, self.kv_heads * self.head_dim
         shapes = {
@@ -74,21 +74,21 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model, the static length of its rows, and the rows of a step."""
+    """A model, the length of its rows, and the rows of a step."""
 
     model: Model
     length: int
     batch: int
-    rows: int  # how many a pass takes by default
+    rows: int  # default number of rows per pass
 
     def steps(self, rows):
         return -(-len(rows) // self.batch)
 
 
 WORKLOADS = {
-    # Mixed lengths: what packing and projecting fewer tokens are for.
+    # Mixed lengths, which favour packing and projecting fewer tokens.
     "w1": Workload(Model(32_000, layers=4), length=512, batch=8, rows=64),
-    # A large vocabulary: what the memory of the logits is for.
+    # A large vocabulary, whose logits need much memory.
     "w2": Workload(
         Model(262_144, layers=2, tied=True), length=1024, batch=2, rows=4
     ),
@@ -96,10 +96,10 @@ WORKLOADS = {
 
 
 def sft_rows(name, count=None):
-    """`(token ids, prompt length)` a row; the loss is on the completion.
+    """Returns `(token ids, prompt length)` per row.
 
-    W1 has 256 rows of log-normal length (median 164 before the cut at 512);
-    the rows of W2 are all as long as they may be.
+    The loss is on the completion. W1 has 256 rows of log-normal length (median
+    164 before the cut at 512); all rows of W2 have the full length.
     """
     workload = WORKLOADS[name]
     count = count or workload.rows
@@ -130,25 +130,25 @@ def sft_rows(name, count=None):
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """How much is sampled: `prompts` x `samples` of `max_tokens` at most."""
+    """Work of a rollout: `prompts` x `samples` of at most `max_tokens`."""
 
     model: Model = Model(8192, layers=6)
     prompts: int = 16
     longest_prompt: int = 96
     samples: int = 8
     max_tokens: int = 128
-    # Exactly `max_tokens` each, or ended by a stop set.
+    # Exactly `max_tokens` each, or ended by stop tokens.
     stop: bool = False
 
     def prompt_ids(self):
-        """Lists of token ids, of 16 to `longest_prompt` tokens."""
+        """Returns lists of 16 to `longest_prompt` token ids."""
         rng = np.random.default_rng(4)
         lengths = rng.integers(16, self.longest_prompt + 1, self.prompts)
         vocab = self.model.vocab
         return [rng.integers(FIRST, vocab, n).tolist() for n in lengths]
 
     def stop_ids(self):
-        """Of 64 tokens one: a sample has 63 on average, cut at 256."""
+        """Returns 1 of 64 tokens; a sample has 63 tokens on average."""
         if not self.stop:
             return []
         rng = np.random.default_rng(5)
@@ -161,7 +161,7 @@ ROLLOUTS = {
     "a": Rollout(),
     "b": Rollout(max_tokens=256, stop=True),
 }
-GRID_STEPS = 64  # of decoding, where it is measured how the cost grows
+GRID_STEPS = 64  # decoding steps in the grid
 
 
 # --- Reinforcement learning --------------------------------------------------
@@ -169,7 +169,7 @@ GRID_STEPS = 64  # of decoding, where it is measured how the cost grows
 
 @dataclasses.dataclass(frozen=True)
 class RLWork:
-    """A step: `prompts` x `samples` of exactly `max_tokens`, one update."""
+    """A GRPO step: `prompts` x `samples` of `max_tokens`, and an update."""
 
     model: Model = ROLLOUTS["a"].model
     prompts: int = 8
@@ -184,16 +184,16 @@ class RLWork:
 
     @property
     def longest(self):
-        """Tokens of a prompt with its completion, at most."""
+        """The most tokens of a prompt with its completion."""
         return self.longest_prompt + self.max_tokens
 
     @property
     def group(self):
-        """Tokens of a prompt with all its completions, at most."""
+        """The most tokens of a prompt with all its completions."""
         return self.longest_prompt + self.samples * self.max_tokens
 
     def prompt_ids(self, steps):
-        """Lists of token ids, `prompts` a step."""
+        """Returns lists of token ids, `prompts` per step."""
         rng = np.random.default_rng(7)
         lengths = rng.integers(
             self.shortest_prompt, self.longest_prompt + 1, self.prompts * steps
@@ -204,13 +204,13 @@ class RLWork:
 
 RL = {
     "w5": RLWork(),
-    # Where a prompt is much longer than what goes on from it.
+    # Prompts that are much longer than their completions.
     "w5-long": RLWork(prompts=4, shortest_prompt=512, longest_prompt=512),
 }
 
 
 def even_share(ids):
-    """The reward: the share of even ids in a completion."""
+    """Returns the reward, the share of even ids in a completion."""
     return sum(i % 2 == 0 for i in ids) / len(ids)
 
 
@@ -219,7 +219,7 @@ def even_share(ids):
 
 @dataclasses.dataclass(frozen=True)
 class PairWork:
-    """Pairs of completions, `batch` a step, compared by DPO with `beta`."""
+    """Work of DPO with `beta`: pairs of completions, `batch` per step."""
 
     model: Model = WORKLOADS["w1"].model
     count: int = 64
@@ -232,21 +232,21 @@ class PairWork:
 
     @property
     def length(self):
-        """Tokens of a prompt with one completion, at most."""
+        """The most tokens of a prompt with one completion."""
         return self.longest_prompt + self.longest
 
     def pairs(self, count=None):
-        """Lists of token ids: `(prompt, chosen, rejected)` a pair."""
+        """Returns `(prompt, chosen, rejected)` token ids per pair."""
         rng = np.random.default_rng(3)
         vocab = self.model.vocab
 
-        def drawn(least, most):
+        def random_ids(least, most):
             return rng.integers(FIRST, vocab, rng.integers(least, most + 1))
 
         out = []
         for _ in range(self.count):
-            prompt = drawn(self.shortest_prompt, self.longest_prompt)
-            sides = [drawn(self.shortest, self.longest) for _ in range(2)]
+            prompt = random_ids(self.shortest_prompt, self.longest_prompt)
+            sides = [random_ids(self.shortest, self.longest) for _ in range(2)]
             for ids in sides:
                 ids[-1] = EOS
             out.append(tuple(ids.tolist() for ids in (prompt, *sides)))
@@ -261,7 +261,7 @@ PREFERENCES = PairWork()
 
 @dataclasses.dataclass(frozen=True)
 class DistillWork:
-    """A student learns all tokens of full rows from a larger teacher."""
+    """Work of distillation: all tokens of full rows, a larger teacher."""
 
     student: Model = WORKLOADS["w1"].model
     teacher: Model = Model(
@@ -270,10 +270,10 @@ class DistillWork:
     length: int = 512
     batch: int = 8
     count: int = 24
-    teacher_seed: int = 1  # of its first weights
+    teacher_seed: int = 1  # of the first weights
 
     def rows(self, count=None):
-        """Lists of `length` token ids."""
+        """Returns lists of `length` token ids."""
         rng = np.random.default_rng(8)
         shape = (self.count, self.length)
         ids = rng.integers(FIRST, self.student.vocab, shape)
@@ -288,7 +288,7 @@ DISTILLATION = DistillWork()
 
 
 def padded(rows, length):
-    """Right-padded int32 `(ids, mask, loss mask)`, each `(rows, length)`."""
+    """Returns right-padded `(ids, mask, loss mask)`, `(rows, length)`."""
     ids = np.full((len(rows), length), PAD, np.int32)
     mask, loss_mask = np.zeros_like(ids), np.zeros_like(ids)
     for i, (row, prompt) in enumerate(rows):
@@ -299,9 +299,9 @@ def padded(rows, length):
 
 
 def pack(lengths, capacity):
-    """Best fit decreasing, for libraries that leave packing to the user.
+    """Packs by best fit decreasing, for libraries that do not pack.
 
-    Returns lists of indices into `lengths`, a list a packed row.
+    Returns a list of indices into `lengths` per packed row.
     """
     bins = []  # [room left, indices]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,8 +1,8 @@
 """
-Title: A training step of your own
+Title: Custom training steps
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/22
 Description: Write the step in JAX; keep fit, the callbacks and resuming.
 Accelerator: None
 """
@@ -10,16 +10,18 @@ Accelerator: None
 """
 ## Introduction
 
-Research often changes one thing in the training step: what the gradient is
-taken of, or what is done with it. A task's `train_step` is the place for that.
-It is a pure function of arrays, which `fit` compiles with `jax.jit`. Around it
-everything stays: data, packing, metrics, callbacks, checkpoints and resuming.
+Research often changes one part of the training step: what the gradient is
+computed from, or how it is applied. To do this, override a task's
+`train_step`. It is a pure function of arrays, which `fit` compiles with
+`jax.jit`. All the rest stays the same: data, packing, metrics, callbacks,
+checkpoints and resuming.
 
 This guide writes three steps, from the smallest change to the largest:
-sharpness-aware minimisation, gradients with noise, and a loss and update in
-plain JAX. It stops a run in the middle and resumes it, and compares.
+sharpness-aware minimisation, noise in the gradient, and a loss and update in
+plain JAX. It also interrupts a run, resumes it, and compares it with a run
+that was not interrupted.
 
-It runs in about a minute on two CPU cores with a tiny model. For a real one
+It runs in half a minute on two CPU cores with a tiny model. For a real one
 change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`,
 or to `"hf://Qwen/Qwen3-0.6B"`.
 """
@@ -35,8 +37,6 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import jax.numpy as jnp
 import keras
-import keras_hub
-import tokenizers
 
 import keras_posttrain as kpt
 
@@ -44,48 +44,15 @@ folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/custom_train_step"
 )
 for name in ("straight", "stopped"):
-    shutil.rmtree(folder / name, ignore_errors=True)  # begin anew
-folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / name, ignore_errors=True)  # start from scratch
 keras.utils.set_random_seed(0)
-
-"""
-## Rows, and a tiny preset
-
-With a real preset only the rows are needed.
-"""
 
 rows = [
     {"prompt": f"{a} + {b} =", "completion": f" {a + b}"}
     for a in range(10)
     for b in range(10)
 ]
-
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in rows],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", rows)
 
 """
 ## The two halves of a step
@@ -98,10 +65,10 @@ def train_step(self, state, batch):
     return self.apply_gradients(state, gradients, logs)
 ```
 
-`state` is a dict of lists of arrays: `trainable`, `frozen`, `optimizer` and
-`metrics`, in the order of the task's variables, and of two integers, `step`
-and `seed`. `batch` is a dict of arrays with a leading axis of rows, such as
-`token_ids` and `completion_mask`.
+`state` is a dict. `trainable`, `frozen`, `optimizer` and `metrics` are lists
+of arrays in the order of the task's variables; `step` and `seed` are integers.
+`batch` is a dict of arrays whose first axis is the rows, such as `token_ids`
+and `completion_mask`.
 
 `loss_and_gradients` adds gradients up over micro-batches. `apply_gradients`
 clips them, applies the optimizer, skips a step whose gradient is not finite,
@@ -109,12 +76,12 @@ and returns the logs and the new state.
 
 ## Sharpness-aware minimisation
 
-[SAM](https://arxiv.org/abs/2010.01412) takes the gradient not where the
-weights are but a little uphill of there. That is `loss_and_gradients` twice,
-with other weights the second time.
+[SAM](https://arxiv.org/abs/2010.01412) does not compute the gradient at the
+current weights but at weights a small step uphill from them. So it calls
+`loss_and_gradients` twice, the second time with other weights.
 
-What is added to `logs` is written to `metrics.jsonl`. `fingerprint` says what
-must be the same for a run to be resumed; `rho` belongs to it.
+Entries added to `logs` are written to `metrics.jsonl`. `fingerprint` returns
+the settings that must be equal for a run to be resumed, so `rho` is added.
 """
 
 
@@ -153,8 +120,8 @@ print(lines[-1])
 ## Randomness that can be resumed
 
 A step may need random numbers, here for
-[noise in the gradient](https://arxiv.org/abs/1511.06807). Drawn from `seed`
-and `step` they are the same numbers in a run that was stopped and resumed.
+[noise in the gradient](https://arxiv.org/abs/1511.06807). If they are derived
+from `seed` and `step`, a resumed run uses the same numbers.
 """
 
 
@@ -177,9 +144,9 @@ class NoisyGradientTask(kpt.SFTTask):
 
 
 """
-To show it, one run goes straight through its 30 steps. Another is interrupted
-after step 17, as by Ctrl-C or a crash, and is run again with the same
-directory.
+To show this, one run trains for 30 steps without a stop. Another is
+interrupted after step 17, as by Ctrl-C or a crash, and is run again with the
+same directory.
 """
 
 
@@ -215,15 +182,15 @@ print("the same losses:", losses["straight"] == losses["stopped"])
 """
 ## A step in plain JAX
 
-Nothing of the above has to be used. `using_weights` is a scope in which the
-task's layers have the arrays that are given, so that `jax.grad` goes through
-them; called with a batch, the task gives the log-probability of every token,
-`(rows, length)`. Here the loss is that of
-[flooding](https://arxiv.org/abs/2002.08709), which keeps it from falling
-below a level.
+A step does not have to call `loss_and_gradients`. `using_weights` is a scope
+in which the task's layers use the given arrays, so that `jax.grad` can
+differentiate through them. Called with a batch, the task returns the
+log-probability of every token, of shape `(rows, length)`. This loss is
+[flooding](https://arxiv.org/abs/2002.08709), which keeps the training loss
+from falling below a level.
 
-`apply_gradients` is of use here too. Metrics of the task's loss that are not
-in the logs are left out.
+`apply_gradients` is useful here too. Metrics that the task's own loss would
+report may be missing from the logs.
 """
 
 
@@ -249,13 +216,13 @@ class FloodingTask(kpt.SFTTask):
 
 task = FloodingTask.from_preset(preset, sequence_length=32)
 task.compile(optimizer=keras.optimizers.AdamW(3e-3))
-history = task.fit(rows, batch_size=10, epochs=40, verbose=0)
+history = task.fit(rows, batch_size=10, epochs=20, verbose=0)
 print("metrics:", sorted(history.history))
-print("loss of some epochs:", history.history["loss"][::6])
+print("loss of some epochs:", history.history["loss"][::3])
 
 """
 ## Next
 
-- `sft.py`: the run around the step.
-- `data_formats.py`: what is in a batch, and where it comes from.
+- `sft.py`: a full run with checkpoints and adapters.
+- `data_formats.py`: the rows that batches are made of.
 """

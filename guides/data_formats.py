@@ -2,7 +2,7 @@
 Title: Data formats for supervised fine-tuning
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/22
 Description: Every type of row and of dataset, long rows, and bad rows.
 Accelerator: None
 """
@@ -10,14 +10,14 @@ Accelerator: None
 """
 ## Introduction
 
-`task.fit(dataset)` takes rows: dicts whose columns say what they are. The
-names of the columns are those of TRL, so that datasets made for it can be
-used as they are. This guide shows every type of row, what is trained on in
-it, the kinds of dataset that rows come in, and what happens to rows that are
-too long or wrong.
+`task.fit(dataset)` takes rows: dicts whose columns say what they hold. The
+names of the columns are those of TRL, so datasets made for TRL can be used
+unchanged. This guide shows every type of row and which of its tokens are
+trained on, the kinds of datasets, and what happens to rows that are too long
+or invalid.
 
-Nothing is trained until the end, so that it takes seconds. For the tokens of a
-real model change one line: set `preset` to a KerasHub preset such as
+It trains for a few steps only and takes seconds. For the tokens of a real
+model change one line: set `preset` to a KerasHub preset such as
 `"qwen3_0.6b_en"`, or to `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -30,64 +30,15 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import grain
-import keras_hub
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/data_formats"
 )
-folder.mkdir(parents=True, exist_ok=True)
 
-"""
-## A tiny preset
-
-With a real preset leave this section out. The tokenizer here knows bytes, a
-few words and the control tokens; the chat template shows the tools to the
-model before the messages.
-"""
-
-text = "system user assistant What is 2 + 3? It is 5. A calculator can add."
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [text] * 10,
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(
-    bpe,
-    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    chat_template="""\
-{%- for tool in tools or [] %}
-{{- '<|im_start|>system\\nTool: ' + (tool | tojson) + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{{- message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}""",
-)
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=1,
-    num_query_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    hidden_dim=32,
-    intermediate_dim=64,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+text = "What is 2 + 3? It is 5. A calculator can add."
+preset = kpt.examples.tiny_preset(folder / "tiny", [text])
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=192)
 tokenizer = task.tokenizer
@@ -96,12 +47,12 @@ tokenizer = task.tokenizer
 ## Types of rows
 
 `task.prepare` does what `fit` does before it trains: it turns rows into
-examples, each with `token_ids` and a `completion_mask`, the weight of every
+examples. Each has `token_ids` and a `completion_mask`, the weight of every
 token in the loss.
 
-Here is every type of row. Prompts and completions may be strings or lists of
-messages. Columns that end in `_ids` are tokens already, which are taken as
-they are: nothing is added, not even an end token.
+Below is every type of row. Prompts and completions may be strings or lists of
+messages. Columns that end in `_ids` hold tokens. Nothing is added to them, not
+even an end token.
 """
 
 user = {"role": "user", "content": "What is 2 + 3?"}
@@ -133,17 +84,18 @@ for name, row in row_types.items():
     print("  trained:", repr(trained))
 
 """
-Some things to note:
+Note that:
 
-- A text ends with the end token, and all of it is trained on but the first
-  token, which nothing predicts.
-- In a chat the answers of the assistant are trained on, each with the token
-  that ends the turn, so that the model learns to stop.
-- The completion of a row of two strings follows the prompt as it is: the space
-  between them is part of one of the two, here of the completion. The end token
-  is added. No chat template is used.
-- What is trained on is found by the tokens' places in the rendered text. A
-  control token that somebody wrote in a message stays text: it is not parsed.
+- A text is followed by the end token. All of it is trained on except the first
+  token, which has no context to be predicted from.
+- In a chat the assistant's answers are trained on, each with the token that
+  ends the turn, so that the model learns to stop.
+- In a row of two strings the completion directly follows the prompt, so the
+  space between them must be part of one of them, here of the completion. The
+  end token is added. No chat template is applied.
+- Which tokens are trained on is decided by their positions in the rendered
+  text. A control token that appears in the content of a message is encoded as
+  ordinary text.
 """
 
 injected = {"role": "user", "content": "<|im_end|> What is 2 + 3?"}
@@ -153,9 +105,9 @@ print((examples[0].token_ids == tokenizer.eos_token_id).sum(), "end tokens")
 """
 ## Which part is trained on
 
-`train_on` chooses: `"completion"` is the last answer of a chat, `"assistant"`
-all its answers, `"all"` every token. The default, `"auto"`, is what was shown
-above. It is an argument of the task.
+`train_on` is an argument of the task: `"completion"` trains on the last answer
+of a chat, `"assistant"` on all its answers, `"all"` on every token. The
+default, `"auto"`, is what was shown above.
 """
 
 for train_on in ("completion", "assistant", "all"):
@@ -180,8 +132,8 @@ print("weights:", sorted(set(examples[0].completion_mask.tolist())))
 """
 ## Tools
 
-The `tools` of a chat, a list of JSON schemas or that list as a JSON string, go
-to the chat template.
+The `tools` of a chat are a list of JSON schemas, or that list as a JSON
+string. They are passed to the chat template.
 """
 
 calculator = {
@@ -209,7 +161,8 @@ file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 print(task.prepare(file)[1])
 
 """
-A Hugging Face `Dataset` works as it is, where that library is installed.
+A Hugging Face `Dataset` can be passed directly, where that library is
+installed.
 """
 
 if importlib.util.find_spec("datasets"):
@@ -218,9 +171,8 @@ if importlib.util.find_spec("datasets"):
     print(task.prepare(datasets.Dataset.from_list(rows))[1])
 
 """
-[Grain](https://google-grain.readthedocs.io) pipelines are for rows that have
-to be filtered, mapped or mixed. A `MapDataset` has random access, and is
-shuffled and resumed like a list.
+[Grain](https://google-grain.readthedocs.io) pipelines filter, map or mix rows.
+A `MapDataset` has random access, and is shuffled and resumed like a list.
 """
 
 dataset = grain.MapDataset.source(rows).filter(
@@ -229,10 +181,10 @@ dataset = grain.MapDataset.source(rows).filter(
 print(task.prepare(dataset)[1])
 
 """
-An `IterDataset` is read while training goes on, for data that does not fit
-into memory. It is shuffled and packed in windows, and its position is saved
-with a checkpoint. Since rows are prepared as they are read, a bad row is
-found when its turn comes, and the report fills as training goes on.
+An `IterDataset` is read during training, for data that does not fit into
+memory. It is shuffled and packed in windows, and its position is saved with a
+checkpoint. Rows are prepared as they are read, so an invalid row raises its
+error at that point, and the report is filled during training.
 """
 
 stream = grain.MapDataset.source(rows).to_iter_dataset()
@@ -243,10 +195,10 @@ print(task.data_report)
 """
 ## Rows that are too long
 
-`sequence_length` is the most tokens a row may have. By default a longer row is
-an error, so that nothing is lost unseen. `truncation="drop"` leaves such rows
-out and `truncation="cut"` cuts their ends off. The report counts both, and
-also rows that have no token left to learn from.
+`sequence_length` is the maximum number of tokens in a row. By default a longer
+row is an error, so that no data is lost unnoticed. `truncation="drop"` leaves
+such rows out, and `truncation="cut"` cuts off their ends. The report counts
+both, and also rows that have no token left with loss.
 """
 
 for truncation in ("error", "drop", "cut"):
@@ -259,10 +211,10 @@ for truncation in ("error", "drop", "cut"):
         print(f"{truncation}: ValueError: {error}")
 
 """
-## Rows that are wrong
+## Invalid rows
 
-A row that cannot be used is an error that names the row and the column, and
-says what to do. It is raised before anything is compiled.
+A row that cannot be used raises an error that names the row and the column,
+and says what to do. It is raised before anything is compiled.
 """
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=192)
@@ -290,6 +242,6 @@ for name, dataset in bad_datasets.items():
 """
 ## Next
 
-- `sft.py`: a whole run with LoRA, packing, callbacks and resuming.
-- `custom_train_step.py`: a training step of your own.
+- `sft.py`: a full run with LoRA, packing, callbacks and resuming.
+- `custom_train_step.py`: custom training steps.
 """

@@ -1,30 +1,30 @@
 """
-Title: A larger model teaches a smaller one
+Title: Distillation into a smaller model
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: Distillation from few rows, from samples, and from disk.
+Last modified: 2026/11/22
+Description: Distillation on given rows, on samples, and from a cache on disk.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-A row says one thing that may come next. A model that has learned the job says
-how probable each thing is, and that is what a *teacher* hands on to a smaller
-*student*: from as few rows, and rows as poor, the student learns more
-([Hinton et al., 2015](https://arxiv.org/abs/1503.02531)). It learns more still
-from what it writes itself, where the teacher corrects the student's own errors
-([Agarwal et al., 2023](https://arxiv.org/abs/2306.13649)).
+A row contains one possible continuation. A trained model gives a probability
+to every continuation. In distillation a large *teacher* passes these on to a
+smaller *student*, which learns more from them than from the same rows without
+a teacher ([Hinton et al., 2015](https://arxiv.org/abs/1503.02531)). It learns
+most from its own samples, in which the teacher corrects the student's own
+errors ([Agarwal et al., 2023](https://arxiv.org/abs/2306.13649)).
 
-Here the three are side by side, with the same rows and the same number of
-steps: fine-tuning without a teacher, the teacher on the given rows, and the
-teacher on the student's own samples. After that the other ways to have a
-teacher follow, each by one changed line.
+This guide compares three runs with the same rows and the same number of steps:
+fine-tuning without a teacher, the teacher on the given rows, and the teacher
+on the student's own samples. Then it shows other ways to use a teacher, each
+of which changes a few arguments.
 
-It runs in about two minutes on two CPU cores. For a real model change one
-line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, and
-`teacher` to a larger one of the same family, `"qwen3_8b_en"`.
+It runs in a minute on two CPU cores. For a real model change one line: set
+`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, and `teacher` to a
+larger one of the same family, such as `"qwen3_8b_en"`.
 """
 
 import json
@@ -38,26 +38,26 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
 import matplotlib
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/distillation"
 )
-shutil.rmtree(folder / "teacher_cache", ignore_errors=True)  # begin anew
-folder.mkdir(parents=True, exist_ok=True)
+shutil.rmtree(
+    folder / "teacher_cache", ignore_errors=True
+)  # start from scratch
 keras.utils.set_random_seed(0)
 random.seed(0)
 
 """
 ## A town
 
-A town has 25 squares, A to Y, in five rows of five; streets lead to the next
-squares. Four places are at its corners. A trip begins at a square and ends at
-a place; there are 96 of them, and a third is held out.
+A town has 25 squares, A to Y, in five rows of five. Streets connect
+neighbouring squares. There are four places, one at each corner. A trip starts
+at a square and ends at a place. There are 96 trips, of which a third is held
+out.
 """
 
 squares = {
@@ -68,7 +68,7 @@ streets = {
     a: [b for b in squares if math.dist(squares[a], squares[b]) == 1]
     for a in squares
 }
-# How far from each place each square is.
+# The distance of each square from each place.
 far = {
     place: {a: math.dist(squares[a], squares[corner]) for a in squares}
     for place, corner in places.items()
@@ -84,10 +84,11 @@ held_out, trips = trips[:32], trips[32:]
 print(held_out[0])
 
 """
-A route is a completion. There are many for the teacher, by people who know
-the town: each move leads nearer, and where two do, either may be taken. For
-the student there are 60, by people who do not: four moves in ten go anywhere.
-Strolls, where all of them do, are what a model may have read before.
+A route is a completion. The teacher is trained on many good routes: each move
+leads closer to the place, and where two moves do, either may be taken. The
+student gets 60 poor routes, in which four of ten moves go anywhere. In strolls
+all moves go anywhere; both models are trained on these first, so that they
+know the streets, but not the places.
 """
 
 routes = {}
@@ -113,52 +114,34 @@ for kind, count, careless in (
 """
 ## A teacher and a student
 
-With real presets this section falls away. It makes two models with the same
-tokens. The larger one learns the good routes; the smaller one, the strolls,
-so that it knows the streets but not the places.
+Both presets have the same tokenizer, since it is trained on the same text. The
+larger model is fine-tuned on the good routes. A real teacher is a preset that
+knows the job already, or is fine-tuned in the same way.
 """
 
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in routes["good"]],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
+preset = kpt.examples.tiny_preset(
+    folder / "student",
+    routes["strolls"],
+    epochs=2,
+    num_layers=1,
+    hidden_dim=32,
 )
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-for name, dim, num_layers, rows, epochs in (
-    ("student", 32, 1, routes["strolls"], 3),
-    ("teacher", 64, 2, routes["good"], 4),
-):
-    backbone = keras_hub.models.Qwen3Backbone(
-        vocabulary_size=tokenizer.vocabulary_size,
-        num_layers=num_layers,
-        num_query_heads=dim // 16,
-        num_key_value_heads=dim // 16,
-        head_dim=16,
-        hidden_dim=dim,
-        intermediate_dim=2 * dim,
-    )
-    causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-    task = kpt.SFTTask(causal_lm, tokenizer, sequence_length=32)
-    task.compile(optimizer=keras.optimizers.AdamW(3e-3))
-    task.fit(rows, batch_size=50, epochs=epochs, verbose=0)
-    task.export(folder / name)
-    print(name, f"{causal_lm.count_params():,} weights")
+teacher = kpt.examples.tiny_preset(
+    folder / "large", routes["strolls"], epochs=2
+)
 
-preset, teacher = folder / "student", folder / "teacher"
+task = kpt.SFTTask.from_preset(teacher, sequence_length=32)
+task.compile(optimizer=keras.optimizers.AdamW(3e-3))
+task.fit(routes["good"], batch_size=50, epochs=3, verbose=0)
+teacher = folder / "teacher"
+task.export(teacher)
 
 """
-## What is right
+## A reward as a metric
 
-A route is right if it keeps to the streets and ends at its place, by whatever
-way. Written as a reward, it lets `GRPOTask` judge samples: `pass@1` is the
-share of those that are right.
+A route is right if it follows the streets and ends at its place, on any way.
+Written as a reward, `GRPOTask` can evaluate samples with it: `pass@1` is the
+share of samples that are right.
 """
 
 
@@ -173,41 +156,42 @@ def arrives(completions, place, start):
 
 print(arrives(completions=[" B A", " G A"], place=["mill"] * 2, start="CC"))
 
-judge = kpt.GRPOTask.from_preset(teacher, sequence_length=32)
-judge.compile(rewards=[arrives], max_completion_length=16)
-score = judge.evaluate(
+grader = kpt.GRPOTask.from_preset(teacher, sequence_length=32)
+grader.compile(rewards=[arrives], max_completion_length=16)
+score = grader.evaluate(
     held_out, batch_size=32, num_generations=8, temperature=1.0
 )
 print(f"the teacher arrives in {score['pass@1']:.0%} of held-out samples")
 
 """
-## Without a teacher, with one, and on the student's own samples
+## Three runs
 
-`loss=` says how the student is compared with the teacher. `ForwardKLLoss` is
-the usual one: the student covers all that the teacher would say.
-`temperature` and `alpha` of the losses soften both sides and mix in the hard
-labels.
+`loss=` selects how the student is compared with the teacher. `ForwardKLLoss`
+is the usual choice: the student learns to give a probability to everything
+that the teacher might say. The losses' `temperature` softens both
+distributions, and `alpha` mixes in the cross-entropy of the row's own tokens.
 
-With `on_policy=True` rows are prompts, and the completions are the student's
-own. With `on_policy=0.5` half of the rows of each step are: the given ones
-show a young student what a route looks like, and its own where it goes wrong.
-One that is good already does with its own alone, and there `ReverseKLLoss`,
-the default then, leaves out what the teacher would not say.
+With `on_policy=True` rows are prompts, and the student samples the
+completions. With `on_policy=0.5` half of the rows in each step are sampled.
+The given rows show an untrained student what a route looks like, and the
+samples show it where it makes errors. A student that is good already can train
+on samples alone. Then the default loss is `ReverseKLLoss`, which avoids what
+the teacher would not say.
 
-All three have 60 rows, 20 of them a step, for 40 epochs. In the first the
-teacher only looks on: `evaluate` of `DistillTask` gives the agreement, how
-often the student's most probable token is the teacher's, here on held-out
-routes that nobody has trained on.
+All three runs use the same 60 rows, 20 of them a step, for 40 epochs. The
+`evaluate` method of `DistillTask` also measures the agreement: how often the
+most probable token of the student is that of the teacher, here on held-out
+routes.
 """
 
-watched = []
+held_out_routes = []
 for trip in held_out:
     distance, square, route = far[trip["place"]], trip["start"], ""
     while distance[square]:
         here = distance[square]
         square = next(a for a in streets[square] if distance[a] < here)
         route += f" {square}"
-    watched.append({"prompt": trip["prompt"], "completion": route})
+    held_out_routes.append({"prompt": trip["prompt"], "completion": route})
 
 few = routes["poor"]
 runs = {
@@ -228,29 +212,29 @@ for name, settings in runs.items():
     task.fit(few, batch_size=20, epochs=40, verbose=0)
 
     student = task.causal_lm
-    judge = kpt.GRPOTask(student, tokenizer, sequence_length=32)
-    judge.compile(rewards=[arrives], max_completion_length=16)
-    score = judge.evaluate(
+    grader = kpt.GRPOTask(student, task.tokenizer, sequence_length=32)
+    grader.compile(rewards=[arrives], max_completion_length=16)
+    score = grader.evaluate(
         held_out, batch_size=32, num_generations=8, temperature=1.0
     )
-    onlooker = kpt.DistillTask(
-        student, tokenizer, teacher=teacher, sequence_length=32
+    comparison = kpt.DistillTask(
+        student, task.tokenizer, teacher=teacher, sequence_length=32
     )
-    onlooker.compile()
-    seen = onlooker.evaluate(watched, batch_size=32, verbose=0)
-    results[name] = {"arrives": score["pass@1"]} | seen
+    comparison.compile()
+    metrics = comparison.evaluate(held_out_routes, batch_size=32, verbose=0)
+    results[name] = {"arrives": score["pass@1"]} | metrics
     print(name, {k: round(v, 3) for k, v in results[name].items()})
 
 (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-task.export(folder / "taught")
+task.export(folder / "distilled")
 
 """
-The student of 60 poor rows has learned to lose its way. With the teacher the
-same rows were enough to see what a good move is, and the student's own samples
-showed it where it goes wrong.
+Fine-tuned on 60 poor rows, the student has learned to take wrong turns. With
+the teacher, the same rows were enough to learn good moves, and its own samples
+corrected its remaining errors.
 """
 
-matplotlib.use("Agg")  # draws to a file; there is no window
+matplotlib.use("Agg")  # plot to a file, without a window
 from matplotlib import pyplot
 
 figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), sharey=True)
@@ -266,13 +250,13 @@ figure.tight_layout()
 figure.savefig(folder / "students.png")
 
 """
-## A teacher that is written down
+## A cached teacher
 
-A large teacher need not be in memory while the student learns, nor be asked
-the same thing in each epoch. With `teacher_cache=` its `top_k` most probable
-tokens at each place are written to a directory before the first step, and
-read from there; what is left over counts as one more token. Later runs on the
-same rows find them there.
+A large teacher need not be in memory while the student trains, nor be run
+again in each epoch. With `teacher_cache=` the `top_k` most probable tokens at
+each position are written to a directory before the first step, and read from
+there. The remaining probability counts as one more token. Later runs on the
+same rows reuse the files.
 """
 
 task = kpt.DistillTask.from_preset(preset, teacher=teacher, sequence_length=32)
@@ -282,21 +266,21 @@ task.compile(
     top_k=8,
 )
 history = task.fit(few, batch_size=20, epochs=5, verbose=0)
-print("written down:", [round(x, 3) for x in history.history["divergence"]])
+print("cached:", [round(x, 3) for x in history.history["divergence"]])
 
 """
-## As a policy gradient
+## Distillation as a policy gradient
 
-A policy loss goes by advantages. Here a token's is the teacher's
-log-probability less the student's, so that no distribution is compared: the
-teacher says of each token that was sampled how good it is. It needs the least
-of the teacher, but more samples and smaller steps than a divergence does, and
-a student that is not far off. The last one goes on. `reverse_kl`, the mean of
-the student's log-probability less the teacher's, is what is lowered.
+A policy loss needs advantages. Here the advantage of a token is the teacher's
+log-probability minus the student's, so that only the sampled tokens are
+compared and not the distributions. This needs the least of the teacher, but
+more samples and smaller steps than a divergence, and a student that is already
+close to it. The last student is trained further. `reverse_kl`, the mean of the
+student's log-probability minus the teacher's, should fall.
 """
 
 task = kpt.DistillTask.from_preset(
-    folder / "taught", teacher=teacher, sequence_length=32
+    folder / "distilled", teacher=teacher, sequence_length=32
 )
 task.compile(
     optimizer=keras.optimizers.AdamW(1e-3),
@@ -309,12 +293,12 @@ history = task.fit(few, batch_size=20, epochs=10, verbose=0)
 print("policy loss:", [round(x, 3) for x in history.history["reverse_kl"]])
 
 """
-## What goes on inside
+## Hidden states
 
-`HiddenStateLoss` compares hidden states too: by default those of the
-student's layers with the teacher's at the same depth, through a linear map
-that is trained along and not exported. `SumLoss` adds it to a divergence.
-`AttentionLoss` does it for where attention goes.
+`HiddenStateLoss` also compares hidden states: by default those of the
+student's layers with the teacher's at the same relative depth, through a
+linear map that is trained too and not exported. `SumLoss` adds it to a
+divergence. `AttentionLoss` compares attention weights.
 """
 
 task = kpt.DistillTask.from_preset(preset, teacher=teacher, sequence_length=32)
@@ -332,9 +316,9 @@ for name in ("divergence", "hidden_state_loss"):
 """
 ## Next
 
-- `prompt_distillation.py`: a long prompt's behaviour without the prompt.
-- Several teachers are `teacher=[...]` or `{...}`, with `teacher_weights=` or
-  one for each row by `teacher_column=`.
-- A teacher with another tokenizer wants `kpt.losses.ULDLoss()`.
-- `sft.py`: checkpoints, packing and adapters, which work here as there.
+- `prompt_distillation.py`: move the effect of a long prompt into an adapter.
+- `teacher=` also takes a list or a dict of teachers, which `teacher_weights=`
+  mixes, or `teacher_column=` selects for each row.
+- For a teacher with another tokenizer, use `kpt.losses.ULDLoss()`.
+- `sft.py`: checkpoints, packing and adapters, which work here in the same way.
 """

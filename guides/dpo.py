@@ -1,31 +1,33 @@
 """
-Title: Teaching a preference with DPO
+Title: Preference tuning with DPO
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: Which of two answers is better, from pairs, without sampling.
+Last modified: 2026/11/22
+Description: Train on pairs of a chosen and a rejected completion.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-Fine-tuning makes a model say what its rows say, all of it. A preference only
-tells which of two answers is the better one: that is easier to ask people for,
-and it also says what *not* to answer.
+Fine-tuning increases the probability of every completion in the rows. A
+preference only says which of two completions is better. That is easier to ask
+people for, and it also says what the model should *not* answer.
 
-[Direct preference optimisation](https://arxiv.org/abs/2305.18290) learns from
-such pairs offline: nothing is sampled, and there is no reward model. It
-compares how much more probable than before training the chosen completion has
-become with how much more the rejected one has. "Before training" is the
-*reference*, a frozen copy of the policy.
+[Direct preference optimisation](https://arxiv.org/abs/2305.18290) (DPO) trains
+on such pairs offline, without sampling and without a reward model. For each
+pair it compares how much the log-probability of the chosen completion has
+grown since the start of training with how much that of the rejected one has.
+The model at the start of training is the *reference*, a frozen copy of the
+policy.
 
-Here two people have answered the questions that a tiny model is fine-tuned
-on. One of them adds up; the other repeats the question, so that the model does
-that half of the time, too. Then it is told which answers are preferred.
+Here two people have answered the questions that a tiny model is fine-tuned on.
+One of them adds up, and the other repeats the question, so that the model does
+either half of the time. Then the model is trained on which answers are
+preferred.
 
-It runs in about a minute on two CPU cores. For a real model change one line:
-set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in a minute on two CPU cores. For a real model change one line: set
+`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -38,22 +40,20 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
 import matplotlib
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/dpo")
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 """
 ## Rows
 
-There are 360 questions; 60 are held out from all training. A row for
-fine-tuning has a prompt and a completion. A pair has a `prompt`, a `chosen`
-and a `rejected` completion; each may be a list of messages instead.
+There are 360 questions, of which 60 are held out from all training. A pair has
+a `prompt`, a `chosen` and a `rejected` completion. A row for fine-tuning has a
+`prompt` and a `completion`. Each may be a list of messages instead of a
+string.
 """
 
 random.seed(0)
@@ -77,44 +77,13 @@ demonstrations = [
     for pair in pairs
 ]
 
-"""
-## A small model to start from
-
-With a real preset this section falls away.
-"""
-
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in demonstrations],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", demonstrations)
 
 """
-## First what an answer looks like, by fine-tuning
+## Fine-tune on both answers
 
-A preference makes one of two answers more probable than the other. Both should
-be answers that the model gives: so it is fine-tuned on them first.
+A preference makes one of two completions more probable than the other. The
+model should give both to begin with, so it is fine-tuned on both first.
 """
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=32)
@@ -130,13 +99,14 @@ for pair, answer in list(zip(held_out, answers))[:4]:
 print(f"held-out questions with the preferred answer: {before:.0%}")
 
 """
-## Then the preference
+## Train on the preference
 
-`DPOTask` makes the reference by itself: with an adapter (`lora=kpt.LoRA(…)`)
-it is the model with the adapter off and costs no memory; else, as here, a copy
-of the weights; or another model, `reference=preset`. `beta` says how strongly
-the policy is held to it: the smaller, the further it goes. A real model wants
-a far smaller learning rate, which is what `optimizer` is by default.
+`DPOTask` makes the reference itself. With an adapter (`lora=kpt.LoRA(…)`) it
+is the model with the adapter switched off, which takes no memory. Without one,
+as here, it is a copy of the weights. `reference=` names another model instead.
+`beta` sets how strongly the policy is held to the reference: a smaller value
+lets it move further. A real model needs a far smaller learning rate, such as
+the default of `optimizer`.
 """
 
 task = kpt.DPOTask.from_preset(folder / "both_ways", sequence_length=32)
@@ -146,10 +116,10 @@ task.compile(
 )
 
 """
-`batch_size` counts pairs. The loss starts at log 2 = 0.693, where the policy
-is its reference. `rewards/accuracies` is the share of pairs whose chosen
-completion has gained more than the rejected one, and `rewards/margins` by how
-much.
+`batch_size` counts pairs. The loss starts at log 2 = 0.693, because the policy
+equals its reference. `rewards/accuracies` is the share of pairs in which the
+chosen completion has gained more than the rejected one, and `rewards/margins`
+is the mean difference of the gains, times `beta`.
 """
 
 start = task.evaluate(held_out)
@@ -172,15 +142,15 @@ for pair, answer in list(zip(held_out, answers))[:4]:
 print(f"held-out preferred answers: {before:.0%} -> {after:.0%}")
 
 """
-## The run in a picture
+## Plot the run
 
-Look at `logps/chosen` too. The loss only sees differences: margins can grow
-while *both* completions lose probability to something that nobody asked for.
-Then a larger `beta`, a smaller learning rate or a term of fine-tuning helps:
-`SumLoss([DPOLoss(), ChosenSFTLoss()])`.
+Look at `logps/chosen` too. The loss only sees differences, so margins can grow
+while *both* completions lose probability to an answer that is in no pair. If
+that happens, use a larger `beta`, a smaller learning rate, or add a
+fine-tuning term: `SumLoss([DPOLoss(), ChosenSFTLoss()])`.
 """
 
-matplotlib.use("Agg")  # draws to a file; there is no window
+matplotlib.use("Agg")  # plot to a file, without a window
 from matplotlib import pyplot
 
 lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -216,18 +186,18 @@ results = {
 """
 ## The same result for less
 
-Three settings change what a step costs and not what it does:
+Three settings reduce the cost of a step and do not change its result:
 
-- `share_prefix=True` computes the prompt of a pair once, and both completions
-  go on from it. It saves most where prompts are long.
+- `share_prefix=True` computes the prompt of a pair once for both completions.
+  It saves most where prompts are long.
 - `packing=True` puts several pairs into a row, so that there is less padding.
-- `reference_cache=` keeps the reference's log-probabilities in a directory.
-  They are computed once; from then on, in this run and in any later one with
-  this reference, no step runs the reference, and no memory holds it.
+- `reference_cache=` stores the reference's log-probabilities in a directory.
+  They are computed once. After that, neither this run nor a later one with the
+  same reference runs the reference or holds it in memory.
 """
 
 ways = {
-    "as they are": {},
+    "padded": {},
     "shared and packed": {"share_prefix": True, "packing": 128},
 }
 for name, way in ways.items():
@@ -243,12 +213,13 @@ for name, way in ways.items():
     print(f"{name}: {tokens:.0f} tokens a step, held-out loss {loss:.6f}")
 
 """
-## Another loss is another object
+## Other losses
 
-`IPOLoss`, `APOZeroLoss`, `SPPOHardLoss` and more compare with the reference.
-`SimPOLoss` and `ORPOLoss` need none: SimPO compares the mean log-probabilities
-of the completions' tokens. Where there are no pairs but single completions
-that are good or bad, `KTOLoss` takes rows with `label`.
+To change the algorithm, pass another loss. `IPOLoss`, `APOZeroLoss`,
+`SPPOHardLoss` and others compare with the reference. `SimPOLoss` and
+`ORPOLoss` need no reference: SimPO compares the mean log-probabilities of the
+completions' tokens. For single completions with a `label` instead of pairs
+there is `KTOLoss`.
 """
 
 task = kpt.DPOTask.from_preset(folder / "both_ways", sequence_length=32)
@@ -263,6 +234,6 @@ print(f"by SimPO: {before:.0%} -> {after:.0%}")
 """
 ## Next
 
-- `reward_model.py`: a model of what is preferred, and GRPO against it.
-- `grpo_arithmetic.py`: where answers can be checked, nobody has to prefer.
+- `reward_model.py`: a reward model trained on pairs, and GRPO with it.
+- `grpo_arithmetic.py`: rewards for answers that can be checked.
 """

@@ -2,27 +2,27 @@
 Title: From estimates to answers with GRPO
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: Reinforcement learning with rewards of your own, on a laptop.
+Last modified: 2026/11/22
+Description: Reinforcement learning with custom rewards, on a laptop.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-Fine-tuning shows a model what to say. Reinforcement learning only tells it how
-good that was which it said: wherever an answer is easier to check than to
-write down, that is enough.
+Fine-tuning shows a model what to answer. Reinforcement learning only scores
+the answers that the model gives. That is enough wherever an answer is easier
+to check than to write.
 
 [GRPO](https://arxiv.org/abs/2402.03300) samples several completions of each
-prompt, has rewards judge them, and makes those that earned more than the
-others of their group more probable. Here a tiny model is first taught, by
-fine-tuning, what an answer looks like; it estimates how much fruit there is
-and is right about one time in seven. Then GRPO makes it count, in questions
-that it has never been shown as well.
+prompt, scores them with rewards, and increases the probability of those that
+score above the mean of their group. Here a tiny model is first fine-tuned on
+estimates of how much fruit there is, so that it answers in the right format
+and is right about one time in seven. Then GRPO trains it to count, and it is
+evaluated on questions that it was never trained on.
 
-It runs in about two minutes on two CPU cores. For a real model change one
-line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in a minute on two CPU cores. For a real model change one line: set
+`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -35,25 +35,22 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
 import matplotlib
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/grpo_arithmetic"
 )
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 """
 ## Prompts and estimates
 
-A prompt for GRPO is a row with a `prompt`; all its other columns are kept for
-the rewards. There are 360 questions for the sum of two numbers, with a third
-one that does not count. 60 of them are held out: no step of this guide trains
-on them. The most frequent answer of all, 7, is right for 17 % of them.
+A row for GRPO has a `prompt`. All its other columns are passed to the rewards.
+There are 360 questions about the sum of two numbers, each with a third number
+that does not count. 60 of them are held out: no step of this guide trains on
+them. The most frequent answer, 7, is right for 17% of them.
 """
 
 random.seed(0)
@@ -71,8 +68,8 @@ held_out, prompts = prompts[:60], prompts[60:]
 print(prompts[0])
 
 """
-The rows for fine-tuning look right, but come from somebody who estimates: the
-numbers are too large by anything from 0 to 6.
+The rows for fine-tuning have the right format, but their answers are only
+estimates: each is too large by 0 to 6.
 """
 
 estimates = [
@@ -84,44 +81,14 @@ estimates = [
 ]
 print(estimates[0])
 
-"""
-## A small model to start from
-
-With a real preset this section falls away. Its tokenizer keeps numbers whole.
-"""
-
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in estimates],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", estimates)
 
 """
-## First the format, by fine-tuning
+## Fine-tune for the format
 
-Reinforcement learning can only make more probable what is sampled at times.
-So we show the model what an answer looks like.
+Reinforcement learning can only increase the probability of answers that are
+sampled at least sometimes. So the model is first shown what an answer looks
+like.
 """
 
 task = kpt.SFTTask.from_preset(preset, sequence_length=32)
@@ -138,10 +105,10 @@ task.export(folder / "estimator")
 """
 ## Rewards
 
-A reward is a function. It is called once for all completions of a step, by
-keywords, with those of `prompts`, `completions` and the columns of your rows
-that it names, and gives a number for each completion, or `None` for one that
-it does not judge. Whether the number is right is a reward of our own:
+A reward is a function. It is called once for all completions of a step, with
+keyword arguments: `prompts`, `completions`, and the columns of your rows, each
+if the function names it. It returns a number for each completion, or `None`
+for one that it does not score. A custom reward checks the number:
 """
 
 
@@ -152,24 +119,24 @@ def correct(completions, answer):
 print(correct(completions=[" 12", " 13", "12!"], answer=[12, 12, 12]))
 
 """
-That an answer is a number and no more is one that is ready to be used. Others
-in `kpt.rewards` compare numbers and formulas, look at lengths, or ask a judge.
+The rewards in `kpt.rewards` compare numbers and formulas, limit lengths, or
+ask another model. This one checks that an answer is a number and nothing else:
 """
 
 is_number = kpt.rewards.RegexReward(r" \d+", full=True)
 print(is_number(completions=[" 12", " 13", "12!"]))
 
 """
-## Then the answers, by GRPO
+## Train with GRPO
 
-`compile` takes the rewards and what they weigh, and `loss=` one of the
-policy-gradient losses of `kpt.losses`; by default it is GRPO's. A learning
-rate for a real model is far smaller, and is what `optimizer` is by default.
+`compile` takes the rewards and their weights. `loss=` takes one of the
+policy-gradient losses of `kpt.losses`; the default is that of GRPO. A real
+model needs a far smaller learning rate, such as the default of `optimizer`.
 """
 
 task = kpt.GRPOTask.from_preset(folder / "estimator", sequence_length=32)
 task.compile(
-    optimizer=keras.optimizers.AdamW(1e-3),
+    optimizer=keras.optimizers.AdamW(2e-3),
     rewards=[correct, is_number],
     reward_weights=[1.0, 0.1],
     num_generations=8,
@@ -177,9 +144,9 @@ task.compile(
 )
 
 """
-`evaluate` samples and judges. `pass@1` is the share of completions that earned
-1 or more, here those with the right number. With one completion a prompt it
-takes the most probable one.
+`evaluate` samples completions and scores them. `pass@1` is the share of
+completions with a reward of at least 1, here those with the right number. By
+default it takes the most probable completion of each prompt.
 """
 
 before = task.evaluate(held_out, batch_size=60)
@@ -188,20 +155,20 @@ print(f"held-out right: {before['pass@1']:.0%}")
 print(f"of samples: {sampled['pass@1']:.0%}")
 
 """
-One step takes 30 prompts, samples 8 completions of each, judges these 240, and
-makes one update. `validation_data` is evaluated after every epoch, and
-`CompletionsLog` writes down what was sampled; with `num_rows` it also shows
-some.
+One step takes 30 prompts, samples 8 completions of each, scores these 240 and
+makes one update. `validation_data` is evaluated after every epoch.
+`CompletionsLog` writes the completions to a file; with `num_rows` it also
+prints some.
 """
 
 history = task.fit(
     prompts,
     batch_size=30,
-    epochs=32,
+    epochs=15,
     validation_data=held_out,
     callbacks=[
         kpt.callbacks.MetricsLog(folder),
-        kpt.callbacks.CompletionsLog(folder, every=100),
+        kpt.callbacks.CompletionsLog(folder, every=50),
     ],
 )
 
@@ -212,12 +179,12 @@ print(f"of samples: {sampled['pass@1']:.0%} -> {samples['pass@1']:.0%}")
 print(task.generate(questions, temperature=0))
 
 """
-## The run in a picture
+## Plot the run
 
-The reward of each step, and the accuracy on questions never trained on.
+The plot shows the reward of each step, and the accuracy on held-out questions.
 """
 
-matplotlib.use("Agg")  # draws to a file; there is no window
+matplotlib.use("Agg")  # plot to a file, without a window
 from matplotlib import pyplot
 
 lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -238,9 +205,10 @@ pyplot.tight_layout()
 pyplot.savefig(folder / "reward.png")
 
 """
-Other numbers of a step say whether it goes well: `entropy` falls as the model
-makes up its mind, and `frac_reward_zero_std`, the share of prompts that taught
-nothing because all completions earned the same, rises in the end.
+Two other metrics show whether a run goes well. `entropy` falls as the model
+becomes certain. `frac_reward_zero_std` is the share of prompts whose
+completions all have the same reward, so that they do not change the model. It
+rises towards the end.
 """
 
 names = ("step", "reward", "entropy", "frac_reward_zero_std")
@@ -259,7 +227,7 @@ results = {
 ## Next
 
 - `grpo_gsm8k.py`: the same for a real model and GSM8K.
-- `write_your_own_loss.py`: a policy loss of your own.
-- Another algorithm is another object: `loss=kpt.losses.DrGRPOLoss()`,
-  `GSPOLoss()`, or `ReinforceLoss()`, which is RLOO here.
+- `write_your_own_loss.py`: a custom policy loss.
+- To change the algorithm, pass another loss: `loss=kpt.losses.DrGRPOLoss()`,
+  `GSPOLoss()`, or `ReinforceLoss()`, which here is RLOO.
 """

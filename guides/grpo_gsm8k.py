@@ -2,7 +2,7 @@
 Title: GRPO on GSM8K
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/22
 Description: Reinforcement learning on word problems with a checkable answer.
 Accelerator: GPU
 """
@@ -12,13 +12,13 @@ Accelerator: GPU
 
 [GSM8K](https://arxiv.org/abs/2110.14168) has 7,473 word problems of
 grade-school arithmetic to train on and 1,319 to test on. Each has a worked
-answer that ends in `#### ` and a number. Whether a model's number is right can
-be checked, and nothing else is needed: the reward is the teacher.
+answer that ends in `#### ` and a number. A program can check whether a model's
+number is right, so the reward needs no other supervision.
 
-As it stands this guide runs offline in about two minutes on two CPU cores,
-for two steps, with a tiny model and a few rows of GSM8K's shape. For the real
-thing, on one GPU or TPU, change one line: set `preset` and `rows` as the
-section "The one line" says.
+As written, this guide runs offline in a minute on two CPU cores, with a tiny
+model, for two steps on a few rows in the format of GSM8K. For a real run on a
+GPU or TPU, change one line: set `preset` and `rows` as the section "The one
+line" says.
 """
 
 import json
@@ -29,22 +29,19 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/grpo_gsm8k")
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 instruction = "\nThink step by step. End with #### and the answer."
 
 """
-## Rows of GSM8K's shape, and a tiny preset
+## Rows in the format of GSM8K
 
-With a real preset and the real rows this section falls away. What `<<3*4=12>>`
-stands for in GSM8K's answers is a calculator's note; it is kept.
+With the real rows this section is not needed. `<<3*4=12>>` in GSM8K's answers
+is an annotation for a calculator, and is kept.
 """
 
 tiny_rows = [
@@ -60,46 +57,9 @@ tiny_rows = [
 ]
 print(tiny_rows[0])
 
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["question"] + "\n" + row["answer"] for row in tiny_rows],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    ),
-)
-bpe.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-chat_template = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{{- message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
-tokenizer = kpt.Tokenizer(
-    bpe,
-    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    chat_template=chat_template,
-)
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-
 """
-A pretrained model writes sentences; ours has to be shown some, or no sample
-would ever be right.
+A pretrained model writes sentences. The tiny one is first trained on the
+answers, or none of its samples would be right.
 """
 
 warm_up = [
@@ -109,15 +69,12 @@ warm_up = [
     }
     for row in tiny_rows
 ]
-task = kpt.SFTTask(causal_lm, tokenizer, sequence_length=128)
-task.compile(optimizer=keras.optimizers.AdamW(3e-3))
-task.fit(warm_up, batch_size=8, epochs=10, verbose=0)
-task.export(folder / "tiny_qwen3")
+tiny = kpt.examples.tiny_preset(folder / "tiny", warm_up, epochs=10)
 
 """
 ## The one line
 
-For the real thing it is this line that you change, after
+For a real run change the line below to this one, after
 `from datasets import load_dataset`:
 
 ```python
@@ -125,16 +82,17 @@ preset, rows = "qwen3_0.6b_en", load_dataset("openai/gsm8k", "main")["train"]
 ```
 """
 
-preset, rows = folder / "tiny_qwen3", tiny_rows[:32]
+preset, rows = tiny, tiny_rows[:32]
 
 """
 ## The rewards
 
-GSM8K's answers can be used as they are: `NumericReward` compares the last
-number of the answer with the number that the completion has after its last
-`####`, so that `1,000` and `1000.0` are one number. A second reward, a tenth
-as large, is for the form. Try rewards on completions that you make up, before
-you pay for a run; to `evaluate` a completion is right from 1 on.
+The answers of GSM8K can be used directly: `NumericReward` compares the last
+number of the answer with the number after the last `####` of the completion,
+and takes `1,000` and `1000.0` for the same number. The second reward, weighted
+by a tenth, is for the format. Try rewards on made-up completions before you
+pay for a run. `evaluate` counts a completion as right if its reward is 1 or
+more.
 """
 
 correct = kpt.rewards.NumericReward(extract=r"####(.*)")
@@ -154,11 +112,10 @@ print("ends_well", ends_well(completions=made_up))
 """
 ## The run
 
-This is all of it. Prompts are chats, to which the model's own template is
-applied. All further columns of a row, here `answer`, reach the rewards that
-ask for them. The adapter is trained; the model's weights stay as they are, so
-there is one copy of them for training and for sampling. 16 prompts are held
-out.
+This is the entire run. Prompts are chats, to which the model's own template is
+applied. All other columns of a row, here `answer`, are passed to the rewards
+that name them. Only the adapter is trained, so training and sampling share one
+copy of the model's weights. 16 prompts are held out.
 """
 
 prompts = [
@@ -178,14 +135,15 @@ callbacks = [
 task.fit(prompts[16:], batch_size=8, packing=True, callbacks=callbacks)
 
 """
-Run it again after a crash, and it goes on with the next step.
+If the run is interrupted, run the script again: it resumes at the next step.
 
 ## What to look at
 
-`metrics.jsonl` has a line a step. `reward` shall rise, and with it `correct`;
-`frac_reward_zero_std` is the share of prompts whose completions all earned the
-same and taught nothing: near 1 the problems are too hard or too easy.
-`completions/clipped_ratio` is the share that ran out of tokens.
+`metrics.jsonl` has a line for each step. `reward` should rise, and with it
+`correct`. `frac_reward_zero_std` is the share of prompts whose completions all
+have the same reward and so do not change the model. If it is near 1, the
+problems are too hard or too easy. `completions/clipped_ratio` is the share of
+completions that reached the maximum length.
 """
 
 lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -194,8 +152,8 @@ for line in lines:
     print({name: json.loads(line)[name] for name in names})
 
 """
-`completions.jsonl` has a line a completion. Read some: a reward that can be
-cheated will be.
+`completions.jsonl` has a line for each completion. Read some of them: if a
+reward can be cheated, the model will learn to cheat it.
 """
 
 lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
@@ -204,8 +162,9 @@ print(json.dumps(json.loads(lines[0]), indent=2))
 """
 ## Evaluate
 
-One answer a prompt is the most probable one; of several, `pass@4` asks whether
-any is right and `maj@4` whether the answer is right that most of them give.
+By default `evaluate` takes the most probable answer to each prompt. With
+several answers, `pass@4` is the share of prompts with at least one right
+answer in four, and `maj@4` the share whose most frequent answer is right.
 """
 
 print(task.evaluate(prompts[:16], batch_size=16)["pass@1"])
@@ -219,13 +178,14 @@ print({name: vote[name] for name in ("pass@1", "pass@4", "maj@4")})
 task.save_adapter(folder / "adapter")
 
 """
-## For the real thing
+## For a real run
 
-- The defaults are those of the field: 8 completions a prompt at temperature 1,
-  GRPO without a KL term, AdamW at 1e-5 with an adapter.
-- More memory: `micro_batch_size=8` in `compile` lets 8 packed rows through the
-  model at once, and changes no number.
-- Another algorithm is another object: `loss=kpt.losses.DAPOLoss()`.
-- `max_resamples=3` replaces prompts that teach nothing by further ones.
-- `grpo_arithmetic.py` goes through the parts one by one.
+- The defaults are common in the field: 8 completions a prompt at temperature
+  1, GRPO without a KL term, and AdamW at 1e-5 with an adapter.
+- To save memory, `micro_batch_size=8` in `compile` passes 8 packed rows at a
+  time through the model, with the same results.
+- To change the algorithm, pass another loss: `loss=kpt.losses.DAPOLoss()`.
+- `max_resamples=3` replaces prompts whose completions all have the same
+  reward.
+- `grpo_arithmetic.py` explains the parts one by one.
 """

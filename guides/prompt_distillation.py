@@ -1,27 +1,27 @@
 """
-Title: A prompt's behaviour, without the prompt
+Title: Prompt distillation
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: What a long prompt does is moved into an adapter.
+Last modified: 2026/11/22
+Description: Move the effect of a long system prompt into an adapter.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-A long system prompt makes a model behave as it should, and is read and paid
-for with every question. *Context distillation*
-([Askell et al., 2021](https://arxiv.org/abs/2112.00861)) moves what it does
-into the weights: the teacher is the model itself, which reads the prompt; the
-student reads the question alone, and learns to answer as if it had.
+A long system prompt makes a model behave as it should, but is processed and
+paid for with every question. *Context distillation* ([Askell et al.,
+2021](https://arxiv.org/abs/2112.00861)) moves its effect into the weights. The
+teacher is the model itself with the prompt. The student sees the question
+alone, and is trained to answer as the teacher does.
 
 With LoRA this needs no second model. The teacher is the model with the adapter
-off, in the same step and at no memory, and what comes out is an adapter in
-place of the prompt.
+switched off, in the same step and without further memory. The result is an
+adapter that replaces the prompt.
 
-It runs in about two minutes on two CPU cores. For a real model change one
-line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in half a minute on two CPU cores. For a real model change one line:
+set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -33,8 +33,6 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
-import tokenizers
 
 import keras_posttrain as kpt
 
@@ -47,9 +45,9 @@ keras.utils.set_random_seed(0)
 """
 ## A long prompt and its questions
 
-The long prompt asks for the city and thanks, the short one for a word.
-Of the questions, asked in four ways, the fourth is held out where it is about
-one of the last four countries.
+The long prompt asks for the city and thanks, and the short prompt for one
+word. Each question is asked in four ways. The fourth way is held out for the
+last four countries.
 """
 
 long_prompt = (
@@ -82,10 +80,10 @@ print(held_out[0])
 """
 ## A model that follows prompts
 
-With a real preset leave this section out: a model that is tuned to follow
-instructions does what the long prompt says. The tiny one is taught to here,
-for all questions: with the long prompt, with the short one, and with none,
-where it answers in a word. Held out is only what is distilled.
+A model that is tuned on instructions does what the long prompt says. The tiny
+one is trained for it here, on all questions with the long prompt, with the
+short prompt and with none, where it answers in one word. The held-out
+questions are held out from the distillation only.
 """
 
 rows = []
@@ -106,51 +104,13 @@ for prompt, answer in (
         for question, capital in questions + held_out
     ]
 
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [message["content"] for row in rows for message in row["messages"]],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=512,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(
-    bpe,
-    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    chat_template="""\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{{- message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}""",
-)
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=256,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-base = kpt.SFTTask(causal_lm, tokenizer, sequence_length=128)
-base.compile(optimizer=keras.optimizers.AdamW(3e-3))
-base.fit(rows, batch_size=12, epochs=100, verbose=0)
-preset = folder / "tiny_qwen3"
-base.export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", rows, epochs=40)
 
 """
 ## With the prompt, and without
 
-The model knows all capitals. Whether it thanks the guest is up to the prompt.
+The model knows all capitals. Whether it thanks the guest depends on the
+prompt.
 """
 
 task = kpt.DistillTask.from_preset(
@@ -168,9 +128,9 @@ for (question, _), long_answer, answer in zip(held_out, prompted, before):
 """
 ## The rows
 
-A row has the question as the student reads it, `prompt`, and as the teacher
-does, `teacher_prompt`. Nobody has to write the answers: the model gives them
-itself, with the prompt.
+`prompt` is the question as the student sees it, and `teacher_prompt` as the
+teacher sees it. Nobody has to write the answers: the model generates them with
+the prompt.
 """
 
 chats = [[{"role": "user", "content": question}] for question, _ in questions]
@@ -188,8 +148,8 @@ rows = [
 print(rows[0])
 
 """
-`prepare` shows both sides. The student reads much less, and the completion,
-which is taught, stands at other places.
+`prepare` shows the tokens of both. The student's sequence is much shorter, and
+the completion is at other positions.
 """
 
 examples, _ = task.prepare(rows[:1])
@@ -197,14 +157,14 @@ lengths = len(examples[0].token_ids), len(examples[0].teacher_ids)
 print("tokens of the student and of the teacher:", lengths)
 
 """
-## Distil
+## Distillation
 
-There is no `teacher=`: it is the student when training began, that is, with
-the adapter off. The loss is the default, the forward KL divergence from the
-distribution that the teacher has at each token of the completion.
+Without `teacher=` the teacher is the student at the start of training, which
+is the model with the adapter switched off. The default loss is the forward KL
+divergence from the teacher's distribution at each token of the completion.
 
-A run on the student's own samples is `compile(on_policy=True, ...)`. Its rows
-need no `completion`.
+`compile(on_policy=True, ...)` trains on samples of the student instead. Then
+rows need no `completion`.
 """
 
 task.compile(optimizer=keras.optimizers.AdamW(1e-2, weight_decay=0.0))
@@ -215,8 +175,8 @@ print(f"divergence: {divergence[0]:.3f} -> {divergence[-1]:.4f}")
 """
 ## Without the prompt
 
-The held-out questions are answered as the prompt asks, though nobody has
-shown it: the capitals are right, and so are the manners.
+The held-out questions are now answered as the prompt asks, without the prompt:
+the capitals are right, and the guest is thanked.
 """
 
 after = task.generate(asked, temperature=0, max_tokens=24)
@@ -236,7 +196,7 @@ print(f"as with the prompt: {results['before']:.0%} -> {results['after']:.0%}")
 print(f"tokens of a question and its answer: {lengths[1]} -> {lengths[0]}")
 
 """
-The adapter stands for the prompt now, here and in other programs.
+The adapter now replaces the prompt, here and in other programs.
 """
 
 task.save_adapter(folder / "adapter")
@@ -245,7 +205,7 @@ task.save_adapter(folder / "adapter")
 ## Next
 
 - `distillation.py`: another model as the teacher.
-- Several prompts at once are rows with several `teacher_prompt`s: a line of
-  the user's, say, then chooses between them.
+- To distil several prompts into one adapter, use rows with different values of
+  `teacher_prompt`, and a line in each `prompt` that selects one.
 - `sft.py`: checkpoints, adapters, and how they are merged.
 """

@@ -1,8 +1,8 @@
 """
-Title: A reward model, and GRPO against it
+Title: A reward model, and GRPO with it
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
+Last modified: 2026/11/22
 Description: The three stages of RLHF in one script.
 Accelerator: None
 """
@@ -11,23 +11,23 @@ Accelerator: None
 ## Introduction
 
 Where nobody can write down what a good answer is, people can still say which
-of two answers is the better one. Reinforcement learning from human feedback
-learns from that in [three stages](https://arxiv.org/abs/2203.02155):
+of two answers is better. Reinforcement learning from human feedback trains on
+such comparisons in [three stages](https://arxiv.org/abs/2203.02155):
 
 1. fine-tune a model on demonstrations;
-2. train a *reward model* on pairs of its answers, so that it gives the
-   preferred one the higher score;
-3. let the first model sample, the second one judge, and learn from that.
+2. train a *reward model* on pairs of answers, so that it gives the preferred
+   answer the higher score;
+3. sample from the fine-tuned model, score the samples with the reward model,
+   and train on the scores.
 
-DPO goes from pairs to the policy at once (`dpo.py`). A reward model is worth
-its own training where it is to judge what is sampled later, answers that are
-in no pair.
+DPO goes from pairs to the policy in one stage (`dpo.py`). A separate reward
+model is worth its cost where it scores new samples, which are in no pair.
 
-Here the answers can be checked after all, so that this guide can show what is
-hidden in life: whether what the reward model likes is what was meant.
+In this guide the answers can be checked. So it can show what is usually not
+known: whether an answer with a high score is also a right one.
 
-It runs in about two minutes on two CPU cores. For a real model change one
-line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+It runs in a minute on two CPU cores. For a real model change one line: set
+`preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
 
@@ -40,25 +40,22 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
 import matplotlib
 import numpy as np
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/reward_model"
 )
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 """
 ## Rows
 
-360 questions, of which 60 are held out from all three stages. Those who wrote
-the demonstrations did not agree: some added up, some repeated the question,
-and some only estimated.
+There are 360 questions, of which 60 are held out from all three stages. The
+authors of the demonstrations did not agree: some added up, some repeated the
+question, and some only estimated.
 """
 
 random.seed(0)
@@ -83,38 +80,7 @@ demonstrations = [
     for row in rows
 ]
 
-"""
-## A small model to start from
-
-With a real preset this section falls away.
-"""
-
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in demonstrations],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", demonstrations)
 
 """
 ## 1. Fine-tuning
@@ -132,8 +98,8 @@ print(prompts[0], answers[0])
 """
 ## 2. The reward model
 
-The pairs are the policy's own samples, two by two; where just one of them is
-right, somebody preferred it. That is all that the reward model is told.
+The pairs are two samples of the policy each. Where exactly one of the two is
+right, it is the preferred one. The reward model sees nothing but these pairs.
 """
 
 pairs = [
@@ -152,14 +118,14 @@ pairs = [pair for pair in pairs if pair["prompt"] not in unseen]
 print(len(pairs), "pairs,", len(held_out_pairs), "held out, such as", pairs[0])
 
 """
-`RewardTask` puts a head on the model that gives a sequence a number, and its
-loss is `-log sigmoid` of the chosen's score less the rejected's. It starts
-from the fine-tuned model, which knows something of answers.
+`RewardTask` adds a head to the model that gives a sequence a score. Its loss
+is `-log sigmoid` of the chosen completion's score minus the rejected one's. It
+starts from the fine-tuned model, which already knows what answers look like.
 """
 
-judge = kpt.RewardTask.from_preset(folder / "policy", sequence_length=32)
-judge.compile(optimizer=keras.optimizers.AdamW(1e-3))
-history = judge.fit(
+scorer = kpt.RewardTask.from_preset(folder / "policy", sequence_length=32)
+scorer.compile(optimizer=keras.optimizers.AdamW(1e-3))
+history = scorer.fit(
     pairs,
     batch_size=30,
     epochs=8,
@@ -171,24 +137,27 @@ print("held-out pairs in the right order:", [round(x, 2) for x in accuracy])
 
 row = held_out[0]
 for kind in ("answer", "repeated", "estimated"):
-    (score,) = judge.score(
+    (score,) = scorer.score(
         [{"prompt": row["prompt"], "completion": row[kind]}]
     )
     print(f"{row['prompt']}{row[kind]}: {score:.2f}")
 
 """
-`save_adapter` (with `lora=`) and `export` keep the head, in the formats that
-others read: `kpt.RewardTask.from_preset` reads them back.
+`save_adapter` (with `lora=`) and `export` include the head, in the formats of
+other libraries. `kpt.RewardTask.from_preset` reads them back.
 """
 
-judge.export(folder / "judge")
-judge = kpt.RewardTask.from_preset(folder / "judge", sequence_length=32)
+scorer.export(folder / "reward_model")
+scorer = kpt.RewardTask.from_preset(
+    folder / "reward_model", sequence_length=32
+)
 
 """
-## 3. GRPO against it
+## 3. GRPO with the reward model
 
-A trained `RewardTask` is a reward: `kpt.rewards.ModelReward(judge)`. Beside it
-stands the truth, with a weight of 0: it is written down and teaches nothing.
+`kpt.rewards.ModelReward` makes a reward of a trained `RewardTask`. The true
+answer is a second reward with a weight of 0: it is logged, and has no effect
+on training.
 """
 
 
@@ -200,17 +169,18 @@ task = kpt.GRPOTask.from_preset(folder / "policy", sequence_length=32)
 task.compile(
     optimizer=keras.optimizers.AdamW(5e-4),
     loss=kpt.losses.GRPOLoss(beta=0.02),
-    rewards=[kpt.rewards.ModelReward(judge), right],
+    rewards=[kpt.rewards.ModelReward(scorer), right],
     reward_weights=[1.0, 0.0],
     num_generations=8,
     max_completion_length=8,
 )
 
 """
-A reward model is only right about what is like its pairs, and a policy that
-is trained for long finds what is not. `beta` holds the policy to where it
-began; and what is sampled ought to be read at times, as `CompletionsLog` lets
-you. `validation_data` is sampled and judged after every epoch.
+A reward model is only reliable for answers like those in its pairs. A policy
+that is trained for long moves away from them and finds answers that are scored
+too high. `beta` holds the policy to its start. Read some samples as well, in
+the file that `CompletionsLog` writes. `validation_data` is sampled and scored
+after every epoch.
 """
 
 task.fit(
@@ -240,15 +210,15 @@ before, after = map(float, shares)
 print(f"held-out answers right: {before:.0%} -> {after:.0%}")
 
 """
-## The run in a picture
+## Plot the run
 
-The score of each step's samples, and the share of them that is right. Where
-the score goes on rising and the truth does not, the policy has found where the
-reward model is wrong: it is time to compare samples of the policy as it is
-now, and to train the reward model on those, too.
+The plot shows the mean score of each step's samples, and the share of them
+that are right. If the score rises and the share does not, the policy has found
+the errors of the reward model. Then compare samples of the current policy, and
+train the reward model on those pairs too.
 """
 
-matplotlib.use("Agg")  # draws to a file; there is no window
+matplotlib.use("Agg")  # plot to a file, without a window
 from matplotlib import pyplot
 
 lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -283,6 +253,6 @@ results = {
 """
 ## Next
 
-- `dpo.py`: from the same pairs to the policy at once.
+- `dpo.py`: trains the policy on pairs directly.
 - `grpo_arithmetic.py`: rewards that check answers.
 """

@@ -1,25 +1,26 @@
 """
-Title: Sampling from the model in training
+Title: Sampling from a model in training
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: Text, token ids and log-probabilities by the built-in engine.
+Last modified: 2026/11/22
+Description: Text, token ids and log-probabilities from the built-in engine.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-`task.generate` completes prompts. Behind it is an engine that you can use
-yourself, `kpt.rollout.NativeRollout`: it samples from the very arrays that are
-being trained, gives the log-probability of every token it draws, and keeps a
-fixed number of *slots* busy, so that short samples do not wait for long ones.
+`task.generate` completes prompts. It uses an engine that you can also use
+directly, `kpt.rollout.NativeRollout`. The engine samples from the same arrays
+that are being trained, returns the log-probability of every sampled token, and
+keeps a fixed number of *slots* busy, so that short samples do not wait for
+long ones.
 
-This guide teaches a tiny model half of a multiplication table, samples from
-it, and lets it learn from its own right answers: rejection sampling, the
-simplest kind of reinforcement.
+The tiny model of this guide knows half of a multiplication table. The guide
+samples from it, and then fine-tunes it on its own correct answers. This is
+rejection sampling, the simplest kind of reinforcement learning.
 
-It runs in about a minute on two CPU cores. For a real model change one line:
+It runs in half a minute on two CPU cores. For a real model change one line:
 set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
 `"hf://Qwen/Qwen3-0.6B"`.
 """
@@ -31,21 +32,19 @@ import sys
 os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
-import keras_hub
 import numpy as np
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "runs/sampling")
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 """
-## Rows, and a tiny preset
+## The model
 
-With a real preset only the rows are needed. The model learns to answer, but
-is told a wrong number half of the time: what it gives is a guess of two.
+`tiny_preset` writes a small model, and with `epochs` trains it on the rows
+first. Half of these rows are wrong by one, so each answer of the model is a
+guess between two numbers.
 """
 
 pairs = [(a, b) for a in range(2, 12) for b in range(2, 12)]
@@ -55,50 +54,23 @@ rows = [
     for wrong in (0, 1)
 ]
 
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in rows],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
-
+preset = kpt.examples.tiny_preset(folder / "tiny", rows, epochs=25)
 task = kpt.SFTTask.from_preset(preset, sequence_length=64)
-task.compile(optimizer=keras.optimizers.AdamW(3e-3))
-task.fit(rows, batch_size=25, epochs=40, verbose=0)
 
 """
 ## Text
 
-One prompt gives one answer, a list gives a list. `temperature=0` takes the
-most probable token always; `num_generations` draws several answers. An answer
-depends on the seed, its prompt and the weights, not on the other prompts.
+A prompt returns an answer, and a list of prompts a list of answers. With
+`temperature=0` the most probable token is always taken. `num_generations`
+samples several answers. An answer depends on the seed, its prompt and the
+weights, and not on the other prompts.
 """
 
 print(task.generate("6 x 7 =", temperature=0))
 print(task.generate(["3 x 3 =", "4 x 5 ="], num_generations=4, seed=0))
 
 """
-`on_text` is told of new text as it comes, a few tokens at a time.
+`on_text` is called with new text as it is sampled, a few tokens at a time.
 """
 
 task.generate("2 x 9 =", seed=1, on_text=lambda i, text: print(i, repr(text)))
@@ -106,14 +78,15 @@ task.generate("2 x 9 =", seed=1, on_text=lambda i, text: print(i, repr(text)))
 """
 ## The engine
 
-The engine takes token ids, each request with settings of its own, and gives
-token ids, their log-probabilities and why the sample ended. It is bound to a
-task as Keras binds a callback, by `set_model`.
+The engine takes token ids, with settings for each request. It returns token
+ids, their log-probabilities, and why each sample ended. It is attached to a
+task as Keras attaches a callback, by `set_model`.
 """
 
 engine = kpt.rollout.NativeRollout(num_slots=64)
 engine.set_model(task)
 
+tokenizer = task.tokenizer
 requests = [
     kpt.rollout.Request(
         tokenizer.encode(f"{a} x {b} ="),
@@ -130,33 +103,34 @@ first = samples[0][0]
 print(first.token_ids, first.per_token_logps, first.finish_reason)
 
 """
-800 samples went through 64 slots. Each prompt was computed once for its eight
-samples, and a slot whose sample had ended took the next. The programs that
-were compiled for it:
+The 800 samples went through 64 slots. Each prompt was computed once for its
+eight samples, and when a sample ended, the next one took its slot. These
+programs were compiled for it:
 """
 
 print("\n".join(engine.programs))
 
 """
-The cache takes at most half of the free memory; `NativeRollout(cache_bytes=…)`
-sets another limit, and fewer slots are used where it does not hold all.
+The key-value cache takes at most half of the free memory.
+`NativeRollout(cache_bytes=…)` sets another limit. If the limit does not hold
+all slots, fewer are used.
 
-The log-probabilities are those that training sees, to float rounding.
-`score` gives them for any sequence, with the best tokens at each place where
-`top_k` asks for them.
+The log-probabilities equal those that training computes, up to float rounding.
+`score` returns them for any sequence. With `top_k` it also returns the most
+probable tokens at each position.
 """
 
 sequence = [*requests[0].token_ids, *first.token_ids]
 score = engine.score([sequence], top_k=2)[0]
-drawn = score.per_token_logps[-len(first.token_ids) :]
-print("largest difference", np.abs(drawn - first.per_token_logps).max())
+sampled = score.per_token_logps[-len(first.token_ids) :]
+print("largest difference", np.abs(sampled - first.per_token_logps).max())
 print("the two best last tokens", score.top_ids[-1], score.top_logps[-1])
 
 """
-## Learning from one's own right answers
+## Train on the correct samples
 
-Keep the samples that are right, and train on them as on any rows. Tokenised
-rows are taken as they are.
+Keep the samples that are correct, and fine-tune on them as on any rows. Rows
+of token ids are used unchanged.
 """
 
 right = [
@@ -166,11 +140,13 @@ right = [
     if tokenizer.decode(c.token_ids).strip() == str(a * b)
 ]
 print(f"{len(right) / 800:.0%} of the samples are right")
+task.compile(optimizer=keras.optimizers.AdamW(3e-3))
 task.fit(right, batch_size=25, epochs=10, verbose=0)
 
 """
-The engine samples from the weights as they are now: there is nothing to copy.
-`sync_weights` only counts, so that samples say which weights drew them.
+The engine already samples from the new weights, so nothing is copied.
+`sync_weights` only increments the version of the weights, which is recorded
+with each sample.
 """
 
 print("weights", engine.sync_weights())

@@ -1,29 +1,29 @@
 """
-Title: A loss of your own
+Title: Custom losses
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/20
-Description: A token loss and a policy loss, by hand and in training.
+Last modified: 2026/11/22
+Description: Write a token loss and a policy loss, check them, train with them.
 Accelerator: None
 """
 
 """
 ## Introduction
 
-A loss here is a small frozen class: its settings, and a pure function of
-arrays. It sees no model and no tokenizer, so it can be called on numbers that
-you have written down, and whatever you pass to `compile` is trained the same
-way: in micro-batches, packed, resumed, without a change of a number.
+A loss is a small frozen class: its settings, and a pure function of arrays. It
+sees no model and no tokenizer, so it can be called on numbers that you write
+down. Any loss passed to `compile` works with micro-batches, packing and
+resuming, which do not change its values.
 
-This guide writes two losses and does both with each of them:
+This guide writes two losses. It checks each by hand and then trains with it:
 
-- a *token loss* for supervised fine-tuning, which bears with wrong answers in
-  the data;
-- a *policy loss* for reinforcement learning, without a clip.
+- a *token loss* for supervised fine-tuning that tolerates wrong answers in the
+  data;
+- a *policy loss* for reinforcement learning, without clipping.
 
-It runs in about a minute on two CPU cores with a tiny model. For a real one
-change one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`,
-or to `"hf://Qwen/Qwen3-0.6B"`.
+It runs in a minute on two CPU cores with a tiny model. For a real one change
+one line: set `preset` to a KerasHub preset such as `"qwen3_0.6b_en"`, or to
+`"hf://Qwen/Qwen3-0.6B"`.
 """
 
 import dataclasses
@@ -37,30 +37,27 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import jax.numpy as jnp
 import keras
-import keras_hub
 import numpy as np
-import tokenizers
 
 import keras_posttrain as kpt
 
 folder = pathlib.Path(
     sys.argv[1] if len(sys.argv) > 1 else "runs/write_your_own_loss"
 )
-folder.mkdir(parents=True, exist_ok=True)
 keras.utils.set_random_seed(0)
 
 """
 ## A token loss
 
 Most losses of supervised fine-tuning are a mean over tokens of a function of
-each token's log-probability. For these there is `kpt.losses.TokenLoss`, which
-wants that function and nothing else.
+each token's log-probability. Their base class is `kpt.losses.TokenLoss`, and
+only this function has to be written.
 
-Ours is the
+This one is
 [generalised cross-entropy](https://arxiv.org/abs/1805.07836):
-`(1 - p**q) / q`. Near `q = 0` it is the usual `-log p`; at `q = 1` it is
-`1 - p`, whose gradient all but ignores a token that the model finds very
-unlikely. That token may be a mistake in the data.
+`(1 - p**q) / q`. Near `q = 0` it is the usual `-log p`. At `q = 1` it is
+`1 - p`, whose gradient nearly vanishes for a token that the model finds very
+unlikely, such as a mistake in the data.
 """
 
 
@@ -73,10 +70,11 @@ class RobustLoss(kpt.losses.TokenLoss):
 
 
 """
-Called on a batch, a loss gives its value and its metrics. A batch has a row
-for every sequence and a column for every token; `completion_mask` says which
-tokens carry loss. Here they have the probabilities 1/4 and 1, so that the
-loss is the mean of `(1 - sqrt(1/4)) / (1/2) = 1` and 0.
+Called on a batch and the outputs of the model, a loss returns its value and
+its metrics. A batch has a row for every sequence and a column for every token.
+`completion_mask` says which tokens carry loss. Here they have the
+probabilities 1/4 and 1, so that the loss is the mean of `(1 - sqrt(1/4)) /
+(1/2) = 1` and 0.
 """
 
 batch = {"completion_mask": jnp.array([[0.0, 1.0, 1.0]])}
@@ -85,11 +83,10 @@ value, _ = RobustLoss(q=0.5)(batch, outputs)
 print(f"RobustLoss by hand 0.5, by the class {value:.6f}")
 
 """
-## Rows, and a tiny preset
+## Rows
 
-With a real preset only the rows are needed. A prompt is three numbers, and
-the answer is the larger of the first two. Two in five of the answers in our
-rows are wrong.
+A prompt is three numbers, and the answer is the larger of the first two. Two
+in five of the rows' answers are `0` or `5` instead, and mostly wrong.
 """
 
 random.seed(0)
@@ -110,40 +107,16 @@ rows = [
 ]
 print(rows[0])
 
-bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-bpe.decoder = tokenizers.decoders.ByteLevel()
-bpe.train_from_iterator(
-    [row["prompt"] + row["completion"] for row in rows],
-    tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    ),
-)
-tokenizer = kpt.Tokenizer(bpe, {"eos_token": "<|endoftext|>"})
-backbone = keras_hub.models.Qwen3Backbone(
-    vocabulary_size=tokenizer.vocabulary_size,
-    num_layers=2,
-    num_query_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    hidden_dim=64,
-    intermediate_dim=128,
-    tie_word_embeddings=True,
-)
-causal_lm = keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
-preset = folder / "tiny_qwen3"
-kpt.SFTTask(causal_lm, tokenizer).export(preset)
+preset = kpt.examples.tiny_preset(folder / "tiny", rows)
 
 """
 ## The token loss in training
 
-First cross-entropy, then the same rows with our loss, which starts slowly
-where nothing is probable yet. How probable are the right answers to prompts
-that were held out? By cross-entropy the model comes to believe in the mistakes
-as often as they were made; then it takes them for mistakes.
+The model is first trained with cross-entropy, and then on the same rows with
+`RobustLoss`, which would start slowly from a model that finds nothing
+probable. How probable are the right answers to held-out prompts? With
+cross-entropy the model gives mistakes the probability that they have in the
+rows. With `RobustLoss` it learns to ignore them.
 """
 
 right = [
@@ -162,22 +135,23 @@ for loss, epochs in ((kpt.losses.SFTLoss(), 12), (RobustLoss(), 6)):
 """
 ## A policy loss
 
-The losses of reinforcement learning share more: advantages, the ratio of the
-policy to the one that took the samples, an optional KL term, masks. Their base
-is `kpt.losses.PolicyLoss`. It wants `surrogate`, the loss of each token, and
-takes the mean over all tokens of the batch; `token_weights` and `count` are
-there to be changed where another mean is wanted.
+The losses of reinforcement learning have more in common: advantages, the ratio
+of the policy to the one that sampled, an optional KL term, and masks. Their
+base class is `kpt.losses.PolicyLoss`. Only `surrogate` has to be written, the
+loss of each token. The mean is taken over all tokens of the batch; override
+`token_weights` and `count` for another mean.
 
-Ours is
-[simple policy optimisation](https://arxiv.org/abs/2401.16025): where PPO clips
-the ratio, and so the gradient, it adds a penalty that grows with the square of
-the ratio's distance from 1,
+This one is
+[simple policy optimisation](https://arxiv.org/abs/2401.16025). PPO clips the
+ratio, and thereby its gradient. This loss adds a penalty instead, which grows
+with the square of the ratio's distance from 1,
 
     -(ratio * A - |A| / (2 * epsilon) * (ratio - 1)**2)
 
-whose best ratio is exactly `1 + epsilon` for a good token and `1 - epsilon`
-for a bad one. A metric is given as what it is the mean of, and is named in
-`own_metrics`; from there it finds its way into logs and files.
+and is lowest at a ratio of exactly `1 + epsilon` for a token with a positive
+advantage, and `1 - epsilon` for one with a negative advantage. `mean_metric`
+reports a mean over tokens as a metric, and `own_metrics` names it, so that it
+appears in logs and files.
 """
 
 
@@ -196,10 +170,11 @@ class SPOLoss(kpt.losses.PolicyLoss):
 
 
 """
-By hand again. Two completions of two tokens, one with an advantage of 1, the
-other with -1. Before anything has moved all ratios are 1, and the losses -1
-and 1 cancel. The derivative by a log-probability is `-A` times its weight, a
-quarter. Then at the best ratios, 1.2 and 0.8, each token's derivative is 0.
+Again, check it by hand. There are two completions of two tokens, one with an
+advantage of 1, the other of -1. Before any update all ratios are 1, and the
+losses -1 and 1 cancel. The derivative with respect to a log-probability is
+`-A` times its weight, a quarter. At the optimal ratios, 1.2 and 0.8, the
+derivative of each token is 0.
 """
 
 batch = {
@@ -221,8 +196,8 @@ best = batch["old_per_token_logps"] + jnp.log(jnp.array([[1.2], [0.8]]))
 print("at the best ratios", float(jnp.abs(slope(best)).max()))
 
 """
-What holds for a loss of the library can be asked of yours: the numbers of two
-batches that differ in what is masked are the same.
+Test your loss as those of the library are tested. For example, values at
+masked tokens must not change the loss:
 """
 
 odd = {**batch, "old_per_token_logps": best.at[:, 0].set(jnp.nan)}
@@ -234,9 +209,10 @@ print("what is masked does not matter:", bool(same))
 """
 ## The policy loss in training
 
-The model that learned from the mistakes samples them too. The reward tells it
-which of its samples were right. With `num_iterations=2` each rollout is used
-for two updates, so that ratios leave 1 and the penalty has something to do.
+The model that was trained with cross-entropy samples the mistakes too. The
+reward says which samples are right. With `num_iterations=2` each rollout is
+used for two updates, so that ratios differ from 1 and the penalty takes
+effect.
 """
 
 task = kpt.GRPOTask.from_preset(folder / "SFTLoss", sequence_length=32)
@@ -257,8 +233,8 @@ print(f"ratio_distance {history.history['ratio_distance'][-1]:.4f}")
 """
 ## Next
 
-- `custom_train_step.py`, where what changes is not the loss but the step.
-- `grpo_arithmetic.py`, reinforcement learning with rewards of your own.
-- The losses of the library are written like these two: read them in
-  `keras_posttrain/losses/policy.py`.
+- `custom_train_step.py`: custom training steps.
+- `grpo_arithmetic.py`: reinforcement learning with custom rewards.
+- The losses of the library are written like these two: read
+  `keras_posttrain/losses/policy_gradient.py`.
 """

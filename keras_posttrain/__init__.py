@@ -21,6 +21,7 @@ from keras_posttrain import (
     _compilation_cache,  # noqa: E402
     callbacks,  # noqa: E402
     distribution,  # noqa: E402
+    examples,  # noqa: E402
     losses,  # noqa: E402
     rewards,  # noqa: E402
     rollout,  # noqa: E402
@@ -53,6 +54,7 @@ __all__ = [
     "callbacks",
     "decay_mask",
     "distribution",
+    "examples",
     "losses",
     "rewards",
     "rollout",

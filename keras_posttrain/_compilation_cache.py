@@ -1,4 +1,4 @@
-"""XLA's persistent compilation cache, on unless it is turned off."""
+"""XLA's persistent compilation cache, which is on by default."""
 
 import hashlib
 import os
@@ -11,11 +11,11 @@ VARIABLE = "KERAS_POSTTRAIN_CACHE"
 
 
 def enable():
-    """Keeps compiled programs in a directory of the user's.
+    """Stores compiled programs in the user's cache directory.
 
-    The environment variable `KERAS_POSTTRAIN_CACHE` names another directory,
-    or turns the cache off with `0` or `off`. A cache that the user has set
-    up in JAX itself is left alone.
+    The environment variable `KERAS_POSTTRAIN_CACHE` sets another directory,
+    or turns the cache off with `0` or `off`. A cache directory that is set in
+    JAX's own configuration is not changed.
     """
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("0", "off", "false", "no"):
@@ -26,13 +26,15 @@ def enable():
         directory = pathlib.Path(setting).expanduser()
     else:
         root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        # Programs for one CPU may not run on another: homes are shared.
+        # Home directories are shared by machines, and a program compiled for
+        # one CPU may not run on another.
         directory = pathlib.Path(root, "keras_posttrain", _machine())
         directory = directory.expanduser()
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 def _machine():
+    """Returns a name for this CPU model."""
     description = platform.machine()
     try:
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,8 +1,9 @@
-"""Variables that have a shape, a dtype and a layout before a value."""
+"""Variables that have a shape, a dtype and a layout, but no value yet."""
 
 import contextlib
 import threading
 
+import jax
 import keras
 
 # Keras's own method, which calls a variable's initializer. It is replaced
@@ -54,3 +55,32 @@ def _defer(variable, initializer):
     # initializers would return.
     variable._value, variable._initializer = None, initializer
     made.append(variable)
+
+
+@contextlib.contextmanager
+def shapes_only():
+    """Makes variables that have a shape and a dtype, and use no memory.
+
+    A task that is made inside can be compiled and planned, inside or
+    afterwards, but neither trained nor sampled from: its variables' values
+    are `jax.ShapeDtypeStruct`s. A directory that has only a `config.json`
+    is enough.
+
+    Example:
+
+    ```python
+    with kpt.distribution.shapes_only():
+        task = kpt.SFTTask.from_preset("llama3_8b_en", load_weights=False)
+    task.compile()
+    print(task.plan("v5e:4x4", batch_size=16))
+    ```
+    """
+    with without_values() as made:
+        try:
+            yield
+        finally:
+            for variable in made:
+                variable._value = jax.ShapeDtypeStruct(
+                    variable.shape, variable.dtype
+                )
+                variable._initializer = None

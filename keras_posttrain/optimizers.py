@@ -8,13 +8,13 @@ import optax
 
 
 def is_decayed(variable):
-    """Whether weight decay applies: to matrices, not to norms and biases.
+    """Returns `True` for matrices, which weight decay applies to by default.
 
     Args:
         variable: `keras.Variable`.
 
     Returns:
-        A bool.
+        A bool, `False` for norms and biases.
     """
     last = variable.path.rsplit("/", 1)[-1]
     return len(variable.shape) > 1 and last != "bias"
@@ -23,19 +23,18 @@ def is_decayed(variable):
 class OptaxOptimizer(keras.optimizers.Optimizer):
     """An Optax gradient transformation as a Keras optimizer.
 
-    `task.compile(optimizer=optax.adamw(1e-5))` makes one of these. The
-    transformation sees the parameters as a dict by path, so that Optax masks
-    and partitions can go by name; it is taken as it is, learning rate and
-    weight decay included. `kpt.decay_mask` is the mask that leaves norms and
-    biases out:
+    `task.compile(optimizer=optax.adamw(1e-5))` makes one. The transformation
+    gets the parameters as a dict by path, so that Optax masks and partitions
+    can select them by name. Its learning rate and weight decay are not
+    changed. `kpt.decay_mask` is the mask that leaves out norms and biases:
 
     ```python
     optax.adamw(1e-5, weight_decay=0.1, mask=kpt.decay_mask)
     ```
 
-    Its learning rate is known and logged where the transformation was made
-    with `optax.inject_hyperparams`, once, and settable if it was a number
-    there; else it is logged as `null`.
+    The learning rate is logged if the transformation was made with one
+    `optax.inject_hyperparams`, and can be set if it was given as a number
+    there. Otherwise it is logged as `null`.
 
     Args:
         transform: `optax.GradientTransformation`.
@@ -45,7 +44,7 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate=1.0, name=name)
         self.transform = transform
         self._state_variables = None
-        self._rate_at, self._rate_is_scheduled = None, False
+        self._rate_index, self._rate_is_scheduled = None, False
 
     def build(self, variables):
         if self.built:
@@ -61,7 +60,8 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         params = self._by_path(variables, values)
         if len(params) < len(variables):
             raise ValueError(
-                "Optax sees parameters by path, and two variables share one: "
+                "Optax identifies parameters by path, and two variables share "
+                "one: "
                 f"{sorted(v.path for v in variables)}"
             )
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(
@@ -70,7 +70,7 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         self._state_variables = []
         layouts = self._by_path(variables, map(_layout, variables))
         for i, (path, leaf) in enumerate(leaves):
-            # What Optax keeps for a parameter has its path at the end.
+            # The path of Optax's state for a parameter ends with its path.
             owner = getattr(path[-1], "key", None) if path else None
             same = owner in params and leaf.shape == params[owner].shape
             variable = keras.Variable(
@@ -86,44 +86,44 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
         self._find_learning_rate([path for path, _ in leaves])
 
     def _find_learning_rate(self, paths):
-        """Which state variable `optax.inject_hyperparams` keeps the rate in.
+        """Finds the state variable with the rate of `inject_hyperparams`.
 
-        Beside its value, a schedule has a state of its own. Several rates,
-        as of `optax.multi_transform`, have no one value.
+        A schedule has a state in addition to its value. Several rates, as in
+        `optax.multi_transform`, cannot be logged as one.
         """
-        at = [_place(path, "hyperparams") for path in paths]
-        if at.count(True) == 1:
-            self._rate_at = at.index(True)
+        is_rate = [_is_rate(path, "hyperparams") for path in paths]
+        if is_rate.count(True) == 1:
+            self._rate_index = is_rate.index(True)
         self._rate_is_scheduled = any(
-            _place(path, "hyperparams_states") for path in paths
+            _is_rate(path, "hyperparams_states") for path in paths
         )
 
-    # Optax stores the rate of the update that it has made.
+    # Optax stores the rate of the last update, not of the next one.
     rate_is_of_last_update = True
 
     @property
     def learning_rate(self):
-        if self._rate_at is None:
+        if self._rate_index is None:
             return float("nan")
-        return self._state_variables[self._rate_at].value
+        return self._state_variables[self._rate_index].value
 
     @learning_rate.setter
     def learning_rate(self, value):
-        if self._rate_at is None or self._rate_is_scheduled:
+        if self._rate_index is None or self._rate_is_scheduled:
             raise ValueError(
-                "An Optax transformation keeps its learning rate to itself, "
-                "and so does a schedule. Give it the schedule that you mean, "
-                "or make its one rate settable: "
+                "The learning rate of an Optax transformation or of a "
+                "schedule cannot be set. Pass the transformation the schedule "
+                "that you need, or make its one rate settable: "
                 "`optax.inject_hyperparams(optax.adamw)(learning_rate=1e-5)`. "
                 f"Received: learning_rate={value}"
             )
-        self._state_variables[self._rate_at].assign(value)
+        self._state_variables[self._rate_index].assign(value)
 
     def _by_path(self, variables, values):
         return {v.path: x for v, x in zip(variables, values)}
 
     def _backend_update_step(self, grads, trainable_variables, learning_rate):
-        # The one hook of the base class that sees all gradients at once.
+        # The only hook of the base class that gets all gradients at once.
         del learning_rate
         grads = self._by_path(trainable_variables, grads)
         params = self._by_path(
@@ -142,17 +142,17 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
 
 
 def holds_shapes(variables):
-    """Whether variables have no values, as `shapes_only` makes them."""
+    """Returns `True` for variables of `shapes_only`, which have no values."""
     return not all(isinstance(v._value, jax.Array) for v in variables)
 
 
 def _layout(variable):
-    """Where a variable lies on a mesh; Keras copies it to moments so."""
+    """Returns the layout of a variable on a mesh, or `None`."""
     return getattr(variable, "_layout", None)
 
 
-def _place(path, field):
-    """Whether a path of a state goes through `field["learning_rate"]`."""
+def _is_rate(path, field):
+    """Returns `True` if a path contains `field["learning_rate"]`."""
     return any(
         getattr(key, "name", None) == field
         and getattr(entry, "key", None) == "learning_rate"
@@ -161,7 +161,7 @@ def _place(path, field):
 
 
 def decay_mask(params):
-    """The Optax mask that leaves norms and biases out of weight decay.
+    """Returns the Optax mask that excludes norms and biases from decay.
 
     Args:
         params: dict of arrays by path, as `OptaxOptimizer` passes it.
@@ -176,12 +176,12 @@ def decay_mask(params):
 
 
 def get(optimizer, *, learning_rate):
-    """The Keras optimizer for what a user passed to `compile`.
+    """Returns the Keras optimizer for an argument of `compile`.
 
     Args:
         optimizer: `"auto"`, a Keras optimizer, its name, or an Optax
             transformation.
-        learning_rate: float, of the AdamW that `"auto"` stands for.
+        learning_rate: float, the rate of the AdamW that `"auto"` means.
 
     Returns:
         A `keras.optimizers.Optimizer`.
@@ -207,7 +207,7 @@ def get(optimizer, *, learning_rate):
     return found
 
 
-def renewed(optimizer):
+def unbuilt_copy(optimizer):
     """Makes an optimizer of the same settings that is not built yet.
 
     It is for a plan: a learning rate that is a number becomes 1. While Keras
@@ -230,12 +230,12 @@ def renewed(optimizer):
 
 
 def check(optimizer):
-    """Refuses settings that would make the step another one."""
+    """Raises an error for optimizer settings that would change the step."""
     made_before = [v.path for v in optimizer.variables if _layout(v) is None]
     if made_before and keras.distribution.distribution() is not None:
         raise ValueError(
             "The optimizer was made before the distribution was set, and its "
-            "variables lie on one device. Call "
+            "variables are on one device. Call "
             "`keras.distribution.set_distribution` first. Received: "
             f"optimizer={optimizer.name!r} with {made_before}"
         )
@@ -248,13 +248,13 @@ def check(optimizer):
             f"{optimizer.gradient_accumulation_steps}"
         )
 
-    # Keras scales losses in its own step, and gradients back in here.
+    # Keras scales losses in its step, and unscales gradients in the optimizer.
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scaled or getattr(optimizer, "loss_scale_factor", None):
         raise ValueError(
             "Losses are not scaled: float32 and bfloat16 gradients do not "
             "underflow, and the optimizer would divide them by a factor that "
-            "they do not have. Pass the inner optimizer, without "
+            "was not applied. Pass the inner optimizer, without "
             "`loss_scale_factor`. Received: optimizer="
             f"{type(optimizer).__name__}, loss_scale_factor="
             f"{getattr(optimizer, 'loss_scale_factor', None)}"
@@ -262,17 +262,17 @@ def check(optimizer):
 
 
 def _exclude_from_decay(optimizer, variables, masters):
-    """Leaves norms and biases out of weight decay, unless the user chose.
+    """Excludes norms and biases from weight decay, unless the user chose.
 
     Args:
         optimizer: `keras.optimizers.Optimizer`.
         variables: list of `keras.Variable`, the model's.
-        masters: list of `keras.Variable`, what the optimizer updates.
+        masters: list of `keras.Variable`, those that the optimizer updates.
     """
     if not getattr(optimizer, "weight_decay", None) or optimizer.built:
         return
-    # Whoever has called `exclude_from_weight_decay` has chosen, and named
-    # the model's variables.
+    # A user who called `exclude_from_weight_decay` named variables of the
+    # model, and the same choice is made for their masters.
     chosen = getattr(optimizer, "_exclude_from_weight_decay", None)
     if chosen is not None:
         chosen.update(
@@ -287,8 +287,10 @@ def _exclude_from_decay(optimizer, variables, masters):
 
 
 def _master(variable):
-    """A float32 copy of the same path: Optax masks and Keras's exclusions
-    from weight decay go by it."""
+    """Makes a float32 copy with the same path.
+
+    Optax masks and Keras's exclusions from weight decay use the path.
+    """
     if keras.backend.standardize_dtype(variable.dtype) == "float32":
         return variable
     *scopes, name = variable.path.split("/")
@@ -306,11 +308,11 @@ def _master(variable):
 
 
 def build(optimizer, variables):
-    """Builds an optimizer, with float32 masters of what is kept in less.
+    """Builds an optimizer with float32 masters of low-precision weights.
 
-    Adam on bfloat16 weights alone changes nothing: its second moment's
-    decay, 0.999, is 1 in bfloat16. Such weights are updated on a float32
-    copy, which is one of the optimizer's variables.
+    Adam on bfloat16 weights changes nothing, because the decay of its second
+    moment, 0.999, is 1 in bfloat16. Such weights are updated through a
+    float32 copy, which is one of the optimizer's variables.
 
     Args:
         optimizer: `keras.optimizers.Optimizer`.
@@ -335,18 +337,18 @@ def build(optimizer, variables):
         for master in masters:
             if id(master) not in known:
                 optimizer._track_variable(master)
-        # Past Keras's `__setattr__`, which would track the variables again.
+        # Keras's `__setattr__` would track the variables again.
         vars(optimizer)["kpt_masters"] = list(zip(variables, masters))
-    place = {id(v): i for i, v in enumerate(optimizer.variables)}
-    return [place.get(id(m)) for m in masters]
+    indices = {id(v): i for i, v in enumerate(optimizer.variables)}
+    return [indices.get(id(m)) for m in masters]
 
 
 def _masters_of(optimizer, variables):
-    """The masters of an optimizer that was built for these variables."""
+    """Returns the masters of an optimizer that was built for variables."""
     pairs = vars(optimizer).get("kpt_masters", [])
     if [id(v) for v, _ in pairs] != [id(v) for v in variables]:
         raise ValueError(
-            "The optimizer was built for other variables and keeps their "
+            "The optimizer was built for other variables and has their "
             "state. Pass a new optimizer to `compile`. "
             f"Received: optimizer={optimizer.name!r}"
         )
@@ -354,12 +356,13 @@ def _masters_of(optimizer, variables):
 
 
 def refresh_masters(optimizer, variables):
-    """Lets masters follow weights that were assigned since.
+    """Updates masters of weights that were assigned since.
 
-    A master whose rounded value is the weight stays: it knows more digits.
+    A master whose rounded value equals the weight is kept, because it is more
+    precise.
 
     Args:
-        optimizer: what `build` was given.
+        optimizer: the optimizer that was passed to `build`.
         variables: list of trainable `keras.Variable`s.
     """
     for variable, master in zip(variables, _masters_of(optimizer, variables)):

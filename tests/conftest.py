@@ -15,7 +15,6 @@ import jax
 import pytest
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
-ONLY_IN_FULL = pathlib.Path(__file__).parent / "only_in_full.txt"
 
 
 def pytest_configure(config):
@@ -32,20 +31,6 @@ def pytest_configure(config):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_default_matmul_precision", "highest")
-
-
-def only_in_full():
-    """The beginnings of the names of tests that CI leaves out."""
-    lines = ONLY_IN_FULL.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    starts = tuple(only_in_full())
-    for item in items:
-        if item.nodeid.startswith(starts):
-            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session")

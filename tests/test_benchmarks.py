@@ -451,7 +451,7 @@ def test_the_parts_of_a_step(grpo_steps, capsys, monkeypatch):
     for seconds in (30.0, 9.0, 11.0):
         # Twice a step: both count.
         assert rollout(1.0) == 1.0 and rollout(2.0) == 2.0
-        log.drawn(4, -36.0)
+        log.record_tokens(4, -36.0)
         assert [log.reward([4, 5]) for _ in range(2)] == [0.5, 0.5]
         wait(seconds - 3.0)
         log.step_ends(train=seconds - 4.0)
@@ -479,7 +479,7 @@ def test_libraries_must_train_alike(grpo_summary):
     sound = {
         ours: [grpo_figures(2.0)],
         shared: [grpo_figures(1.0)],
-        # It has no gradient norm, and a padding id that was drawn.
+        # It has no gradient norm, and a padding id that was sampled.
         tunix: [grpo_figures(7.0, grad_norm=None, trained_tokens=4093)],
         # Another workload is compared with itself alone.
         run("ours", "w5-long"): [grpo_figures(3.0, trained_tokens=2048)],

@@ -1,4 +1,4 @@
-"""Optimizers as the training step uses them."""
+"""Optimizers in the training step."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def make_variables(dtype="float32", seed=0):
-    """A matrix, a bias of two axes as KerasHub's attention has, a norm."""
+    """Returns a matrix, a bias with two axes (as in attention), a norm."""
     rng = np.random.default_rng(seed)
     found = []
     for name, shape in SHAPES.items():
@@ -31,7 +31,7 @@ def make_variables(dtype="float32", seed=0):
 
 
 class Run:
-    """An optimizer and what the step keeps for it."""
+    """An optimizer with the state that the step keeps for it."""
 
     def __init__(self, optimizer, variables):
         self.optimizer = optimizers.get(optimizer, learning_rate=0.1)
@@ -66,7 +66,7 @@ def zero_gradients():
 
 
 def decayed(run):
-    """Names of the variables that a step without gradients shrinks."""
+    """Returns the variables that a step with zero gradients shrinks."""
     before = [np.array(x, "float32") for x in run.state["trainable"]]
     after = run.step(zero_gradients())
     return {
@@ -88,7 +88,7 @@ def test_weight_decay_leaves_norms_and_biases_out(name, dtype):
 
 
 def test_decayed_weights_shrink_by_rate_times_decay():
-    """1 - 0.1 * 0.5 = 0.95 of what they were."""
+    """They are multiplied by 1 - 0.1 * 0.5 = 0.95."""
     variables = make_variables()
     before = np.array(variables[0].value)
     run = Run(keras.optimizers.AdamW(0.1, weight_decay=0.5), variables)
@@ -97,7 +97,7 @@ def test_decayed_weights_shrink_by_rate_times_decay():
 
 
 @DTYPES
-def test_a_users_own_exclusions_stand(dtype):
+def test_a_users_exclusions_are_kept(dtype):
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["kernel"])
     run = Run(optimizer, make_variables(dtype))
@@ -123,7 +123,7 @@ def test_the_optax_mask_leaves_norms_and_biases_out(dtype):
     assert decayed(run) == set(SHAPES), "Optax is taken as it is"
 
 
-def test_the_mask_goes_by_path_and_axes():
+def test_the_mask_uses_path_and_axes():
     params = {
         "a/query/kernel": np.zeros((2, 3, 4)),
         "a/query/bias": np.zeros((3, 4)),
@@ -155,7 +155,7 @@ def test_optax_equals_keras_step_for_step(momentum, dtype):
 
 
 def test_optax_adam_is_optaxs():
-    """The wrapped transformation against Optax's own loop."""
+    """The wrapped transformation equals Optax's own loop."""
     transform = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(
@@ -319,14 +319,14 @@ def test_auto_is_adamw_without_decay():
     assert optimizer.epsilon == 1e-8 and not optimizer.weight_decay
 
 
-def test_names_and_objects_are_taken():
+def test_names_and_objects_are_accepted():
     assert type(optimizers.get("sgd", learning_rate=1)) is keras.optimizers.SGD
     optimizer = keras.optimizers.Lion(1e-4)
     assert optimizers.get(optimizer, learning_rate=1) is optimizer
 
 
 @pytest.mark.parametrize("bad", ["no such", 3, None, object(), [1]])
-def test_what_is_no_optimizer_is_refused(bad):
+def test_other_values_are_refused(bad):
     with pytest.raises(ValueError, match="an Optax transformation") as e:
         optimizers.get(bad, learning_rate=1e-3)
     assert f"Received: optimizer={bad!r}" in str(e.value)
@@ -430,12 +430,12 @@ def test_bfloat16_weights_train():
         value = value.astype("float32")
         moved = np.abs(value - start[key].astype("float32"))
         assert moved.max() > 0, key
-        # Signs of small gradients differ now and then: that far at most.
+        # Signs of small gradients may differ, by at most this bound.
         np.testing.assert_allclose(
             value, full[key], rtol=2.0**-8, atol=1.7e-2, err_msg=key
         )
         if key.endswith("key/bias"):
-            # Scores move together with it: its gradient is all rounding.
+            # It shifts all scores alike, so its gradient is only rounding.
             continue
         close = np.isclose(value, full[key], rtol=2.0**-8, atol=2e-3)
         assert close.mean() > 0.9, key

@@ -1,4 +1,4 @@
-"""What other callbacks count between epochs, for a checkpoint."""
+"""State of other callbacks, to be saved in a checkpoint."""
 
 import collections
 import numbers
@@ -7,15 +7,15 @@ import numpy as np
 
 from keras_posttrain.distribution import processes
 
-# By attribute: EarlyStopping's and ReduceLROnPlateau's.
+# Attributes of EarlyStopping and ReduceLROnPlateau.
 COUNTERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
 
 
-def named(callbacks):
+def by_name(callbacks):
     """Yields `(name, callback)`, such as `("EarlyStopping/0", ...)`.
 
-    The number counts callbacks of one class, so that another callback more
-    or less, a progress bar among them, renames none.
+    The number counts callbacks of one class, so that adding or removing a
+    callback of another class, such as a progress bar, changes no name.
     """
     seen = collections.Counter()
     for callback in callbacks:
@@ -25,9 +25,9 @@ def named(callbacks):
 
 
 def counters(callbacks):
-    """The counters of callbacks by name: a dict that JSON can hold."""
+    """Returns callbacks' counters by name, a dict that JSON can encode."""
     found = {}
-    for name, callback in named(callbacks):
+    for name, callback in by_name(callbacks):
         values = {
             key: _plain(getattr(callback, key))
             for key in COUNTERS
@@ -39,41 +39,41 @@ def counters(callbacks):
 
 
 def set_counters(callbacks, values):
-    """Sets what `counters` found."""
-    for name, callback in named(callbacks):
+    """Restores counters that `counters` returned."""
+    for name, callback in by_name(callbacks):
         for key, value in values.get(name, {}).items():
             setattr(callback, key, value)
 
 
 def best_weights(callbacks, task):
-    """The trainable part of the weights that EarlyStopping keeps.
+    """Returns the trainable part of the weights that EarlyStopping keeps.
 
     Returns:
-        Dict of dicts of arrays: by callback, then by place among the task's
+        Dict of dicts of arrays: by callback, then by index among the task's
         trainable variables.
     """
-    places = _places(task)
+    indices = _indices(task)
     return {
-        name: {str(i): callback.best_weights[at] for i, at in places.items()}
-        for name, callback in named(callbacks)
+        name: {str(i): callback.best_weights[at] for i, at in indices.items()}
+        for name, callback in by_name(callbacks)
         if getattr(callback, "best_weights", None) is not None
     }
 
 
 def set_best_weights(callbacks, task, values):
-    """Sets what `best_weights` found; frozen weights are the task's own."""
-    for name, callback in named(callbacks):
+    """Restores weights of `best_weights`; frozen ones come from the task."""
+    for name, callback in by_name(callbacks):
         if name not in values:
             continue
         weights = task.get_weights()
         best = processes.fetch(values[name])
-        for i, at in _places(task).items():
+        for i, at in _indices(task).items():
             weights[at] = np.array(best[str(i)])
         callback.best_weights = weights
 
 
-def _places(task):
-    """Where each trainable variable is in `task.get_weights()`."""
+def _indices(task):
+    """Returns each trainable variable's index in `task.get_weights()`."""
     at = {id(v): i for i, v in enumerate(task.weights)}
     return {i: at[id(v)] for i, v in enumerate(task.trainable_variables)}
 

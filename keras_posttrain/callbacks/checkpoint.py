@@ -14,37 +14,37 @@ from keras_posttrain.distribution import processes
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves a run, and goes on where it stopped.
+    """Saves the state of a run, and resumes the run bit for bit.
 
-    The same script run again with the same directory continues as if it had
-    never stopped: weights (of an adapter alone, where there is one),
-    optimizer, step, random state, place in the data, running means and the
-    counters of `EarlyStopping` and `ReduceLROnPlateau` are restored. A run
-    that a callback stopped at the end of an epoch stays stopped; one that
-    was stopped within an epoch goes on.
+    If the same script runs again with the same directory, training resumes
+    where it stopped: weights (with an adapter, only its weights), optimizer,
+    step, random state, position in the data, running means and the counters
+    of `EarlyStopping` and `ReduceLROnPlateau` are restored. A run that a
+    callback stopped at the end of an epoch stays stopped; a run that was
+    stopped within an epoch resumes.
 
-    Saving is asynchronous and atomic; a checkpoint that a crash left damaged
-    is passed over for the one before. SIGTERM saves, then ends the process
-    as it would have ended.
+    Saving is asynchronous and atomic. A checkpoint that a crash damaged is
+    skipped, and the one before it is used. On SIGTERM a checkpoint is saved
+    before the signal ends the process.
 
-    Several processes save together, each what its devices hold: they need
-    one directory that all of them reach. SIGTERM to one of them saves and
-    ends all. Where a rollout fails, its engine or a reward, all steps before
-    it are saved as well.
+    Several processes save together, each the shards of its own devices; they
+    need one directory that all of them can reach. SIGTERM to one of them
+    saves and ends all. If a rollout engine or a reward fails, the steps
+    before it are saved too.
 
     Args:
-        directory: str or path, made where missing.
+        directory: str or path, created if missing.
         every: int, steps between two checkpoints. The end of training is
             saved too.
-        keep: int, how many checkpoints stay.
-        from_step: int or `None`: go back to the newest checkpoint that is
-            not after this step, and remove those after it; with `fit`'s
-            `skip_steps`, a run leaves a loss spike out that way. Run again
-            with the same `from_step`, it goes on where it stopped.
+        keep: int, number of checkpoints to keep.
+        from_step: int or `None`: return to the newest checkpoint that is not
+            after this step, and delete the later ones. With `fit`'s
+            `skip_steps`, a loss spike can be left out this way. The same
+            script with the same `from_step` then resumes where it stopped.
 
     Raises:
-        ValueError: at the start of training, for a directory that cannot be
-            written to or that holds a run of another model, adapter shape,
+        ValueError: at the start of training, if the directory cannot be
+            written to or contains a run of another model, adapter shape,
             optimizer or data.
 
     Example:
@@ -84,14 +84,14 @@ class Checkpoint(keras.callbacks.Callback):
         self._restore()
         self._last = self.model.step
         in_main = threading.current_thread() is threading.main_thread()
-        # Where several processes run, JAX handles the signal.
+        # With several processes, JAX handles the signal.
         if in_main and processes.count() == 1:
             self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        # The epoch that goes on has begun before: what a scheduler changes
-        # at a beginning, the learning rate, is changed already.
+        # A resumed epoch has begun before: a scheduler has set its learning
+        # rate already.
         for variable, value in self._scalars:
             variable.assign(value)
         self._scalars = []
@@ -101,8 +101,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._calls += 1
         if processes.is_preempted(self._calls):
             self._terminated = True
-        # What follows an epoch's last step (validation, other callbacks)
-        # belongs to that epoch: such a step is saved after them.
+        # Validation and other callbacks at the end of an epoch belong to it,
+        # so its last step is saved after them.
         if not self._model.run.at_rest:
             return
         if self._is_due() and not self._is_epoch_over():
@@ -110,13 +110,13 @@ class Checkpoint(keras.callbacks.Callback):
             self._end_if_terminated()
 
     def on_epoch_end(self, epoch, logs=None):
-        # An epoch that was stopped in its middle is saved as it was there.
+        # A run that was stopped within the epoch is saved already.
         if self._stopped_in_epoch and self._saved == self._model.step:
             return
         self._epoch = epoch + 1
         is_last = self._epoch == self.params["epochs"]
-        # Before `on_train_end`, where EarlyStopping puts its best weights
-        # in: a run with more epochs goes on from the last ones.
+        # Before `on_train_end`, where EarlyStopping restores its best
+        # weights: a run with more epochs resumes from the last ones.
         if self._is_due() or is_last:
             self._save()
         self._end_if_terminated()
@@ -126,15 +126,15 @@ class Checkpoint(keras.callbacks.Callback):
         self._end_if_terminated()
 
     def save_before_error(self):
-        """Saves a run that an error is about to end between two steps."""
-        # Several processes would have to save together.
+        """Saves a run that an error between two steps is about to end."""
+        # Several processes cannot save, as the others may not call this.
         if processes.count() > 1 or self._manager is None:
             return
         if self._model.step > (self._saved or 0):
             self._save(in_epoch=True)
 
     def close(self):
-        """Waits for the last checkpoint and gives SIGTERM back."""
+        """Waits for the last checkpoint and restores the SIGTERM handler."""
         handler, self._old_handler = self._old_handler, None
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
@@ -152,7 +152,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _is_epoch_over(self):
         if self._model.run.at_epoch_end():
             return True
-        # A stream knows its last batch only from its place after it.
+        # A stream shows only by its next position that a batch was the last.
         _, meta = self.model.run.training_state()
         return meta["data"]["position"]["epoch"] > self._epoch
 
@@ -161,7 +161,7 @@ class Checkpoint(keras.callbacks.Callback):
             self.close()
             self._terminated = False
             if processes.count() > 1:
-                # That the others end is no loss.
+                # Closed first: that processes now end is not an error.
                 for callback in self.model.run.callbacks:
                     if hasattr(callback, "close"):
                         callback.close()
@@ -175,16 +175,19 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             return function(*args, **kwargs)
         except (OSError, ValueError, RuntimeError) as e:
+            if processes.may_be_lost(e):
+                raise
             good = _complete_steps(self.directory)
             last = f"step {good[-1]}" if good else "none"
             raise OSError(
                 f"A checkpoint could not be written to "
                 f"{str(self.directory)!r}; the last good one is {last}. Make "
-                "room and run the script again to go on from it. "
+                "room and run the script again to resume from it. "
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
     def _save(self, in_epoch=False):
+        # Imported late, as only runs with checkpoints need it.
         import orbax.checkpoint as ocp
 
         task, run = self.model, self.model.run
@@ -196,9 +199,9 @@ class Checkpoint(keras.callbacks.Callback):
         arrays, meta = run.training_state()
         arrays["best"] = callback_state.best_weights(run.callbacks, task)
         if jax.default_backend() == "cpu":
-            # An array on the CPU is written from where it lies, and the next
-            # step is given that memory.
-            arrays = jax.tree.map(_own, arrays)
+            # Arrays on the CPU are written without a copy, and the next step
+            # reuses their memory.
+            arrays = jax.tree.map(_copy, arrays)
         meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
         stopped = task.stop_training and not self._stopped_in_epoch
         meta["stopped"] = bool(stopped)
@@ -217,15 +220,16 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved = self._last = task.step
 
     def _restore(self):
+        # Imported late, as only runs with checkpoints need it.
         import orbax.checkpoint as ocp
 
         task, run = self.model, self.model.run
         expected, _ = run.training_state()
-        failures, left_behind = [], []
+        failures, later = [], []
         steps = processes.from_first(sorted(self._manager.all_steps()))
         for step in reversed(steps):
-            # By the handlers: the manager has all processes meet again at
-            # the end, where one that fails is waited for.
+            # The manager would wait for all processes after reading, even if
+            # one fails; its handlers do not.
             folder = self.directory / str(step)
             meta, error = self._try(
                 ocp.JsonCheckpointHandler(),
@@ -236,7 +240,7 @@ class Checkpoint(keras.callbacks.Callback):
                 failures.append((step, error))
                 continue
             if self._is_before_branch(step, meta):
-                left_behind.append(step)
+                later.append(step)
                 continue
             run.check(meta, self.directory)
             best = {name: expected["trainable"] for name in meta["best"]}
@@ -263,56 +267,55 @@ class Checkpoint(keras.callbacks.Callback):
             self._epoch = meta["epoch"]
             self._saved = step
             break
-        self._leave(left_behind, steps)
-        self._report(failures)
+        self._delete_later(later, steps)
+        self._delete_damaged(failures)
 
     def _try(self, handler, folder, args):
-        """`(what was restored, None)`; `(None, error)` where a process
-        fails, in all."""
-        found = error = None
+        """Returns `(item, None)`, or `(None, error)` if any process fails."""
+        item = error = None
         try:
-            found = handler.restore(folder, args=args)
-        except Exception as e:  # noqa: BLE001 - whatever a damage raises
+            item = handler.restore(folder, args=args)
+        except Exception as e:  # noqa: BLE001 - damage can raise any error
             error = f"{type(e).__name__}: {str(e)[:300]}"
         errors = [e for e in processes.exchange(error) if e is not None]
-        return (None, errors[0]) if errors else (found, None)
+        return (None, errors[0]) if errors else (item, None)
 
     def _is_before_branch(self, step, meta):
-        """Whether a checkpoint lies after `from_step`, but not on its run."""
+        """Returns `True` for a checkpoint after `from_step` of the old run."""
         if self.from_step is None or step <= self.from_step:
             return False
         return meta["from_step"] != self.from_step
 
-    def _leave(self, left_behind, steps):
-        if left_behind and self._saved is None:
+    def _delete_later(self, later, steps):
+        if later and self._saved is None:
             raise ValueError(
                 f"No checkpoint in {str(self.directory)!r} is from step "
-                f"{self.from_step} or before; there are those of steps "
+                f"{self.from_step} or before; the steps of those found are "
                 f"{sorted(steps)}. Received: from_step={self.from_step}"
             )
-        for step in left_behind:
+        for step in later:
             self._manager.delete(step)
-        if left_behind and processes.is_first():
+        if later and processes.is_first():
             print(
-                f"Going on from step {self._saved}; removed the checkpoints "
-                f"of steps {sorted(left_behind)}.",
+                f"Resuming from step {self._saved}; removed the checkpoints "
+                f"of steps {sorted(later)}.",
                 flush=True,
             )
 
-    def _report(self, failures):
+    def _delete_damaged(self, failures):
         if not failures:
             return
         if self._saved is None:
             step, error = failures[0]
             raise ValueError(
                 f"No checkpoint in {str(self.directory)!r} can be read "
-                f"(step {step}: {error}). Remove the directory to start anew."
+                f"(step {step}: {error}). Remove the directory to start again."
             )
         for step, error in failures:
             if processes.is_first():
                 print(
                     f"Checkpoint of step {step} is damaged "
-                    f"({error.split(':')[0]}); going on from step "
+                    f"({error.split(':')[0]}); resuming from step "
                     f"{self._saved}.",
                     flush=True,
                 )
@@ -320,12 +323,13 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def _manager(directory, keep):
+    # Imported late, as only runs with checkpoints need it.
     import orbax.checkpoint as ocp
 
     class Manager(ocp.CheckpointManager):
         def reached_preemption(self, step):
-            # Asked for an earlier step as well, JAX would agree on a step
-            # that the run has passed.
+            # JAX agrees on one step per call, and Orbax's calls could agree
+            # on a step that the run has passed.
             return False
 
     return Manager(
@@ -343,7 +347,7 @@ def _complete_steps(directory):
     return sorted(int(n) for n in names if n.isdigit())
 
 
-def _own(array):
+def _copy(array):
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return jnp.array(array, copy=True)
     return np.array(array)

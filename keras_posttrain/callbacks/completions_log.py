@@ -16,26 +16,27 @@ FORMATS = ("jsonl", "parquet")
 
 
 class CompletionsLog(keras.callbacks.Callback):
-    """Writes down what was sampled: prompts, completions, rewards.
+    """Logs sampled completions with their prompts and rewards.
 
-    Reads `last_rollout` of a task: a new dict for each rollout, of lists of
-    one length, such as `step` (the steps that were done when the rollout was
-    made), `prompt`, `completion`, a column for each reward, `reward`,
-    `advantage` and `finish_reason`; `None` where there is none.
+    It reads the task's `last_rollout`, a new dict for each rollout. Its values
+    are lists of equal length: `step` (the number of steps done before the
+    rollout), `prompt`, `completion`, a column for each reward, `reward`,
+    `advantage`, `finish_reason` and others. It is `None` before the first
+    rollout.
 
-    With `format="jsonl"` a line a completion is appended to
-    `completions.jsonl`; with `"parquet"` each rollout is a file
-    `completions/00000042.parquet`, named by its step, in which prompts and
-    completions that are messages are JSON. Numbers that are not finite are
-    `null`. A resumed run drops the rollouts of the steps that it does again;
-    one that starts anew moves those of an earlier run to
-    `completions.jsonl.old` or `completions.old`. Of several processes the
-    first writes.
+    With `format="jsonl"`, one line per completion is appended to
+    `completions.jsonl`. With `"parquet"`, each rollout is written to a file
+    named by its step, such as `completions/00000042.parquet`, in which prompts
+    and completions that are messages are JSON. Numbers that are not finite are
+    `null`. A resumed run drops the rollouts of steps that it repeats. A run
+    that starts from the beginning moves those of an earlier run to
+    `completions.jsonl.old` or `completions.old`. Of several processes, the
+    first one writes.
 
     Args:
-        directory: str or path, made where missing.
+        directory: str or path, created if missing.
         every: int, steps between two rollouts that are written and shown.
-        num_rows: int, completions shown in the terminal, 0 for none.
+        num_rows: int, completions to show in the terminal, 0 for none.
         format: `"jsonl"`, or `"parquet"`, which needs pyarrow.
 
     Example:
@@ -45,7 +46,7 @@ class CompletionsLog(keras.callbacks.Callback):
     ```
     """
 
-    # Reads the task's rollout, not what Keras hands out.
+    # Reads the task's rollout instead of the logs that Keras passes.
     reads_step_logs = True
 
     def __init__(self, directory, every=1, num_rows=3, format="jsonl"):
@@ -89,7 +90,7 @@ class CompletionsLog(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         if self._steps is None and processes.is_first():
-            # Where a resumed run goes on is known by now.
+            # Only now is the step of a resumed run known.
             self._open()
 
     def _open(self):
@@ -106,7 +107,7 @@ class CompletionsLog(keras.callbacks.Callback):
         if not table["step"]:
             return
         step = int(table["step"][0])
-        # A rollout that a checkpoint brought back may be written already.
+        # A rollout restored from a checkpoint may be written already.
         last = max((s for s in self._steps if s <= step), default=None)
         if last is not None and last // self.every == step // self.every:
             return
@@ -125,7 +126,7 @@ class CompletionsLog(keras.callbacks.Callback):
 
 
 def _checked(table):
-    """The columns as lists of what JSON can hold."""
+    """Returns the columns as lists of values that JSON can encode."""
     columns = {k: [_plain(x) for x in v] for k, v in table.items()}
     lengths = {k: len(v) for k, v in columns.items()}
     if "step" not in columns or len(set(lengths.values())) != 1:
@@ -149,13 +150,13 @@ def _plain(value):
 
 
 class _Lines:
-    """One file, a JSON object a completion."""
+    """A file with one JSON object per completion."""
 
     def __init__(self, directory):
         self.path = directory / "completions.jsonl"
 
     def keep_before(self, step):
-        """Drops what was made at this step or later; the steps that stay."""
+        """Drops rollouts of this step or later; returns the other steps."""
         steps, dropped = set(), False
         if not self.path.exists():
             return steps
@@ -165,7 +166,7 @@ class _Lines:
                 try:
                     at = json.loads(line)["step"]
                 except ValueError:
-                    continue  # cut off in the middle by a crash
+                    continue  # A crash cut the line off.
                 if at < step:
                     steps.add(at)
                     out.write(line)
@@ -187,13 +188,13 @@ class _Lines:
 
 
 class _Files:
-    """A folder of Parquet files, one a rollout."""
+    """A folder with one Parquet file per rollout."""
 
     def __init__(self, directory):
         self.path = directory / "completions"
 
     def keep_before(self, step):
-        """Drops what was made at this step or later; the steps that stay."""
+        """Drops rollouts of this step or later; returns the other steps."""
         steps, dropped = set(), []
         for path in sorted(self.path.glob("*.parquet")):
             if not re.fullmatch(r"\d+", path.stem):
@@ -212,6 +213,7 @@ class _Files:
         return steps
 
     def write(self, step, table):
+        # An optional dependency.
         import pyarrow
         import pyarrow.parquet
 
@@ -224,7 +226,7 @@ class _Files:
 
 
 def _column(values):
-    """Messages as JSON: files whose columns differ in type do not join."""
+    """Encodes messages as JSON, so that all files have the same types."""
     return [
         json.dumps(v, ensure_ascii=False) if isinstance(v, (dict, list)) else v
         for v in values
@@ -232,12 +234,12 @@ def _column(values):
 
 
 def table_text(table, num_rows, width=None):
-    """The first completions of a rollout as a table of text.
+    """Formats the first completions of a rollout as a text table.
 
     Args:
-        table: dict of lists of one length.
-        num_rows: int, how many completions.
-        width: int, characters of a line, or `None` for the terminal's.
+        table: dict of lists of equal length.
+        num_rows: int, number of completions.
+        width: int, characters per line, or `None` for the terminal's width.
 
     Returns:
         String.
@@ -245,14 +247,14 @@ def table_text(table, num_rows, width=None):
     table = _checked(table)
     width = width or shutil.get_terminal_size().columns
     texts = [n for n in ("prompt", "completion") if n in table]
-    others = [n for n in table if n not in ("step", *texts)]
+    columns = [n for n in table if n not in ("step", *texts)]
     count = min(num_rows, len(table["step"]))
-    cells = {n: [_cell(v) for v in table[n][:count]] for n in texts + others}
-    sizes = {n: max(map(len, [n, *cells[n]])) for n in others}
-    gaps = 2 * (len(texts) + len(others) - 1)
+    cells = {n: [_cell(v) for v in table[n][:count]] for n in texts + columns}
+    sizes = {n: max(map(len, [n, *cells[n]])) for n in columns}
+    gaps = 2 * (len(texts) + len(columns) - 1)
     room = max(width - sum(sizes.values()) - gaps, 20 * len(texts))
     for n in texts:
-        # The prompt's share is a third: the completion is what is new.
+        # The prompt gets a third: the completion is of more interest.
         share = room // 3 if n == "prompt" and len(texts) == 2 else room
         longest = max(map(len, [n, *cells[n]]))
         sizes[n] = min(longest, share)
@@ -267,7 +269,7 @@ def table_text(table, num_rows, width=None):
 
 
 def _cell(value):
-    """One line of printable characters: a terminal must not obey a text."""
+    """Returns one printable line, without control characters."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -278,7 +280,7 @@ def _cell(value):
 
 
 def _shortened(text, size):
-    """The start and the end of a text that is longer than its room."""
+    """Cuts out the middle of a text that is longer than `size`."""
     if len(text) <= size:
         return text
     head = (size - 1) // 2

@@ -12,20 +12,20 @@ from keras_posttrain.distribution import processes
 
 
 class MetricsLog(keras.callbacks.Callback):
-    """Writes `metrics.jsonl`: a JSON object for every training step.
+    """Writes a JSON object for every training step to `metrics.jsonl`.
 
     Each line has `step`, `loss`, `grad_norm`, `learning_rate`, `num_tokens`
-    (real tokens seen since the start), `tokens_per_second` (of this step),
-    `skipped` and the metrics of the loss: the values of that step, not
-    running means; `null` is a number that is not finite. A line is written
-    once the next step is under way, so that nothing waits for the device.
+    (tokens since the start, without padding), `tokens_per_second` (of this
+    step), `skipped` and the metrics of the loss. The values are those of the
+    step, not running means; numbers that are not finite are `null`. A line is
+    written while the next step runs, so that the device never waits for it.
 
-    A run that starts anew moves the lines of an earlier one to
-    `metrics.jsonl.old`; a resumed run drops those of the steps that it does
-    again. Of several processes the first writes.
+    A run that starts from the beginning moves the lines of an earlier run to
+    `metrics.jsonl.old`. A resumed run drops the lines of steps that it
+    repeats. Of several processes, the first one writes.
 
     Args:
-        directory: str or path, made where missing.
+        directory: str or path, created if missing.
 
     Example:
 
@@ -34,7 +34,7 @@ class MetricsLog(keras.callbacks.Callback):
     ```
     """
 
-    # Reads the step's logs from the task, not what Keras hands out.
+    # Reads the step's logs from the task instead of those that Keras passes.
     reads_step_logs = True
 
     def __init__(self, directory):
@@ -55,7 +55,7 @@ class MetricsLog(keras.callbacks.Callback):
         if not processes.is_first():
             return
         task = self._model
-        # Where a stream ends, Keras calls without a step.
+        # At the end of a stream, Keras calls this without a step.
         if task.step == self._last_step or not task.step_logs:
             return
         self._write()
@@ -70,25 +70,25 @@ class MetricsLog(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._clock = time.perf_counter()
         if self._start is None:
-            # Where a resumed run goes on is known by now.
+            # Only now is the step of a resumed run known.
             self._start = self._last_step = self._model.step
 
     def on_train_end(self, logs=None):
         self.close()
 
     def flush(self):
-        """Writes everything up to the step just done."""
+        """Writes the lines of all steps that are done."""
         self._write()
 
     def close(self):
-        """Writes what is left and closes the file."""
+        """Writes the last line and closes the file."""
         file = self._file
         try:
             self._write()
         finally:
             self._file = self._pending = None
             if file is not None:
-                # What a full disk has refused was told of already.
+                # An error of a full disk was raised already.
                 with contextlib.suppress(OSError):
                     file.close()
 
@@ -105,7 +105,7 @@ class MetricsLog(keras.callbacks.Callback):
         values["tokens_per_second"] = tokens / max(now - self._clock, 1e-9)
         self._clock = now
         line = {"step": step}
-        for name in in_order(values):
+        for name in sorted_names(values):
             value = values[name]
             line[name] = value if math.isfinite(value) else None
         try:
@@ -120,14 +120,14 @@ class MetricsLog(keras.callbacks.Callback):
             ) from e
 
     def _open(self, step):
-        """Keeps the lines of the steps up to this one, and their tokens."""
+        """Opens the file and keeps only the lines up to this step."""
         kept, dropped = [], []
         if self.path.exists():
             for line in self.path.read_text().splitlines():
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError:
-                    continue  # cut off in the middle by a crash
+                    continue  # A crash cut the line off.
                 (kept if row["step"] <= step else dropped).append(line)
                 if row["step"] <= step:
                     self._num_tokens = row["num_tokens"]
@@ -142,14 +142,14 @@ class MetricsLog(keras.callbacks.Callback):
         self._file = open(self.path, "a")
 
 
-def in_order(names):
-    """Names of metrics: those of every step first, then by letter."""
+def sorted_names(names):
+    """Sorts metrics: those of every step first, the others by name."""
     first = ("loss", "grad_norm", "learning_rate", "num_tokens")
     return [n for n in first if n in names] + sorted(set(names) - set(first))
 
 
 def make_directory(directory):
-    """Makes a directory, or says why it cannot be written to."""
+    """Creates a directory, or raises an error if it is not writable."""
     directory = pathlib.Path(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)

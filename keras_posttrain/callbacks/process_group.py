@@ -1,3 +1,4 @@
+import atexit
 import json
 import sys
 import zlib
@@ -6,48 +7,56 @@ import keras
 
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.distribution import processes
-from keras_posttrain.distribution.watchdog import Peers
+from keras_posttrain.distribution.exit_message import ExitMessage
 
 
 class ProcessGroup(keras.callbacks.Callback):
-    """Keeps the processes of a run together; `fit` adds it where several run.
+    """Checks that all processes run the same training, and ends them together.
 
-    Processes that would not train the same end before the first step, and
-    one that is lost ends all, with a message.
+    `fit` adds it where several processes run. Processes whose arguments, data
+    or variables differ are refused before the first step. If a process is
+    lost, JAX's heartbeat ends the others, and a message says how to resume.
     """
 
     reads_step_logs = True
 
     def __init__(self):
         super().__init__()
-        self._peers = None
+        self._exit_message = None
 
     def on_train_begin(self, logs=None):
         task = self._model
         self._handled = sys.exception()
-        # What follows is computed by all together, on arrays of these shapes.
+        # The following checks are computed on arrays of these shapes by all
+        # processes together.
         shapes = [[v.path, list(v.shape)] for v in task.variables]
         digest = zlib.crc32(json.dumps(shapes).encode())
         processes.check_equal({"shapes of variables (checksum)": digest})
         processes.check_equal(task.run.agreement())
-        places = [
+        directories = [
             str(c.directory)
             for c in task.run.callbacks
             if isinstance(c, Checkpoint)
         ]
-        self._peers = Peers(*places[:1])
-        self._peers.start()
-        self._peers.tell(task.step)
+        self._exit_message = ExitMessage(
+            f"Process {processes.index()} of {processes.count()}",
+            *directories[:1],
+        )
+        self._exit_message.update(task.step)
 
     def on_train_batch_end(self, batch, logs=None):
-        self._peers.tell(self._model.step)
+        self._exit_message.update(self._model.step)
 
     def close(self):
-        """Ends the watch; what is being raised is told to the others."""
-        peers, self._peers = self._peers, None
-        if peers is None:
+        """Cancels the message, unless another process may have been lost."""
+        exit_message, self._exit_message = self._exit_message, None
+        if exit_message is None:
             return
         error = sys.exception()
-        if error is not None and error is not self._handled:
-            peers.fail(error)
-        peers.stop()
+        raised = error is not None and error is not self._handled
+        if raised and processes.may_be_lost(error):
+            # JAX reports the lost process, and ends this one, at its exit.
+            return
+        exit_message.cancel()
+        if raised:
+            atexit.register(processes.exit_after, error)

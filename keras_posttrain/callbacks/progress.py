@@ -4,22 +4,22 @@ import time
 
 import keras
 
-from keras_posttrain.callbacks.metrics_log import in_order
+from keras_posttrain.callbacks.metrics_log import sorted_names
 from keras_posttrain.distribution import processes
 
-# Reading the logs waits for the device: at most this often, in seconds.
+# Seconds between two readings of the logs, each of which waits for the device.
 INTERVAL = 0.5
-# In a file, where no line can be written over, a line this often.
+# Seconds between two lines in a file, where no line can be overwritten.
 LINE_INTERVAL = 60.0
 
 
 class Progress(keras.callbacks.Callback):
-    """The progress bar: metrics, tokens per second and the time left.
+    """A progress bar with metrics, tokens per second and remaining time.
 
-    Of several processes the first shows it.
+    Of several processes, the first one shows it.
 
     Args:
-        verbose: 1 or `"auto"` for a bar, 2 for a line an epoch.
+        verbose: 1 or `"auto"` for a bar, 2 for one line per epoch.
     """
 
     reads_step_logs = True
@@ -46,7 +46,7 @@ class Progress(keras.callbacks.Callback):
         self._pending.append((self._model.step, self._model.step_logs))
         now = time.perf_counter()
         if self._steps == 1:
-            # The first step compiles: rates start behind it.
+            # The first step compiles, so rates start after it.
             self._read()
             self._start, self._tokens = time.perf_counter(), 0.0
         elif now - self._shown > INTERVAL:
@@ -55,31 +55,30 @@ class Progress(keras.callbacks.Callback):
             if self.verbose == 2:
                 return
             if sys.stdout.isatty():
-                _say("\r" + self._line() + "\033[K", end="")
+                _print("\r" + self._line() + "\033[K", end="")
             elif now - self._printed > LINE_INTERVAL:
-                _say(self._line())
+                _print(self._line())
                 self._printed = now
 
     def on_test_begin(self, logs=None):
         self._paused = time.perf_counter()
 
     def on_test_end(self, logs=None):
-        # Rates are those of training.
+        # Rates do not include validation.
         self._start += time.perf_counter() - self._paused
 
     def on_epoch_end(self, epoch, logs=None):
         self._read()
-        shown = {**(logs or {})}
-        line = self._line(shown)
+        line = self._line(logs or {})
         if self.verbose != 2 and sys.stdout.isatty():
             line = "\r" + line + "\033[K"
-        _say(line)
+        _print(line)
 
     def on_train_end(self, logs=None):
         if self._skipped:
             many = ", ".join(map(str, self._skipped[:10]))
             more = "" if len(self._skipped) <= 10 else ", …"
-            _say(
+            _print(
                 f"{len(self._skipped)} steps changed nothing, since "
                 f"{self._model.skipped_because}: steps {many}{more}"
             )
@@ -100,7 +99,7 @@ class Progress(keras.callbacks.Callback):
         parts = [f"epoch {self._epoch + 1}/{epochs}"]
         left = None
         if run.data.epoch_size:
-            # Steps of an earlier `fit` count, but are none of this one's.
+            # `step` includes the steps of earlier calls of `fit`.
             step = self._model.step
             total = run.state.first_step + epochs * run.data.epoch_size
             parts.append(f"step {step}/{total}")
@@ -115,7 +114,7 @@ class Progress(keras.callbacks.Callback):
             hidden |= {x for x in logs if x.removeprefix("val_") not in chosen}
         parts += [
             f"{name} {float(logs[name]):.4g}"
-            for name in in_order(logs)
+            for name in sorted_names(logs)
             if name not in hidden and math.isfinite(logs[name])
         ]
         if elapsed > 0 and self._tokens:
@@ -125,7 +124,7 @@ class Progress(keras.callbacks.Callback):
         return " - ".join(parts)
 
 
-def _say(line, end="\n"):
+def _print(line, end="\n"):
     if processes.is_first():
         print(line, end=end, flush=True)
 

@@ -2,15 +2,15 @@ import keras
 
 
 class UpdateReference(keras.callbacks.Callback):
-    """Lets the reference policy follow the policy.
+    """Moves the reference policy towards the policy (TR-DPO).
 
-    Every so many steps the reference becomes `mixup` times the policy plus
-    `1 - mixup` times itself (TR-DPO). TRL's `sync_ref_model` does so every
-    512 steps with 0.6. The reference takes memory of its own then.
+    Every `every` steps the reference becomes `mixup` times the policy plus
+    `1 - mixup` times itself. TRL's `sync_ref_model` does this every 512 steps
+    with 0.6. The reference is then a copy that takes memory.
 
     Args:
         every: int, steps between two updates.
-        mixup: float above 0 and at most 1, the policy's share.
+        mixup: float above 0 and at most 1, the weight of the policy.
 
     Reference:
         - [Gorbatovski et al., 2024](https://arxiv.org/abs/2404.09656).
@@ -22,7 +22,7 @@ class UpdateReference(keras.callbacks.Callback):
     ```
     """
 
-    # Tells the task that a copy is needed from the start.
+    # Makes the task keep a copy of the reference from the start.
     moves_reference = True
     reads_step_logs = True
 

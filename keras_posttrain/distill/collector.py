@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from keras_posttrain.data.batches.distillation import with_lookup
 from keras_posttrain.distill.teacher_cache import (
     aligned,
     served_top_tokens,
@@ -69,10 +70,10 @@ class DistillCollector(Collector):
         metrics = round.sampler.seconds | round.metrics
         if groups:
             metrics |= length_metrics(groups)
-        lookup = None
+        layout = self.layout
         if self.engine is not None and not self.by_policy_loss:
-            lookup = self._served(examples)
-        batches = self.layout.batches(examples, lookup)
+            layout = with_lookup(layout, self._served(examples))
+        batches = layout.minibatches(examples, equal_lengths=False)
         if self.by_policy_loss:
             trajectories = [t for g in groups for t in g.trajectories]
             self._put_logps(batches, trajectories)

@@ -4,15 +4,13 @@ import dataclasses
 
 import numpy as np
 
-from keras_posttrain.data.batches.distillation_batch import DistillationLayout
 from keras_posttrain.data.rows.distillation_columns import teacher_index
 from keras_posttrain.data.rows.distillation_example import (
-    Taught,
-    behind_prompt,
+    DistillationExample,
+    teacher_view,
 )
 from keras_posttrain.data.rows.prompts import Prompt
 from keras_posttrain.distill.teacher_cache import first_with_loss
-from keras_posttrain.rl.batches import RolloutBatch
 
 # The column of a prompt that the teacher reads in place of the student's.
 TEACHER_PROMPTS = {
@@ -50,37 +48,10 @@ class StudentPrompts:
         before, index = self.contexts.get(prompt.row, (None, None))
         theirs = source = None
         if before is not None:
-            theirs, source = behind_prompt(before, new, len(ids))
-        return Taught(ids, mask, prompt.row, theirs, source, index)
-
-
-@dataclasses.dataclass
-class SampleLayout:
-    """The layout of the batch of one step of samples.
-
-    Args:
-        num_sequences: int, the most of them in a batch.
-        layout: `DistillationLayout`.
-    """
-
-    num_sequences: int
-    layout: DistillationLayout
-
-    def batches(self, examples, lookup=None):
-        """A list of `RolloutBatch`es of neighbours.
-
-        Args:
-            examples: list of `Example`s.
-            lookup: as in `DistillationLayout`.
-        """
-        layout = dataclasses.replace(self.layout, lookup=lookup)
-        out = []
-        for first in range(0, len(examples), self.num_sequences):
-            part = examples[first : first + self.num_sequences]
-            arrays, places = layout.arrange(part)
-            places = {first + i: place for i, place in enumerate(places)}
-            out.append(RolloutBatch(arrays, places))
-        return out
+            theirs, source = teacher_view(before, new, len(ids))
+        return DistillationExample(
+            ids, mask, prompt.row, theirs, source, index
+        )
 
 
 def prompts_of_rows(examples, tokenizer, most, why, name):
@@ -108,7 +79,7 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
         ids = tuple(x.token_ids[:start].tolist())
         text = tokenizer.decode(ids) if tokenizer else list(ids)
         found.prompts.append(Prompt(ids, text, {}, x.row))
-        if isinstance(x, Taught):
+        if isinstance(x, DistillationExample):
             before = None
             if x.teacher_ids is not None:
                 if x.teacher_source[start] < 0:

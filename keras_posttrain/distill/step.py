@@ -9,7 +9,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.losses import DistillationLoss, SumLoss, reductions
 from keras_posttrain.losses.features import FeatureLoss
 from keras_posttrain.models.divergence_head import TopTeacher
-from keras_posttrain.models.feature_maps import taps_of
+from keras_posttrain.models.feature_maps import capture_of
 from keras_posttrain.rl.collector import LOGPS_INPUTS
 
 # Of a batch, what a teacher reads in place of the student's tokens.
@@ -63,12 +63,12 @@ class DistillTerms:
             state: dict, with the arrays of the `teachers`.
             rows, normalizers, key, differentiable: as there.
         """
-        student_taps = taps_of(self.feature_maps, 0)
-        teacher_taps = taps_of(self.feature_maps, 1)
-        hidden = self.policy.hidden_states(rows, key, taps=student_taps)
+        student_capture = capture_of(self.feature_maps, 0)
+        teacher_capture = capture_of(self.feature_maps, 1)
+        hidden = self.policy.hidden_states(rows, key, capture=student_capture)
         if not differentiable:
             hidden = jax.lax.stop_gradient(hidden)
-        teachers = self._teachers(state, rows, teacher_taps)
+        teachers = self._teachers(state, rows, teacher_capture)
         maps = iter(self.feature_maps)
         total, metrics = 0.0, {}
         for prefix, weight, loss in parts(self.loss):
@@ -85,7 +85,9 @@ class DistillTerms:
                 own = loss.total(rows, outputs)[1]
             else:
                 if isinstance(loss, FeatureLoss):
-                    outputs = next(maps).features(student_taps, teacher_taps)
+                    outputs = next(maps).features(
+                        student_capture, teacher_capture
+                    )
                 else:
                     outputs = self.policy.token_outputs(
                         rows,
@@ -99,7 +101,7 @@ class DistillTerms:
             total, metrics = total + value, own | metrics
         return total, metrics
 
-    def _teachers(self, state, rows, taps):
+    def _teachers(self, state, rows, capture):
         """The teachers' distributions for the head, a tuple."""
         if "teacher_ids" in rows:
             k = rows["teacher_ids"].shape[-1]
@@ -113,7 +115,7 @@ class DistillTerms:
         found = []
         for teacher, values in zip(self.teachers, state["teachers"]):
             with teacher.using(values, state["trainable"], state["frozen"]):
-                hidden = teacher.policy.hidden_states(view, taps=taps)
+                hidden = teacher.policy.hidden_states(view, capture=capture)
                 found.append(teacher.policy.teacher(view, source, hidden))
         return tuple(found)
 

@@ -1,7 +1,7 @@
-"""Meshes of devices, and how a model lies on them.
+"""Device meshes, and how a model is placed on them.
 
-On several hosts the same script is started in a process on each, and says so
-before anything else; on a TPU pod without arguments:
+On several hosts the same script runs in one process per host. Its first line
+connects the processes; on a TPU pod the call needs no arguments:
 
 ```python
 keras.distribution.initialize(
@@ -11,18 +11,23 @@ keras.distribution.set_distribution(kpt.distribution.fsdp())
 task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
 ```
 
-All processes read all rows, and each puts the rows of its own devices into
-batches. They sample together; each judges its share of the prompts. The first
-one writes logs, exports and adapters; `kpt.callbacks.Checkpoint` needs a
-directory that all of them reach. One that is lost ends the others.
+All processes read all rows, and each builds the rows of its own devices. They
+sample together, and each scores its share of the prompts. The first process
+writes logs, exports and adapters; `kpt.callbacks.Checkpoint` needs a directory
+that all of them can reach.
 
-On Pathways one process drives all devices; it begins with
-`import pathwaysutils; pathwaysutils.initialize()` in place of
-`keras.distribution.initialize`. This package does not import it, and was not
-tried on it.
+If a process is lost, JAX ends the others, at the latest after 100 seconds
+without a heartbeat. `jax.distributed.initialize` can be called in place of
+`keras.distribution.initialize`: its argument `heartbeat_timeout_seconds` sets
+that time. `keras.utils.set_random_seed` must then be called with the same seed
+in all processes.
+
+On Pathways one process drives all devices, and `import pathwaysutils;
+pathwaysutils.initialize()` takes the place of `keras.distribution.initialize`.
+This package does not import it and has not been tested with it.
 """
 
-from keras_posttrain.distribution.abstract import shapes_only
+from keras_posttrain._variables import shapes_only
 from keras_posttrain.distribution.plan import Plan
 from keras_posttrain.distribution.search import search
 from keras_posttrain.distribution.strategies import (

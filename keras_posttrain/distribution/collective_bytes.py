@@ -1,7 +1,7 @@
-"""The bytes that a layout sends by the book.
+"""The bytes that a step sends under an ideal use of its layout.
 
-A program may send less: an embedding that is looked up where it lies is not
-gathered at all.
+A program may send less: an embedding that is looked up on the device that
+stores it is not gathered at all.
 """
 
 import dataclasses
@@ -12,13 +12,12 @@ from keras_posttrain.distribution.mesh import MODEL
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A variable of a model, as a plan sees it.
+    """A model variable in a plan.
 
     Attributes:
         shape: tuple of ints.
-        itemsize: int, bytes of an entry where it is used: in the compute
-            dtype.
-        axes: tuple of names of axes of the mesh, or `None`, one an axis.
+        itemsize: int, bytes of an entry in the compute dtype.
+        axes: tuple of the mesh axis, or `None`, that each axis is split over.
         trainable: bool.
     """
 
@@ -28,7 +27,7 @@ class Weight:
     trainable: bool
 
     def num_bytes(self, sizes):
-        """Bytes of the part that axes of these sizes leave on a device."""
+        """Returns the bytes on a device, for mesh axes of these sizes."""
         split = math.prod(sizes.get(a, 1) for a in self.axes if a is not None)
         return math.prod(self.shape) * self.itemsize / split
 
@@ -43,51 +42,52 @@ def ideal_bytes(
     activation_bytes,
     passes=2,
 ):
-    """Bytes that a device receives in a step that sends what it must.
+    """Computes the bytes that a device ideally receives in a step.
 
-    A weight that is split over the data axis is gathered once forward and
-    once backward, and its gradient scattered once, in each micro-batch
+    In each micro-batch, a weight that is split over the data axis is gathered
+    once in the forward and once in the backward pass, and its gradient is
+    scattered once
     ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054)). Other
-    gradients are added up over the data axis once a step. Over the model axis
-    the activations are added up twice a layer each way, in each micro-batch
+    gradients are summed over the data axis once a step. In each micro-batch,
+    the activations are summed over the model axis twice per layer and pass
     ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)).
 
     Args:
         weights: list of `Weight`.
-        sizes: dict of ints, the axes of the mesh.
-        data: str, the axis of rows.
-        micro_batches: int.
-        num_layers: int.
-        activation_bytes: float, those that flow between two layers on one
+        sizes: dict of ints, the mesh axes' sizes by name.
+        data: str, the name of the data axis.
+        micro_batches: int, the number of micro-batches in a step.
+        num_layers: int, the number of decoder layers.
+        activation_bytes: float, bytes that one layer passes to the next on a
             device in a micro-batch.
-        passes: int, how often a micro-batch goes through the model: forward,
-            backward, and once more for a reference's forward pass.
+        passes: int, the passes of a micro-batch through the model: forward,
+            backward, and another one for a reference's forward pass.
 
     Returns:
-        Dict of floats: `"gathering weights"`, `"scattering gradients"`,
-        `"adding up gradients"` and `"adding up activations"`.
+        Dict of floats: `"weight all-gather"`, `"gradient reduce-scatter"`,
+        `"gradient all-reduce"` and `"activation all-reduce"`.
     """
     n = sizes[data]
-    others = {name: size for name, size in sizes.items() if name != data}
-    found = dict.fromkeys(
+    other_sizes = {name: size for name, size in sizes.items() if name != data}
+    totals = dict.fromkeys(
         (
-            "gathering weights",
-            "scattering gradients",
-            "adding up gradients",
-            "adding up activations",
+            "weight all-gather",
+            "gradient reduce-scatter",
+            "gradient all-reduce",
+            "activation all-reduce",
         ),
         0.0,
     )
     for weight in weights:
-        moved = weight.num_bytes(others) * (n - 1) / n
+        received = weight.num_bytes(other_sizes) * (n - 1) / n
         if data in weight.axes:
-            found["gathering weights"] += passes * moved * micro_batches
+            totals["weight all-gather"] += passes * received * micro_batches
             if weight.trainable:
-                found["scattering gradients"] += moved * micro_batches
+                totals["gradient reduce-scatter"] += received * micro_batches
         elif weight.trainable:
-            found["adding up gradients"] += 2 * moved
+            totals["gradient all-reduce"] += 2 * received
     m = sizes.get(MODEL, 1)
-    found["adding up activations"] = (
+    totals["activation all-reduce"] = (
         2 * passes * num_layers * micro_batches * activation_bytes
     ) * (2 * (m - 1) / m)
-    return found
+    return totals

@@ -1,8 +1,8 @@
-"""What a compiled program does, counted from XLA's text of it.
+"""FLOPs, memory traffic and collectives of a compiled program.
 
-XLA's own cost analysis looks at the body of a loop once. Here every
-instruction counts as often as it runs, and what goes over the network is told
-apart by kind.
+They are counted from the program's text. XLA's own cost analysis counts the
+body of a loop once; here every instruction counts as often as it runs, and
+collectives are counted by kind.
 """
 
 import collections
@@ -18,17 +18,17 @@ KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
     "collective-permute", "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
-# More rounds than any loop of a step is followed for.
+# The most iterations that a loop is evaluated for.
 MAX_TRIPS = 2**17
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
-# What moves no bytes, or is counted where it begins.
-STILL = (
+# Opcodes that move no bytes, or whose bytes are counted elsewhere.
+NO_TRAFFIC = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
     "while", "call", "conditional", "iota", "partition-id",
 )  # fmt: skip
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-# Those of a TPU's other cores say so behind it.
+# Computations for a TPU's other cores end with the name of the thread.
 _TAIL = re.compile(r"^\}(, execution_thread=\"[^\"]*\")?$")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(
@@ -39,14 +39,14 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A kind of exchange among devices, over a whole program.
+    """All collectives of one kind in a program.
 
     Attributes:
         kind: str, such as `"all-gather"`.
-        count: int, how often one is run.
-        num_bytes: float, the bytes that a device receives in all of them, at
-            the least: `(n - 1) / n` of the whole array for each of the `n`
-            devices that gather or scatter it, twice that for an all-reduce.
+        count: int, how many are run.
+        num_bytes: float, a lower bound of the bytes that a device receives in
+            all of them: `(n - 1) / n` of the full array if `n` devices gather
+            or scatter it, twice that for an all-reduce.
     """
 
     kind: str
@@ -56,18 +56,18 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What one device does in a program.
+    """The work of one device in a program.
 
     Attributes:
-        flops: float, operations of all products of matrices; a product and a
-            sum are two.
+        flops: float, operations of all matrix products; a multiplication and
+            an addition are two.
         flops_once: float, the same with the body of each loop counted once,
-            as XLA's cost analysis does.
+            as in XLA's cost analysis.
         collectives: tuple of `Collective`, most bytes first.
-        traffic_again: float, bytes to and from the device's memory in all
-            rounds of loops but the first of each, at the most: what an
-            instruction reads a part of counts whole.
-        unknown_loops: int, loops whose rounds depend on data.
+        traffic_again: float, an upper bound of the bytes to and from the
+            device's memory in all iterations of loops but the first of each:
+            an operand that is read in part counts in full.
+        unknown_loops: int, loops whose number of iterations depends on data.
     """
 
     flops: float
@@ -89,13 +89,13 @@ class _Instruction:
 
 
 def count(text, num_devices, data_dependent_trips=1):
-    """Counts what a program does.
+    """Counts the work of a program.
 
     Args:
         text: str, `jax.stages.Compiled.as_text()`.
-        num_devices: int, that it was compiled for.
-        data_dependent_trips: int, rounds of a loop whose number the program
-            alone does not tell.
+        num_devices: int, the devices that it was compiled for.
+        data_dependent_trips: int, iterations to assume for a loop whose
+            number of iterations depends on data.
 
     Returns:
         `Counts`.
@@ -118,7 +118,7 @@ def count(text, num_devices, data_dependent_trips=1):
 
 
 class _Module:
-    """The computations of a program, each a dict of instructions by name."""
+    """The computations of a program, as dicts of instructions by name."""
 
     def __init__(self, text):
         self.computations, self.roots, self.entry = {}, {}, None
@@ -134,11 +134,11 @@ class _Module:
             elif _TAIL.match(line):
                 current = None
             else:
-                found = _instruction(line)
-                if found is not None:
-                    current[found.name] = found
-                    if found.is_root:
-                        self.roots[name] = found
+                instruction = _instruction(line)
+                if instruction is not None:
+                    current[instruction.name] = instruction
+                    if instruction.is_root:
+                        self.roots[name] = instruction
 
 
 def _instruction(line):
@@ -151,7 +151,7 @@ def _instruction(line):
     for dtype, dims, layout in _ARRAY.findall(rest[:stop]):
         shape = (dtype, tuple(int(n) for n in dims.split(",") if n))
         shapes.append(shape)
-        # Other spaces, `S(1)` and on, are on the chip itself.
+        # Memory spaces from `S(1)` on are on the chip itself.
         in_memory += 0 if "S(" in layout else _size([shape])
     opcode, _, rest = rest[stop:].strip().partition("(")
     inside = rest[: _end_of_operands(rest)]
@@ -196,7 +196,7 @@ def _itemsize(dtype):
 
 
 class _Walk:
-    """Goes through a program as it runs."""
+    """Walks through a program and counts each instruction as it runs."""
 
     def __init__(self, module, num_devices, trips):
         self.module, self.num_devices, self.trips = module, num_devices, trips
@@ -212,26 +212,21 @@ class _Walk:
             if opcode == "while":
                 self._loop(inside, instruction, times, once)
                 continue
-            if not fused and opcode not in STILL:
+            if not fused and opcode not in NO_TRAFFIC:
                 moved = _traffic(inside, instruction)
                 self.traffic += times * moved
                 self.traffic_once += once * moved
-            if opcode in ("dot", "convolution"):
-                flops = _product(inside, instruction)
-                self.flops += times * flops
-                self.flops_once += once * flops
-            if opcode == "custom-call":
-                flops = _kernel(inside, instruction)
-                self.flops += times * flops
-                self.flops_once += once * flops
+            flops = _flops(inside, instruction)
+            self.flops += times * flops
+            self.flops_once += once * flops
             kind = opcode.removesuffix("-start")
             if kind in KINDS and _begins(inside, instruction):
                 if name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # how a TPU writes one
+                    kind = "reduce-scatter"  # the form on TPUs
                 self._collective(inside, instruction, kind, times)
                 continue
             if opcode in ("reduce", "reduce-window", "scatter", "sort"):
-                continue  # what these apply is elementwise
+                continue  # These apply elementwise computations.
             for called in _called(instruction):
                 within = fused or opcode not in ("call", "conditional")
                 self.computation(called, times, once, within)
@@ -259,7 +254,7 @@ class _Walk:
 
 
 def _traffic(inside, instruction):
-    """Bytes that an instruction reads from memory and writes there."""
+    """Returns the bytes that an instruction reads and writes in memory."""
     if instruction.opcode.endswith("-done"):
         return 0.0
     read = [inside[x].in_memory for x in instruction.operands if x in inside]
@@ -272,10 +267,10 @@ def _called(instruction):
 
 
 def _begins(inside, instruction):
-    """Whether a collective begins here.
+    """Returns `True` if a collective begins at this instruction.
 
-    On a TPU one that runs beside others is written into each of them, as a
-    chain; it begins where `AsyncCollectiveStart` takes it.
+    On TPUs a collective that overlaps with other instructions appears in each
+    of them, as a chain; `AsyncCollectiveStart` takes the first of them.
     """
     if "chain_id=" not in instruction.rest:
         return True
@@ -287,9 +282,9 @@ def _begins(inside, instruction):
 
 
 def _group(rest, num_devices):
-    """How many devices take part together."""
-    found = re.search(r"replica_groups=(.*)", rest)
-    text = found[1] if found else ""
+    """Returns the number of devices in a group of a collective."""
+    groups = re.search(r"replica_groups=(.*)", rest)
+    text = groups[1] if groups else ""
     if text.startswith("mesh["):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", text.split("]")[0]))
         names = re.findall(r"'(\w+)'", text.split("]")[1].split("}")[0])
@@ -303,8 +298,17 @@ def _group(rest, num_devices):
     return num_devices
 
 
+def _flops(inside, instruction):
+    """Returns the operations of a matrix product, 0 for other opcodes."""
+    if instruction.opcode in ("dot", "convolution"):
+        return _product(inside, instruction)
+    if instruction.opcode == "custom-call":
+        return _kernel(inside, instruction)
+    return 0.0
+
+
 def _product(inside, instruction):
-    """Operations of a `dot` or a `convolution`."""
+    """Returns the operations of a `dot` or a `convolution`."""
     (_, out), *_ = instruction.shapes
     rest = instruction.rest
     left, right = (inside[x].shapes[0][1] for x in instruction.operands)
@@ -328,17 +332,17 @@ def _product(inside, instruction):
     return 2.0 * features * left[lhs.index("b")] / batches * pairs
 
 
-# Products of matrices, each of queries by keys by head size, in the kernels
-# that `models/tpu_attention.py` calls: XLA knows nothing of their inside.
+# The number of matrix products, each of queries by keys by head size, in the
+# kernels that `models/tpu_attention.py` calls: XLA does not count them.
 KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 
 def _kernel(inside, instruction):
-    """Operations of a kernel of attention; 0 of other custom calls.
+    """Returns the operations of an attention kernel, 0 for other calls.
 
-    Blocks of scores of which all are masked are passed by: of `n` by `n`
-    blocks of a causal mask `n * (n + 1) / 2` are not. That a window masks
-    more is not counted.
+    Blocks of scores that are masked completely are skipped: of `n` by `n`
+    blocks of a causal mask, `n * (n + 1) / 2` are computed. That a sliding
+    window masks more is not counted.
     """
     if "tpu_custom_call" not in instruction.rest:
         return 0.0
@@ -357,20 +361,20 @@ def _kernel(inside, instruction):
 
 
 def _window(rest):
-    found = re.search(r"window=\{([^}]*)\}", rest)
-    return found[1] if found else ""
+    match = re.search(r"window=\{([^}]*)\}", rest)
+    return match[1] if match else ""
 
 
 def _number(rest, name):
-    found = re.search(rf"{name}=(\d+)", rest)
-    return int(found[1]) if found else 1
+    match = re.search(rf"{name}=(\d+)", rest)
+    return int(match[1]) if match else 1
 
 
 def _pairs(size, kernel, out, window):
-    """Places of a kernel and of its output that meet an input, one axis.
+    """Counts pairs of kernel and output positions that read an input.
 
-    XLA writes products of matrices in batches as convolutions, most of whose
-    places meet padding and cost nothing.
+    This is for one axis. XLA writes batched matrix products as convolutions,
+    in which most pairs read padding and cost nothing.
     """
     stride = int(window.get("stride", 1))
     low = int(window.get("pad", "0_0").split("_")[0])
@@ -378,22 +382,22 @@ def _pairs(size, kernel, out, window):
     apart = int(window.get("rhs_dilate", 1))
     if kernel == 1 and into == stride == 1 and low == 0:
         return min(out, size)
-    found = 0
+    count = 0
     end = (size - 1) * into
     for k in range(kernel):
-        # Outputs o with 0 <= o * stride - low + k * apart <= end, on a place
-        # that dilation left an input at.
+        # Outputs o with 0 <= o * stride - low + k * apart <= end, at a
+        # position that holds an input after dilation.
         for o in range(out):
             at = o * stride - low + k * apart
-            found += 0 <= at <= end and at % into == 0
-    return found
+            count += 0 <= at <= end and at % into == 0
+    return count
 
 
 # --- Loops -------------------------------------------------------------------
 
 
 def _trips(module, inside, loop):
-    """How often a loop runs, or `None` where data decide."""
+    """Returns the iterations of a loop, `None` if they depend on data."""
     known = re.search(r'known_trip_count[^}]*"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
@@ -403,10 +407,10 @@ def _trips(module, inside, loop):
     state = evaluate.tuple_of(inside, loop.operands[0], {})
     needed = None
     for trips in range(MAX_TRIPS):
-        goes_on = evaluate.root(condition, [state])
-        if goes_on is None:
+        continues = evaluate.root(condition, [state])
+        if continues is None:
             return None
-        if not goes_on:
+        if not continues:
             return trips
         root = module.roots[body]
         arguments = {0: state}
@@ -424,7 +428,7 @@ def _trips(module, inside, loop):
 
 
 class _Evaluation:
-    """Follows integers through a program."""
+    """Evaluates the integers of a program."""
 
     BINARY = {
         "add": lambda a, b: a + b,
@@ -456,7 +460,7 @@ class _Evaluation:
         return self.scalar(inside, root.name, given, {})
 
     def tuple_of(self, inside, name, arguments):
-        """The integers of a tuple, `None` for what else is in it."""
+        """Returns the integers of a tuple, and `None` for its other items."""
         instruction = inside[name]
         if instruction.opcode == "tuple":
             cache = {}
@@ -471,7 +475,7 @@ class _Evaluation:
         return [None] * len(instruction.shapes)
 
     def scalar(self, inside, name, arguments, cache):
-        """An integer scalar's value, or `None`."""
+        """Returns the value of an integer scalar, or `None`."""
         if name not in cache:
             cache[name] = None
             cache[name] = self._scalar(inside, inside[name], arguments, cache)
@@ -518,7 +522,7 @@ class _Evaluation:
         index = int(re.search(r"index=(\d+)", instruction.rest)[1])
         source = inside[instruction.operands[0]]
         if source.opcode == "while":
-            # What a loop hands on unchanged is what went in.
+            # An item that the loop passes on unchanged has its first value.
             body = re.search(r"\bbody=%?([\w.\-]+)", source.rest)[1]
             root = self.module.roots[body]
             if root.opcode != "tuple":

@@ -1,4 +1,4 @@
-"""The devices of a run as a grid with named axes."""
+"""Device meshes with named axes."""
 
 import math
 import numbers
@@ -8,28 +8,27 @@ import keras
 import numpy as np
 from jax.experimental import mesh_utils
 
-# Keras's name for the axis of data; KerasHub's and Keras's attention on TPUs
-# look for the other.
+# "batch" is Keras's name for the data axis. On TPUs the attention of Keras and
+# KerasHub expects the name "model".
 DATA, MODEL = "batch", "model"
 
 
 def make_mesh(sizes, devices=None):
-    """A `keras.distribution.DeviceMesh` of named axes.
+    """Makes a `keras.distribution.DeviceMesh` with named axes.
 
     Args:
         sizes: dict from the name of an axis to the number of devices along
-            it; one of them may be `None`, for what the others leave.
-        devices: list of names as of `keras.distribution.list_devices()`, or
-            of `jax.Device`s, which need not be of this machine, or `None` for
-            all. All, and `jax.Device`s, are laid out so that neighbours along
-            the last axis are neighbours in the network, where the hardware
-            tells.
+            it; one of them may be `None` and is then computed.
+        devices: list of names from `keras.distribution.list_devices()`, or
+            of `jax.Device`s, which need not be on this machine, or `None` for
+            all. Unless names are given, neighbours along the last axis are
+            neighbours in the network, if the hardware reports it.
 
     Returns:
         A `keras.distribution.DeviceMesh`.
 
     Raises:
-        ValueError: where the sizes are not those of the devices.
+        ValueError: if the sizes do not multiply to the number of devices.
     """
     chosen = jax.devices() if devices is None else list(devices)
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
@@ -65,7 +64,7 @@ def _checked(devices, known):
     unknown = [d for d in devices if d not in known]
     if not devices or unknown or len(set(devices)) < len(devices):
         raise ValueError(
-            "`devices` must be different names out of "
+            "`devices` must be different names from "
             "`keras.distribution.list_devices()`, such as "
             f"{known[: min(2, len(known))]} of {len(known)}. "
             f"Received: devices={devices}"
@@ -74,7 +73,7 @@ def _checked(devices, known):
 
 
 def _filled(sizes, count):
-    """`sizes` with the `None` that the others determine."""
+    """Replaces the `None` in `sizes` by the number that is left."""
     for name, size in sizes.items():
         is_int = isinstance(size, numbers.Integral) and size is not True
         if size is not None and not (is_int and size > 0):
@@ -86,10 +85,10 @@ def _filled(sizes, count):
     product = math.prod(given.values())
     if count % product:
         text = " * ".join(f"{_argument(n)}={s}" for n, s in given.items())
-        more = "more than there are" if product > count else "no divisor"
+        reason = "too many" if product > count else "not a divisor"
         raise ValueError(
             "The sizes of the axes must divide the number of devices. "
-            f"Received: {text}, on {count} devices ({more})."
+            f"Received: {text}, on {count} devices ({reason})."
         )
     return {
         name: count // product if size is None else given[name]

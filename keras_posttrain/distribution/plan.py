@@ -1,25 +1,26 @@
-"""What a program needs of some hardware, before that is rented.
+"""The resources that a compiled program needs of given hardware.
 
-It knows no task: `planning/train_plan.py` passes in what was compiled.
+This module knows no task: `planning/` passes in the compiled programs.
 """
 
 import dataclasses
 import re
 
 from keras_posttrain.distribution import hlo
+from keras_posttrain.distribution.plan_table import table
 from keras_posttrain.distribution.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """What the compiler says of one program, on one device.
+class Measurement:
+    """The compiler's figures for one program on one device.
 
     Attributes:
-        numbers: dict of floats: `temporaries` (the most bytes alive at once
-            beside the arguments), `set aside` (bytes that the compiler has
-            for them: while there is room it packs them loosely), `program`
-            (bytes), `flops`, `traffic` (bytes to and from memory), and
-            `count kind` and `bytes kind` for each kind of collective.
+        numbers: dict of floats: `temporaries` (the most bytes in use at once
+            in addition to the arguments), `set aside` (bytes that the compiler
+            reserves for them: it packs loosely while there is room),
+            `program` (bytes), `flops`, `traffic` (bytes to and from memory),
+            and `count kind` and `bytes kind` for each kind of collective.
         unknown_loops: int, see `hlo.Counts`.
     """
 
@@ -27,27 +28,27 @@ class Measured:
     unknown_loops: int = 0
 
     def at_depth(self, depth, own, other, other_depth):
-        """Numbers of another depth, each on a line through two.
+        """Extrapolates linearly from two depths to another one.
 
         Args:
-            depth: int, the layers asked for.
-            own: int, those of `self`.
-            other: `Measured` of `other_depth` layers, more than `own`.
-            other_depth: int.
+            depth: int, the number of layers to extrapolate to.
+            own: int, the number of layers of `self`.
+            other: `Measurement` of a deeper model.
+            other_depth: int, the number of layers of `other`.
 
         Returns:
-            A `Measured`.
+            A `Measurement`.
         """
-        far = (depth - own) / (other_depth - own)
+        fraction = (depth - own) / (other_depth - own)
         numbers = {}
         for name in self.numbers | other.numbers:
             a = self.numbers.get(name, 0.0)
             b = other.numbers.get(name, 0.0)
-            numbers[name] = max(a + (b - a) * far, 0.0)
-        return Measured(numbers, other.unknown_loops)
+            numbers[name] = max(a + (b - a) * fraction, 0.0)
+        return Measurement(numbers, other.unknown_loops)
 
     def collectives(self):
-        """Tuple of `hlo.Collective`, most bytes first."""
+        """Returns a tuple of `hlo.Collective`, most bytes first."""
         found = [
             hlo.Collective(
                 kind,
@@ -61,47 +62,48 @@ class Measured:
 
 
 def measure(compiled, num_devices, data_dependent_trips):
-    """What a compiled program does and takes.
+    """Reads a compiled program's figures.
 
     Args:
         compiled: `jax.stages.Compiled`.
         num_devices, data_dependent_trips: as in `hlo.count`.
 
     Returns:
-        A `Measured`.
+        A `Measurement`.
     """
     counts = hlo.count(compiled.as_text(), num_devices, data_dependent_trips)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost
-    # XLA looks at a loop's body once.
-    other = max(cost.get("flops", 0.0) - counts.flops_once, 0.0)
+    # XLA counts a loop's body once.
+    elementwise = max(cost.get("flops", 0.0) - counts.flops_once, 0.0)
     traffic = float(cost.get("bytes accessed", 0.0)) + counts.traffic_again
-    alive = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
-    if alive <= 0:
-        alive = memory.temp_size_in_bytes  # a host's compiler tells no peak
+    in_use = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    if in_use <= 0:
+        # The compiler for CPUs reports no peak.
+        in_use = memory.temp_size_in_bytes
     numbers = {
-        "temporaries": float(alive),
+        "temporaries": float(in_use),
         "set aside": float(memory.temp_size_in_bytes),
         "program": float(memory.generated_code_size_in_bytes),
-        "flops": counts.flops + other,
+        "flops": counts.flops + elementwise,
         "traffic": traffic,
     }
     for collective in counts.collectives:
         numbers[f"count {collective.kind}"] = collective.count
         numbers[f"bytes {collective.kind}"] = collective.num_bytes
-    return Measured(numbers, counts.unknown_loops)
+    return Measurement(numbers, counts.unknown_loops)
 
 
 def out_of_memory(error):
-    """`(bytes needed, bytes there are)` of a compiler's complaint.
+    """Parses the compiler's error for a program that exceeds the memory.
 
     Args:
         error: exception of a compilation.
 
     Returns:
-        Two floats, either `None` where it names none; `None` where the
-        complaint is another.
+        Tuple `(needed, available)` of bytes, each a float or `None` if the
+        message does not state it. `None` for any other error.
     """
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
@@ -120,41 +122,41 @@ def _bytes(found):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step needs of some hardware, by the compiler for it.
+    """The resources of a step on given hardware, from its own compiler.
 
-    `print(plan)` shows all of it. Numbers are of one chip where they do not
-    say otherwise. The times are estimates, a roofline: what the chip's
-    published rates allow at best, not a measurement.
+    `print(plan)` shows all of it. Figures are per chip unless stated
+    otherwise. The times are not measured: they are a roofline estimate from
+    the chip's published rates.
 
     Attributes:
-        name: str, what was compiled.
+        name: str, the compiled program.
         topology: `Topology`.
         layout: str, the mesh.
-        settings: dict, what was asked for.
+        settings: dict, the settings of the step.
         num_layers: int, decoder layers of the model.
-        compiled_layers: tuple of ints: the depths that were compiled. Where
-            these are two, all numbers but the arguments' lie on a line
-            through both. All 32 layers of Llama-3-8B gave the line's FLOPs
-            and bytes sent to 0.3 %, and its memory to 0.6 % on v5e:8x8 and
-            v5p:2x2x4. Where less than `set_aside` is there the compiler
-            starts again, packs closer and orders otherwise: on v5e:4x4 it
-            came to 5 % more, and to 8 % less with Gemma-2-9B.
-        parameters, trainable_parameters: ints, of the whole model.
-        arguments: dict of floats, bytes by kind that are there before the
+        compiled_layers: tuple of ints: the depths that were compiled. If
+            there are two, all figures except the arguments' are extrapolated
+            linearly from both. For Llama-3-8B the FLOPs and bytes sent of all
+            32 layers were within 0.3 % of the extrapolation, and the memory
+            within 0.6 % on v5e:8x8 and v5p:2x2x4. If less memory than
+            `set_aside` is available, the compiler starts again with closer
+            packing and another order: on v5e:4x4 the memory was 5 % above
+            the extrapolation, and 8 % below it for Gemma-2-9B.
+        parameters, trainable_parameters: ints, for the model on all chips.
+        arguments: dict of floats, bytes by kind that are in memory before the
             step: `"weights"`, `"optimizer"` (with float32 masters),
             `"reference"` or `"teacher"`, `"batch"`, `"cache"`.
-        known_temporaries: dict of floats, bytes that must be among the
-            temporaries, by shapes: `"gradients"`, `"layer inputs"`.
-        measured: `Measured`, or `None` where the compiler gave up.
-        capacity: float, bytes of memory, or `None` where it is not known.
+        known_temporaries: dict of floats, bytes of temporaries known from
+            their shapes: `"gradients"`, `"layer inputs"`.
+        measured: `Measurement`, or `None` if the program did not compile.
+        capacity: float, bytes of memory, or `None` if unknown.
         tokens: int, tokens of a step on all chips.
-        model_flops: float, operations that the model asks for by formula,
-            on all chips.
-        ideal: dict of floats, bytes by purpose that the layout sends by
-            the book; a program may send less.
-        refusal: str or `None`, what the compiler said.
-        refused_bytes: float or `None`, the memory it asked for.
-        advice: tuple of str, what to change where it does not fit, or may not.
+        model_flops: float, operations of the model by formula, on all chips.
+        ideal: dict of floats, the ideal bytes by purpose; see `ideal_bytes`
+            in `collective_bytes.py`. A program may send less.
+        refusal: str or `None`, the compiler's error.
+        refused_bytes: float or `None`, the memory that it asked for.
+        advice: tuple of str, changes to make if it does not, or may not, fit.
     """
 
     name: str
@@ -167,7 +169,7 @@ class Plan:
     trainable_parameters: int
     arguments: dict
     known_temporaries: dict
-    measured: Measured | None
+    measured: Measurement | None
     capacity: float | None
     tokens: int
     model_flops: float
@@ -182,30 +184,30 @@ class Plan:
 
     @property
     def needed(self):
-        """Float, bytes of memory in all, or `None` where unknown."""
-        there = sum(self.arguments.values())
+        """Float, total bytes of memory, or `None` if unknown."""
+        arguments = sum(self.arguments.values())
         if self.measured is None:
             if self.refused_bytes is None:
                 return None
-            return there + self.refused_bytes
+            return arguments + self.refused_bytes
         numbers = self.measured.numbers
-        return there + numbers["temporaries"] + numbers["program"]
+        return arguments + numbers["temporaries"] + numbers["program"]
 
     @property
     def set_aside(self):
-        """Float, bytes of memory that are filled before all is packed close.
+        """Float, bytes of memory with loosely packed temporaries.
 
-        `needed`, with what lies between temporaries; `None` where unknown.
+        This is `needed` plus the gaps between temporaries; `None` if unknown.
         """
         if self.measured is None:
             return None
         numbers = self.measured.numbers
-        there = sum(self.arguments.values()) + numbers["program"]
-        return there + max(numbers["set aside"], numbers["temporaries"])
+        fixed = sum(self.arguments.values()) + numbers["program"]
+        return fixed + max(numbers["set aside"], numbers["temporaries"])
 
     @property
     def fits(self):
-        """Bool: whether the memory holds it, as far as is known."""
+        """Bool, `True` if it fits into the memory, as far as is known."""
         if self.refusal is not None:
             return False
         return self.capacity is None or self.needed <= self.capacity
@@ -229,12 +231,12 @@ class Plan:
 
     @property
     def ideal_bytes(self):
-        """Float, what the layout would send by the book."""
+        """Float, the ideal number of bytes that a chip receives."""
         return sum(self.ideal.values())
 
     @property
     def seconds(self):
-        """Dict of floats: the step's time by what bounds it, or `None`."""
+        """Dict of floats, the step's seconds by bound, or `None`."""
         chip = self.topology.chip
         if self.measured is None or chip is None:
             return None
@@ -247,7 +249,7 @@ class Plan:
 
     @property
     def step_seconds(self):
-        """Float: the longest of `seconds`, as if the others hid behind it."""
+        """Float, the longest of `seconds`: the others overlap with it."""
         return max(self.seconds.values()) if self.seconds else None
 
     @property
@@ -256,6 +258,4 @@ class Plan:
         return self.tokens / self.step_seconds if self.seconds else None
 
     def __str__(self):
-        from keras_posttrain.distribution.plan_table import table
-
         return table(self)

@@ -1,8 +1,8 @@
-"""A plan in print."""
+"""The printed form of a plan."""
 
 
 def table(plan):
-    """The text of a `Plan`, a line a fact."""
+    """Formats a `Plan` as text, one figure per line."""
     lines = [f"{plan.name} on {plan.topology.name}, {plan.layout}"]
     lines += _rows([(k, str(v)) for k, v in plan.settings.items()])
     lines += _rows(
@@ -12,25 +12,25 @@ def table(plan):
         ]
     )
     if len(plan.compiled_layers) > 1:
-        few = " and ".join(map(str, plan.compiled_layers))
-        lines += _rows([("layers compiled", f"{few} of {plan.num_layers}")])
+        depths = " and ".join(map(str, plan.compiled_layers))
+        lines += _rows([("layers compiled", f"{depths} of {plan.num_layers}")])
     lines += _memory(plan)
     if plan.measured is not None:
         lines += _work(plan) + _network(plan) + _time(plan)
     if plan.refusal:
-        lines += ["The compiler refused it:", f"  {plan.refusal}"]
+        lines += ["The compiler reported:", f"  {plan.refusal}"]
     if plan.advice:
-        lines += ["What would help:", *(f"  - {x}" for x in plan.advice)]
+        lines += ["Suggestions:", *(f"  - {x}" for x in plan.advice)]
     return "\n".join(lines)
 
 
 def readable(num_bytes):
-    """Bytes in the unit that leaves few digits before the point."""
+    """Formats bytes with a unit, such as `"1.5 GiB"`."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:,.2f} {unit}"
+            return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:,.2f} GiB"
+    return f"{num_bytes:.4g} GiB"
 
 
 def _rows(pairs, indent="  "):
@@ -46,27 +46,27 @@ def _memory(plan):
             rest -= value
             if value:
                 pairs.append((f"temporaries: {name}", readable(value)))
-        pairs.append(("temporaries: others", readable(rest)))
+        pairs.append(("temporaries: other", readable(rest)))
         pairs.append(("program", readable(plan.measured.numbers["program"])))
     elif plan.refused_bytes:
         pairs.append(("temporaries", readable(plan.refused_bytes)))
     if plan.needed is not None:
-        pairs.append(("all", readable(plan.needed)))
+        pairs.append(("total", readable(plan.needed)))
     if plan.capacity is not None:
         verdict = "fits" if plan.fits else "does not fit"
-        pairs.append((f"there are ({verdict})", readable(plan.capacity)))
-    return ["Memory of a chip", *_rows(pairs)]
+        pairs.append((f"available ({verdict})", readable(plan.capacity)))
+    return ["Memory per chip", *_rows(pairs)]
 
 
 def _work(plan):
     share = plan.model_flops / plan.flops if plan.flops else 0.0
     return [
-        "Work of a step, all chips",
+        "Work per step, all chips",
         *_rows(
             [
                 ("tokens", f"{plan.tokens:,}"),
                 ("FLOPs", f"{plan.flops:.4g}"),
-                ("of these the model's own, by formula", f"{share:.1%}"),
+                ("model FLOPs (by formula) / FLOPs", f"{share:.1%}"),
             ]
         ),
     ]
@@ -79,19 +79,19 @@ def _network(plan):
         (f"{c.kind} x {c.count}", readable(c.num_bytes))
         for c in plan.collectives
     ]
-    pairs.append(("all", readable(plan.collective_bytes)))
+    pairs.append(("total", readable(plan.collective_bytes)))
     pairs += [(f"ideal: {k}", readable(v)) for k, v in plan.ideal.items() if v]
     if plan.ideal_bytes:
         ratio = plan.collective_bytes / plan.ideal_bytes
-        pairs.append(("all / ideal", f"{ratio:.2f}"))
-    return ["Received by a chip in a step", *_rows(pairs)]
+        pairs.append(("total / ideal", f"{ratio:.2f}"))
+    return ["Bytes received per chip and step", *_rows(pairs)]
 
 
 def _time(plan):
     if not plan.seconds:
         return []
     pairs = [(k, f"{v:.4g} s") for k, v in plan.seconds.items()]
-    pairs.append(("step, the longest of these", f"{plan.step_seconds:.4g} s"))
-    pairs.append(("tokens a second", f"{plan.tokens_per_second:,.0f}"))
-    head = "Estimated time of a step (a roofline of published rates)"
+    pairs.append(("step (the longest of these)", f"{plan.step_seconds:.4g} s"))
+    pairs.append(("tokens per second", f"{plan.tokens_per_second:,.0f}"))
+    head = "Estimated step time (roofline from published rates)"
     return [head, *_rows(pairs)]

@@ -1,40 +1,47 @@
 """Several processes that train one model together.
 
-Each runs the same script, under `keras.distribution.initialize(...)`, and
-knows the same rows in the same order. Arrays of the model and of a batch span
-the devices of all; a process holds the parts of its own devices. What is done
-to such an array all must do, in the same order.
+Each process runs the same script after `keras.distribution.initialize(...)`
+and reads the same rows in the same order. Arrays of the model and of a batch
+span the devices of all processes; each process holds the shards of its own
+devices. All processes must run the same computations on such arrays, in the
+same order.
 """
 
 import json
+import os
 import signal
+import sys
+import time
 
 import jax
 import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
+# Seconds in which processes that raise the same error report it themselves.
+GRACE_SECONDS = 5.0
+
 
 def count():
-    """Int, the processes of this run."""
+    """Returns the number of processes of this run."""
     return jax.process_count()
 
 
 def index():
-    """Int, which of them this one is, from 0."""
+    """Returns the index of this process, from 0."""
     return jax.process_index()
 
 
 def is_first():
-    """Whether this is the process that writes logs and files."""
+    """Returns `True` in the process that writes logs and files."""
     return index() == 0
 
 
 def need_distribution():
-    """Refuses processes that would each train a model of its own.
+    """Raises an error if each process would train its own model.
 
     Raises:
-        ValueError: several processes run, and no distribution over the
+        ValueError: if several processes run and no distribution over the
             devices of all of them is set.
     """
     if count() == 1:
@@ -46,23 +53,24 @@ def need_distribution():
         devices = {d.process_index for d in mesh.devices.flat}
     if len(devices) < count():
         raise ValueError(
-            "Several processes train one model by a distribution over the "
+            "Several processes train one model with a distribution over the "
             "devices of all. Received: "
             f"{count()} processes, a distribution over {len(devices)} of "
             "them. Call `keras.distribution.set_distribution("
-            "kpt.distribution.fsdp())`, or another, before the model is made."
+            "kpt.distribution.fsdp())`, or another one, before the model is "
+            "made."
         )
 
 
 def own_rows():
-    """Which rows of a batch this process holds.
+    """Returns a function that selects this process's rows of a batch.
 
     Returns:
-        A function from the number of rows to an int array, in order; `None`
-        where one process runs, or each for itself, and holds all. It may be
-        called in any thread.
+        A function from the number of rows to a sorted int array of indices.
+        It may be called in any thread. `None` if this process holds all
+        rows: there is one process, or no distribution.
     """
-    # Keras's distribution is known to this thread alone.
+    # Keras's distribution is thread-local.
     distribution = keras.distribution.distribution()
     if count() == 1 or distribution is None:
         return None
@@ -70,17 +78,17 @@ def own_rows():
     def rows(number):
         layout = distribution.get_data_layout((number,)).backend_layout
         parts = layout.addressable_devices_indices_map((number,)).values()
-        every = np.arange(number)
-        return np.unique(np.concatenate([every[part] for part in parts]))
+        indices = np.arange(number)
+        return np.unique(np.concatenate([indices[part] for part in parts]))
 
     return rows
 
 
 def put_rows(batch):
-    """A batch with its rows spread over the mesh, where there is one.
+    """Shards the rows of a batch over the mesh, if a distribution is set.
 
     Args:
-        batch: dict of NumPy arrays, whole and the same in all processes.
+        batch: dict of NumPy arrays with all rows, the same in all processes.
 
     Returns:
         Dict of arrays.
@@ -100,7 +108,7 @@ def put_rows(batch):
 
 
 def fetch(tree):
-    """Arrays as NumPy arrays, whole in every process."""
+    """Gathers the arrays of a tree into full NumPy arrays in every process."""
 
     def get(x):
         is_array = isinstance(x, jax.Array)
@@ -112,10 +120,10 @@ def fetch(tree):
 
 
 def exchange(value):
-    """What each process has to say.
+    """Gathers a value from each process.
 
     Args:
-        value: what JSON can hold.
+        value: a value that JSON can encode.
 
     Returns:
         List of the values of all processes, in their order.
@@ -124,68 +132,71 @@ def exchange(value):
         return [value]
     text = np.frombuffer(json.dumps([index(), value]).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(len(text)))
-    # Few sizes, few programs.
-    room = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
-    room[: len(text)] = text
-    texts = multihost_utils.process_allgather(room)
-    said = [json.loads(bytes(t[:n])) for t, n in zip(texts, sizes.flat)]
-    return [value for _, value in sorted(said, key=lambda x: x[0])]
+    # Rounded up, so that few sizes are compiled.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
+    padded[: len(text)] = text
+    texts = multihost_utils.process_allgather(padded)
+    values = [json.loads(bytes(t[:n])) for t, n in zip(texts, sizes.flat)]
+    return [value for _, value in sorted(values, key=lambda x: x[0])]
 
 
 def exchange_results(function):
-    """What a function gives in each process; it may raise in some.
+    """Calls a function in each process and gathers the results.
 
     Args:
-        function: of nothing, gives what JSON can hold.
+        function: function without arguments that returns a value that JSON
+            can encode. It may raise an exception in some processes.
 
     Returns:
         List of the results of all processes, in their order.
 
     Raises:
-        ValueError: in all processes, names the one in which the function
-            raised, and what.
+        ValueError: in all processes, with the index of the first process in
+            which the function raised an exception, and its text.
     """
     value = error = text = None
     try:
         value = function()
-    except Exception as e:  # whatever it is, the others wait for it
+    except Exception as e:  # Any exception: the others wait for a result.
         error, text = e, f"{type(e).__name__}: {e}"
-    said = exchange([value, text])
-    for k, (_, text) in enumerate(said):
+    results = exchange([value, text])
+    for k, (_, text) in enumerate(results):
         if text is not None:
             raise ValueError(f"In process {k} of {count()}: {text}") from error
-    return [value for value, _ in said]
+    return [value for value, _ in results]
 
 
 def from_first(value):
-    """What the first process has, in all of them."""
+    """Returns the first process's value in all processes."""
     return exchange(value if is_first() else None)[0]
 
 
 def any_of(flag):
-    """Whether a flag is set in any of the processes."""
+    """Returns `True` if a flag is set in any of the processes."""
     return any(exchange(bool(flag)))
 
 
 def wait(name):
-    """Waits until all processes are here."""
+    """Waits until all processes have called this function."""
     if count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def check_equal(values):
-    """Refuses processes that do not do the same.
+    """Raises an error if values differ between processes.
 
     Args:
-        values: dict of what JSON can hold, by names that a user knows.
+        values: dict of values that JSON can encode, by names that a user
+            knows.
 
     Raises:
-        ValueError: names what differs, and the processes, in all of them.
+        ValueError: in all processes, with the value that differs and the
+            processes that it differs in.
     """
-    said = exchange(values)
-    for k, theirs in enumerate(said):
-        for name in {**said[0], **theirs}:
-            one, other = said[0].get(name), theirs.get(name)
+    first, *rest = exchange(values)
+    for k, values in enumerate(rest, 1):
+        for name in {**first, **values}:
+            one, other = first.get(name), values.get(name)
             if one != other:
                 raise ValueError(
                     "All processes must run the same script on the same "
@@ -196,22 +207,52 @@ def check_equal(values):
 
 
 def share(number):
-    """The part of so many things that falls to this process: a slice."""
+    """Returns the slice of `number` items that this process handles."""
     first = -(-number * index() // count())
     return slice(first, -(-number * (index() + 1) // count()))
 
 
 def is_preempted(call):
-    """Whether one of several processes got SIGTERM, all told at one call.
+    """Returns `True` in all processes after one of them received SIGTERM.
 
     Args:
-        call: int, how often this was asked: 1, 2, and so on.
+        call: int, the number of this call: 1, 2, and so on.
     """
     return count() > 1 and multihost_utils.reached_preemption_sync_point(call)
 
 
 def leave():
-    """Ends being one of several processes, when all are about to end."""
+    """Disconnects from the other processes when all are about to end."""
     jax.distributed.shutdown()
-    # JAX's own handler would go on listening.
+    # JAX's own handler would still catch the signal.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def may_be_lost(error):
+    """Returns `True` if the loss of a process may be the cause of an error.
+
+    Args:
+        error: exception, whose causes are searched for one of JAX's runtime.
+    """
+    while error is not None and count() > 1:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def exit_after(error):
+    """Exits without JAX's barrier if an uncaught error ends the script.
+
+    At a normal exit JAX waits for the other processes, which wait in a
+    collective for this one. Without the barrier this process sends no more
+    heartbeats, and JAX ends the others.
+
+    Args:
+        error: exception that `fit` raised.
+    """
+    if getattr(sys, "last_value", None) is error:
+        time.sleep(GRACE_SECONDS)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,4 +1,4 @@
-"""Plans of many settings, the best first."""
+"""Search over layouts and step settings by their plans."""
 
 import functools
 import itertools
@@ -8,12 +8,12 @@ from keras_posttrain.distribution.plan_table import readable
 
 
 class Search(tuple):
-    """Plans, those that fit first, then by tokens a second.
+    """Plans sorted by whether they fit, then by tokens per second.
 
-    `print` shows a line each.
+    `print` shows one line per plan.
 
     Attributes:
-        refused: list of `(settings, reason)`, what could not be tried.
+        refused: list of `(settings, error)` that could not be planned.
     """
 
     refused = ()
@@ -35,7 +35,7 @@ class Search(tuple):
                 f"{'?' if seconds is None else f'{seconds:.3g} s':>9} "
                 f"{'?' if rate is None else f'{rate:,.0f}':>11}"
             )
-        lines += [f"not tried: {what}: {why}" for what, why in self.refused]
+        lines += [f"not planned: {s}: {error}" for s, error in self.refused]
         return "\n".join(lines)
 
 
@@ -48,23 +48,24 @@ def search(
     remats=("none", "full"),
     **kwargs,
 ):
-    """Tries layouts, micro-batches and rematerialisation.
+    """Plans all combinations of layouts, micro-batches and remat settings.
 
     Args:
-        task: what has a method `plan`, such as a compiled `kpt.SFTTask`.
+        task: an object with a method `plan`, such as a compiled
+            `kpt.SFTTask`.
         topology: as in `plan`.
-        strategies: list of what `plan` takes as `strategy`; by default
+        strategies: list of values for `strategy` in `plan`; by default
             FSDP, and FSDP with 2 and with 4 devices along the model axis.
-        micro_batch_sizes: what `plan` takes as `micro_batch_size`.
-        remats: what `plan` takes as `remat`.
+        micro_batch_sizes: list of values for `micro_batch_size` in `plan`.
+        remats: list of values for `remat` in `plan`.
         **kwargs: the other arguments of `plan`, such as `batch_size`.
 
     Returns:
         A `Search`, a tuple of `Plan`s: those that fit first, then by
-        estimated tokens a second.
+        estimated tokens per second.
 
     Raises:
-        ValueError: where nothing could be planned; with the first reason.
+        ValueError: if nothing could be planned; the first error.
 
     Example:
 
@@ -78,8 +79,8 @@ def search(
             for n in (2, 4)
         ]
     plans, refused = [], []
-    tried = itertools.product(strategies, micro_batch_sizes, remats)
-    for strategy, micro_batch_size, remat in tried:
+    products = itertools.product(strategies, micro_batch_sizes, remats)
+    for strategy, micro_batch_size, remat in products:
         settings = {
             "strategy": strategy,
             "micro_batch_size": micro_batch_size,
@@ -88,7 +89,7 @@ def search(
         try:
             plans.append(task.plan(topology, **settings, **kwargs))
         except ValueError as error:
-            refused.append((_named(settings), error))
+            refused.append((_description(settings), error))
     if not plans:
         raise refused[0][1]
 
@@ -100,7 +101,7 @@ def search(
     return found
 
 
-def _named(settings):
+def _description(settings):
     strategy = settings["strategy"]
     inner = getattr(strategy, "func", strategy)
     given = getattr(strategy, "keywords", {})

@@ -1,4 +1,4 @@
-"""Ways to spread a model and its batches over devices."""
+"""Distributions of a model and its batches over devices."""
 
 import math
 
@@ -10,24 +10,24 @@ from keras_posttrain.distribution.mesh import DATA, MODEL, make_mesh
 
 
 class ShardedWeights(keras.distribution.ModelParallel):
-    """Weights split over a mesh, by what their axes mean.
+    """A distribution that splits weights by the meaning of their axes.
 
-    `fsdp`, `tensor_parallel` and `fsdp_tensor_parallel` make one. Rows of a
-    batch go over the axis `"batch"`. Over the axis `"model"`, where there is
-    one, go experts, heads, the width of feed-forward layers and the
-    vocabulary; an axis that does not divide leaves its place to the next.
-    Where `shard_over_data` is set, every matrix is split over `"batch"` as
-    well. Norms are on every device. LoRA factors, float32 copies and the
-    optimizer's state lie like the weight they belong to.
+    `fsdp`, `tensor_parallel` and `fsdp_tensor_parallel` make one. The rows of
+    a batch are split over the mesh axis `"batch"`. The mesh axis `"model"`,
+    if there is one, splits experts, heads, the width of feed-forward layers
+    or the vocabulary: the first of these whose size it divides. With
+    `shard_over_data`, every matrix is split over `"batch"` as well. Norms are
+    replicated. LoRA factors, float32 copies and the optimizer's state have
+    the layout of the weight they belong to.
 
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`
             and, if weights are split over it, an axis `"model"`.
-        shard_over_data: bool, whether weights are split over `"batch"` too.
+        shard_over_data: bool, whether to split weights over `"batch"` too.
 
     Raises:
-        ValueError: while a model is made, where a weight of more than a
-            megabyte has no axis that divides.
+        ValueError: while a model is made, if a weight of more than a
+            megabyte has no axis that can be split.
     """
 
     def __init__(self, device_mesh, shard_over_data):
@@ -45,7 +45,7 @@ class ShardedWeights(keras.distribution.ModelParallel):
         }
 
     def get_variable_layout(self, variable):
-        """The `keras.distribution.TensorLayout` of a `keras.Variable`."""
+        """Returns the `TensorLayout` of a `keras.Variable`."""
         if getattr(variable, "_layout", None) is not None:
             return variable._layout
         path, shape = variable.path, tuple(variable.shape)
@@ -58,14 +58,14 @@ class ShardedWeights(keras.distribution.ModelParallel):
         )
 
     def gathered_axes(self, variable):
-        """Axes of the mesh over which a weight is whole while it is used.
+        """Returns the mesh axes over which a weight is gathered before use.
 
         Args:
             variable: `keras.Variable`.
 
         Returns:
-            A set of names: the data axis; and the model axis where it had to
-            take one that layers do not share out, such as the inputs of a
+            A set of names: the data axis; and the model axis if it splits an
+            axis that tensor parallelism does not, such as the inputs of a
             key's kernel with fewer heads than devices.
         """
         axes = self.get_variable_layout(variable).axes
@@ -78,10 +78,10 @@ class ShardedWeights(keras.distribution.ModelParallel):
 
 
 def data_parallel(*, devices=None):
-    """The whole model on every device, the rows of a batch spread out.
+    """Replicates the model on every device and splits the rows of a batch.
 
     Args:
-        devices: list of names out of `keras.distribution.list_devices()`, or
+        devices: list of names from `keras.distribution.list_devices()`, or
             `None` for all.
 
     Returns:
@@ -100,7 +100,7 @@ def data_parallel(*, devices=None):
 
 
 def fsdp(data=None, *, devices=None):
-    """Fully sharded data parallelism: rows and every matrix spread out.
+    """Fully sharded data parallelism: splits rows and every matrix.
 
     Weights, gradients and the optimizer's state are split over the devices;
     a layer's weights are gathered when it runs
@@ -129,11 +129,12 @@ def fsdp(data=None, *, devices=None):
 
 
 def tensor_parallel(model=None, *, devices=None):
-    """Every layer's work spread out, over devices that share their rows.
+    """Tensor parallelism: splits the work of each layer.
 
     Heads, feed-forward widths, experts and the vocabulary are split
-    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). What `model`
-    leaves of the devices are replicas, over which rows are spread.
+    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). If `model` is
+    below the number of devices, the model is replicated and the replicas
+    split the rows.
 
     Args:
         model: int, devices that hold the model together, or `None` for all.
@@ -159,13 +160,13 @@ def tensor_parallel(model=None, *, devices=None):
 
 
 def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
-    """Both: layers split over `model` devices, and all of it over `data`.
+    """FSDP over `data` devices and tensor parallelism over `model` devices.
 
     Args:
-        data: int, devices along the axis of rows, or `None` for what `model`
-            leaves.
-        model: int, devices along the axis of heads and widths, or `None` for
-            what `data` leaves; one of the two must be given.
+        data: int, devices along the data axis, or `None` to compute it from
+            `model`.
+        model: int, devices along the model axis, or `None` to compute it
+            from `data`; one of the two must be given.
         devices: as in `data_parallel`.
 
     Returns:
@@ -186,7 +187,7 @@ def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
     if data is None and model is None:
         raise ValueError(
             "`data` or `model` must be given: the mesh has two axes, and the "
-            "number of devices tells one of them. Received: data=None, "
+            "number of devices determines one of them. Received: data=None, "
             "model=None"
         )
     mesh = make_mesh({DATA: data, MODEL: model}, devices)

@@ -1,4 +1,4 @@
-"""Hardware by name: devices to compile for, and what a chip can do."""
+"""Hardware by name: devices to compile for, and published chip rates."""
 
 import dataclasses
 import functools
@@ -8,11 +8,12 @@ import re
 import threading
 
 import jax
+from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-# Held while JAX's cache of programs is off: that is a setting of the process.
+# Held while JAX's cache of programs is off, which is a setting of the process.
 _COMPILING = threading.Lock()
-# What the wheel logs about a machine without a TPU is no news here.
+# Silence libtpu's warnings on machines without a TPU.
 LIBTPU_SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -25,16 +26,15 @@ LIBTPU_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The published figures of a chip.
+    """The published rates of a chip.
 
     Attributes:
         name: str.
-        memory: float, bytes of HBM that the compiler lets a program have.
-        flops: float, bfloat16 operations a second at the peak.
-        bandwidth: float, bytes a second from HBM.
-        interconnect: float, bytes a second that the chip's links send, all
-            together.
-        dims: int, the axes of its network.
+        memory: float, bytes of HBM that a program may use.
+        flops: float, peak bfloat16 operations per second.
+        bandwidth: float, bytes per second from HBM.
+        interconnect: float, bytes per second over all links of the chip.
+        dims: int, the number of axes of its network.
     """
 
     name: str
@@ -47,10 +47,11 @@ class Chip:
 
 # https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e: "Peak compute per chip
 # (bf16)", "HBM capacity and bandwidth" and "Inter-chip interconnect
-# bandwidth": 1600, 4800 and 3200 Gbit/s, which later versions of the pages
-# give as twice as many in both directions. (To the compiler alone a v4 chip
-# is two devices, and one in a run: it has no entry.)
-# The memory is what libtpu 0.0.42 says there is, of 16, 95 and 32 GB.
+# bandwidth": 1600, 4800 and 3200 Gbit/s. Later versions of the pages give
+# twice as much, the sum of both directions. v4 has no entry, because the
+# compiler sees two devices per chip where a run sees one.
+# The memory is the part of 16, 95 and 32 GB that libtpu 0.0.42 reports as
+# available.
 GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
 CHIPS = {
     "v5e": Chip("v5e", 15.75 * GIB, 197e12, 819 * GB, 1600 * GBIT, 2),
@@ -61,13 +62,12 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices that programs can be compiled for, without having them.
+    """Devices to compile programs for, which need not be present.
 
     Attributes:
         name: str, such as `"v5e:4x4"`.
         devices: tuple of `jax.Device`.
-        chip: `Chip`, or `None` for host devices, of which nothing is
-            published.
+        chip: `Chip`, or `None` for host devices.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Topology:
 
 
 def get(name):
-    """The topology of a name.
+    """Looks up a topology by name.
 
     Args:
         name: str, `"<chip>:<grid>"`, such as `"v5e:4x4"` or `"v5p:2x2x4"`,
@@ -87,8 +87,8 @@ def get(name):
         A `Topology`.
 
     Raises:
-        ValueError: where the name is not known, or is of a TPU and `libtpu`
-            is not installed.
+        ValueError: if the name is not known, or names a TPU and `libtpu` is
+            not installed.
     """
     if isinstance(name, Topology):
         return name
@@ -104,11 +104,11 @@ def get(name):
     return Topology(str(name), tuple(devices), chip)
 
 
-def compiled(lowered):
-    """Compiles for a topology, past JAX's cache of programs.
+def compile(lowered):
+    """Compiles for a topology without JAX's persistent cache.
 
-    What was compiled for devices that are not there can be written to the
-    cache and not be read again.
+    A program for devices that are not present can be written to the cache but
+    not read from it.
 
     Args:
         lowered: `jax.stages.Lowered`.
@@ -150,7 +150,7 @@ def _host_devices(count):
 
 
 def _tpu_devices(kind, sizes, name):
-    # They are read where libtpu is loaded; where there are TPUs, it is.
+    # libtpu reads them when it is loaded; with TPUs it is loaded already.
     if jax.default_backend() != "tpu":
         for variable, value in LIBTPU_SETTINGS.items():
             os.environ.setdefault(variable, value)
@@ -158,8 +158,8 @@ def _tpu_devices(kind, sizes, name):
         import libtpu  # noqa: F401
     except ImportError as e:
         raise ValueError(
-            "Compiling for a TPU takes its compiler, the package `libtpu`, "
-            "and no TPU: `pip install 'keras_posttrain[plan]'`. "
+            "Compiling for a TPU needs its compiler, the package `libtpu`, "
+            "but no TPU: `pip install 'keras_posttrain[plan]'`. "
             f"Received: topology={name!r}"
         ) from e
     try:
@@ -171,10 +171,8 @@ def _tpu_devices(kind, sizes, name):
 
 @functools.cache
 def _described(kind, sizes):
-    # Those of two descriptions are other devices, even of the same name.
-    from jax.experimental import topologies
-
-    # A host of these has four chips, or one, where there are fewer.
+    # Cached: devices of two descriptions differ, even for the same name.
+    # Hosts have four chips; with fewer chips, each host has one.
     settings = {}
     if math.prod(sizes) < 4:
         bounds = [*sizes] + [1] * (3 - len(sizes))

@@ -19,21 +19,42 @@ from keras_posttrain.losses.distillation import (
     TotalVariationLoss,
     ULDLoss,
 )
+from keras_posttrain.losses.divergence import (
+    forward_kl_loss,
+    jsd_loss,
+    reverse_kl_loss,
+    skew_kl_loss,
+    total_variation_loss,
+    uld_loss,
+)
 from keras_posttrain.losses.f_divergences import (
     AlphaDivergence,
     ForwardKL,
     JensenShannon,
     ReverseKL,
 )
-from keras_posttrain.losses.features import AttentionLoss, HiddenStateLoss
-from keras_posttrain.losses.language_modeling import DFTLoss, SFTLoss
+from keras_posttrain.losses.features import (
+    AttentionLoss,
+    HiddenStateLoss,
+    attention_loss,
+    hidden_state_loss,
+)
+from keras_posttrain.losses.importance import kl_estimate
+from keras_posttrain.losses.language_modeling import (
+    DFTLoss,
+    SFTLoss,
+    dft_loss,
+    sft_loss,
+)
 from keras_posttrain.losses.loss import Loss, TokenLoss
 from keras_posttrain.losses.pair_loss import (
     MarginLoss,
     PairLoss,
     ReferenceLoss,
+    preference_margins,
 )
-from keras_posttrain.losses.policy import (
+from keras_posttrain.losses.policy_base import PolicyLoss
+from keras_posttrain.losses.policy_gradient import (
     BNPOLoss,
     CISPOLoss,
     DAPOLoss,
@@ -46,8 +67,14 @@ from keras_posttrain.losses.policy import (
     ReinforceLoss,
     SAPOLoss,
     VESPOLoss,
+    cispo_loss,
+    grpo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
+    vespo_loss,
 )
-from keras_posttrain.losses.policy_loss import PolicyLoss
 from keras_posttrain.losses.preference import (
     AOTLoss,
     APODownLoss,
@@ -61,6 +88,18 @@ from keras_posttrain.losses.preference import (
     NCAPairLoss,
     RobustDPOLoss,
     SPPOHardLoss,
+    aot_loss,
+    apo_down_loss,
+    apo_zero_loss,
+    bco_pair_loss,
+    discopop_loss,
+    dpo_loss,
+    exo_pair_loss,
+    hinge_loss,
+    ipo_loss,
+    nca_pair_loss,
+    robust_dpo_loss,
+    sppo_hard_loss,
 )
 from keras_posttrain.losses.reference_free import (
     ChosenSFTLoss,
@@ -69,9 +108,13 @@ from keras_posttrain.losses.reference_free import (
     CPOLoss,
     ORPOLoss,
     SimPOLoss,
+    cpo_loss,
+    orpo_loss,
+    simpo_loss,
 )
 from keras_posttrain.losses.reward_modeling import (
     BradleyTerryLoss,
+    bradley_terry_loss,
 )
 from keras_posttrain.losses.sum_loss import (
     SumLoss,
@@ -80,11 +123,14 @@ from keras_posttrain.losses.unpaired import (
     APOZeroUnpairedLoss,
     KTOLoss,
     LabelledLoss,
+    apo_zero_unpaired_loss,
+    kto_loss,
 )
 from keras_posttrain.losses.value import (
     ValueLoss,
     generalized_advantages,
     token_rewards,
+    value_loss,
     whiten,
 )
 
@@ -154,7 +200,45 @@ __all__ = [
     "ULDLoss",
     "VESPOLoss",
     "ValueLoss",
+    "aot_loss",
+    "apo_down_loss",
+    "apo_zero_loss",
+    "apo_zero_unpaired_loss",
+    "attention_loss",
+    "bco_pair_loss",
+    "bradley_terry_loss",
+    "cispo_loss",
+    "cpo_loss",
+    "dft_loss",
+    "discopop_loss",
+    "dpo_loss",
+    "exo_pair_loss",
+    "forward_kl_loss",
     "generalized_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "hidden_state_loss",
+    "hinge_loss",
+    "ipo_loss",
+    "jsd_loss",
+    "kl_estimate",
+    "kto_loss",
+    "nca_pair_loss",
+    "orpo_loss",
+    "ppo_loss",
+    "preference_margins",
+    "reinforce_loss",
+    "reverse_kl_loss",
+    "robust_dpo_loss",
+    "sapo_loss",
+    "sft_loss",
+    "simpo_loss",
+    "skew_kl_loss",
+    "sppo_hard_loss",
     "token_rewards",
+    "total_variation_loss",
+    "uld_loss",
+    "value_loss",
+    "vespo_loss",
     "whiten",
 ]

@@ -1,56 +1,54 @@
-"""Losses of a student that learns a teacher's distributions."""
+"""Losses that distill a teacher's distributions into a student."""
 
 import dataclasses
 import math
 
 from keras_posttrain.losses import divergence, reductions
-from keras_posttrain.losses.loss import Loss
-from keras_posttrain.losses.policy_loss import check
+from keras_posttrain.losses.loss import Loss, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationLoss(Loss):
-    """A mean over tokens of a divergence from a teacher's distribution; the
-    base of one of your own.
+    """Base class of losses of a divergence from a teacher's distribution.
 
-    A subclass defines `divergence`, a function of the log-probabilities of
-    the same outcomes. It is called inside the loop that projects a chunk of
-    tokens on the vocabulary, with the student's and the teacher's
-    distribution of each, both at `temperature`; only its result, a number
-    per token, reaches the loss. The loss is
+    Public for custom losses. A subclass defines `divergence`, a function of
+    the log-probabilities of the same outcomes. It is called inside the loop
+    that projects a chunk of tokens on the vocabulary, with the student's and
+    the teacher's distribution of each token, both at `temperature`; only its
+    result, one number per token, reaches the loss. The loss is
 
     `alpha * temperature**2 * mean(divergence)
     + (1 - alpha) * mean(-log p(token))`
 
-    with both means over the tokens of the whole batch that
-    `completion_mask` weighs, never padding, and the second, the
-    cross-entropy of the hard labels, at temperature 1.
+    with both means over the tokens of the full batch, weighted by
+    `completion_mask`. The second term is the cross-entropy of the hard
+    labels at temperature 1.
 
     TRL 1.16 has no `alpha` and no factor of `temperature**2`
     (`squared_temperature=False`), and its `GKDTrainer` leaves the
     temperature out of its loss. Tunix 0.1.7 has both factors, with
-    `temperature=2.0` and `alpha=0.5`, and takes the mean over every
-    position, padding and prompt too.
+    `temperature=2.0` and `alpha=0.5`, and averages over every
+    position, padding and prompt included.
 
     Args:
-        temperature: float above 0, which both sides' logits are divided by
-            before the divergence. The paper of Hinton et al. tries 1 to 20.
-        alpha: float from 0 to 1, the weight of the divergence; the hard
-            labels have the rest.
-        squared_temperature: bool, whether the divergence is multiplied by
-            `temperature**2`, which keeps its gradient about as large as that
-            of the hard labels.
-        tail: bool. Where only the teacher's most probable tokens are known,
-            whether one more outcome stands for all others, on both sides.
+        temperature: float above 0, the divisor of both sides' logits in the
+            divergence. The paper of Hinton et al. tries 1 to 20.
+        alpha: float from 0 to 1, the weight of the divergence; the weight
+            of the hard labels is `1 - alpha`.
+        squared_temperature: bool, whether to multiply the divergence by
+            `temperature**2`, which keeps the scale of its gradient close to
+            that of the hard labels.
+        tail: bool, whether one additional outcome stands for all others on
+            both sides if only the teacher's top-k tokens are known.
 
     Call arguments:
         batch: dict of arrays of shape `(rows, length)`: `completion_mask`,
-            and `teacher_mask` where the teacher has no distribution for
-            some tokens: 0 for these, 1 for others.
+            and optionally `teacher_mask`, 0 for tokens for which the teacher
+            has no distribution and 1 for others.
         outputs: dict of arrays of shape `(rows, length)`: `divergences`,
             without `alpha` and the factor of the temperature;
             `per_token_logps`, at temperature 1; and `agrees`, 1 where the
-            student's most probable token is the teacher's. Without the last
+            student's most probable token is the teacher's. Without `agrees`
             the agreement is not reported.
 
     Returns:
@@ -91,7 +89,7 @@ class DistillationLoss(Loss):
 
     @property
     def same_vocabulary(self):
-        """Whether `divergence` needs the same outcomes on both sides."""
+        """True if `divergence` needs the same outcomes on both sides."""
         return True
 
     @property
@@ -99,23 +97,23 @@ class DistillationLoss(Loss):
         return ("divergences", "per_token_logps", "agrees")
 
     def divergence(self, student_logps, teacher_logps):
-        """How far each student's distribution is from the teacher's.
+        """Computes the divergence of each token.
 
         Args:
             student_logps: float32 array of shape `(..., outcomes)`: the log
-                of the probabilities of the whole vocabulary at
-                `temperature`, or of the teacher's most probable tokens (and
-                the rest, with `tail`).
+                of the probabilities of the full vocabulary at
+                `temperature`, or of the teacher's top-k tokens (and one
+                outcome for all others, with `tail`).
             teacher_logps: float32 array of the same shape.
 
         Returns:
-            A float32 array of shape `(...)`, differentiable in the first,
-            with a finite gradient where log-probabilities are -inf too.
+            A float32 array of shape `(...)`, differentiable with respect to
+            `student_logps`, with a finite gradient at -inf as well.
         """
         raise NotImplementedError
 
     def normalizers(self, batch):
-        counts = {"divergence": _taught(batch).sum()}
+        counts = {"divergence": distilled_mask(batch).sum()}
         if self.alpha != 1:
             mask = batch["completion_mask"].astype("float32")
             counts["hard_loss"] = mask.sum()
@@ -123,11 +121,11 @@ class DistillationLoss(Loss):
 
     def total(self, batch, outputs):
         mask = batch["completion_mask"].astype("float32")
-        taught = _taught(batch)
-        total = reductions.token_sum(outputs["divergences"], taught)
+        distilled = distilled_mask(batch)
+        total = reductions.token_sum(outputs["divergences"], distilled)
         squared = self.temperature**2 if self.squared_temperature else 1.0
         terms = {"divergence": self.alpha * squared * total}
-        metrics = {"divergence": ("mean", total, taught.sum())}
+        metrics = {"divergence": ("mean", total, distilled.sum())}
         if self.alpha != 1 or "per_token_logps" in outputs:
             logps = outputs["per_token_logps"]
             hard = -reductions.token_sum(logps, mask)
@@ -135,14 +133,14 @@ class DistillationLoss(Loss):
             if self.alpha != 1:
                 terms["hard_loss"] = (1.0 - self.alpha) * hard
         if "agreement" in self.metric_names and "agrees" in outputs:
-            seen = (taught != 0).astype("float32")
+            seen = (distilled != 0).astype("float32")
             agrees = reductions.token_sum(outputs["agrees"], seen)
             metrics["agreement"] = ("mean", agrees, seen.sum())
         return terms, metrics
 
 
-def _taught(batch):
-    """The weights of tokens that have loss and a teacher's distribution."""
+def distilled_mask(batch):
+    """Returns the weights of tokens with a teacher, `(rows, length)`."""
     mask = batch["completion_mask"].astype("float32")
     if "teacher_mask" not in batch:
         return mask
@@ -151,7 +149,7 @@ def _taught(batch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardKLLoss(DistillationLoss):
-    """`KL(teacher || student)`: the student covers all that the teacher does.
+    """`forward_kl_loss`: the student covers all modes of the teacher.
 
     The classical distillation loss; with `alpha=0` on the teacher's own
     samples it becomes sequence-level distillation. TRL's generalised
@@ -175,17 +173,16 @@ class ForwardKLLoss(DistillationLoss):
     """
 
     def divergence(self, student_logps, teacher_logps):
-        return divergence.forward_kl(student_logps, teacher_logps)
+        return divergence.forward_kl_loss(student_logps, teacher_logps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReverseKLLoss(DistillationLoss):
-    """`KL(student || teacher)`: the student leaves out what the teacher
-    would not say.
+    """`reverse_kl_loss`: the student avoids what the teacher finds improbable.
 
     Meant for the student's own samples, as in MiniLLM and on-policy
-    distillation. TRL's `DistillationTrainer` takes it, at temperature 1 and
-    on samples alone.
+    distillation. TRL's `DistillationTrainer` uses it, at temperature 1 and
+    only on samples.
 
     Args:
         temperature, alpha, squared_temperature, tail: as in
@@ -193,7 +190,7 @@ class ReverseKLLoss(DistillationLoss):
 
     Reference:
         - [Gu et al., 2024](https://arxiv.org/abs/2306.08543), MiniLLM, which
-          takes the policy gradient of it.
+          uses its policy gradient.
 
     Example:
 
@@ -205,28 +202,26 @@ class ReverseKLLoss(DistillationLoss):
     """
 
     def divergence(self, student_logps, teacher_logps):
-        return divergence.reverse_kl(student_logps, teacher_logps)
+        return divergence.reverse_kl_loss(student_logps, teacher_logps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JSDLoss(DistillationLoss):
-    """The generalised Jensen-Shannon divergence of GKD.
+    """The generalised Jensen-Shannon divergence of GKD, `jsd_loss`.
 
-    `beta * KL(teacher || M) + (1 - beta) * KL(student || M)` with
-    `M = beta * teacher + (1 - beta) * student`. It is bounded, symmetric at
-    `beta=0.5`, like the forward KL near 0 and the reverse KL near 1, but
-    times `beta * (1 - beta)`: it fades out towards both ends, and at them
-    teaches nothing.
+    It is bounded and symmetric at `beta=0.5`. Close to 0 it approaches the
+    forward KL and close to 1 the reverse KL, both times `beta * (1 - beta)`:
+    it decays towards both ends, where its gradient is 0.
 
-    TRL and the paper's code take the KL divergences at 0 and 1, a jump:
-    `kl_at_ends=True`. `scaled=True` divides by `beta * (1 - beta)` and so
-    runs from one to the other without a jump.
+    TRL and the paper's code use the KL divergences at 0 and 1, which makes a
+    jump: `kl_at_ends=True`. `scaled=True` divides by `beta * (1 - beta)`,
+    which is continuous between the two KL divergences.
 
     Args:
         beta: float between 0 and 1; the ends only with `kl_at_ends` or
             `scaled`. The paper tries 0.1, 0.5 and 0.9; TRL's default is 0.5.
-        scaled: bool.
-        kl_at_ends: bool.
+        scaled: bool, whether to divide by `beta * (1 - beta)`.
+        kl_at_ends: bool, whether to use the KL divergences at 0 and 1.
         temperature, alpha, squared_temperature, tail: as in
             `DistillationLoss`. The paper trains at temperature 1.
 
@@ -255,9 +250,9 @@ class JSDLoss(DistillationLoss):
             limit = "ReverseKLLoss" if self.beta else "ForwardKLLoss"
             raise ValueError(
                 "The generalised Jensen-Shannon divergence is 0 at `beta` 0 "
-                "and 1, whatever the student does. Received: "
+                "and 1 for every student. Received: "
                 f"beta={self.beta!r}. Use `{limit}()`, or "
-                "`kl_at_ends=True`, which takes that at this end, or "
+                "`kl_at_ends=True`, which uses that at this end, or "
                 "`scaled=True`, which runs from the forward KL at 0 to the "
                 "reverse KL at 1 without a jump."
             )
@@ -265,24 +260,22 @@ class JSDLoss(DistillationLoss):
     def divergence(self, student_logps, teacher_logps):
         # At the ends these are the KL divergences, for both settings.
         scaled = self.scaled or self.beta in (0, 1)
-        return divergence.jensen_shannon(
+        return divergence.jsd_loss(
             student_logps, teacher_logps, self.beta, scaled
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkewKLLoss(DistillationLoss):
-    """The skewed KL divergence of DistiLLM.
+    """The skewed KL divergence of DistiLLM, `skew_kl_loss`.
 
-    `KL(teacher || skew * teacher + (1 - skew) * student)`: bounded, with
-    gradients that do not blow up where the student gives almost nothing to
-    what the teacher says. With `reverse`,
-    `KL(student || skew * student + (1 - skew) * teacher)`.
+    It is bounded, with bounded gradients where the student's probability of
+    the teacher's tokens is close to 0.
 
     Args:
-        skew: float, 0 or more and below 1. The paper takes 0.1. At 0 it is
+        skew: float, 0 or more and below 1. The paper uses 0.1. At 0 it is
             the KL divergence itself.
-        reverse: bool.
+        reverse: bool, see `skew_kl_loss`.
         temperature, alpha, squared_temperature, tail: as in
             `DistillationLoss`.
 
@@ -308,17 +301,17 @@ class SkewKLLoss(DistillationLoss):
         check(self, "skew", 0 <= self.skew < 1, "0 or more and below 1")
 
     def divergence(self, student_logps, teacher_logps):
-        return divergence.skew_kl(
+        return divergence.skew_kl_loss(
             student_logps, teacher_logps, self.skew, self.reverse
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TotalVariationLoss(DistillationLoss):
-    """Half the sum of the absolute differences of probabilities.
+    """Half the sum of absolute differences, `total_variation_loss`.
 
-    Symmetric and from 0 to 1. Its gradient does not fade as the student gets
-    near, so that it wants a learning rate that does.
+    Symmetric and from 0 to 1. Its gradient does not decay as the student
+    approaches the teacher, so it needs a learning rate that decays.
 
     Args:
         temperature, alpha, squared_temperature, tail: as in
@@ -336,22 +329,20 @@ class TotalVariationLoss(DistillationLoss):
     """
 
     def divergence(self, student_logps, teacher_logps):
-        return divergence.total_variation(student_logps, teacher_logps)
+        return divergence.total_variation_loss(student_logps, teacher_logps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ULDLoss(DistillationLoss):
-    """Universal logit distillation: for a teacher with another tokenizer.
+    """Universal logit distillation, for a teacher with another tokenizer.
 
-    The sum of the absolute differences of both sides' probabilities in
-    descending order, the shorter vocabulary filled up with zeros: the
-    Wasserstein distance where all tokens are equally far from each other. It
-    does not know which token is which, so that the hard labels have to say
-    it: use `alpha` below 1. The paper adds 1.5 times this to the
+    `uld_loss`: the Wasserstein distance with equal distances between all
+    tokens. It ignores the identity of tokens, which only the hard labels
+    supply: use `alpha` below 1. The paper adds 1.5 times this to the
     cross-entropy: `alpha=0.6` up to a factor.
 
-    TRL's `GOLDTrainer` compares the distributions one token late; here, as
-    in the paper, both are those that predict the token.
+    TRL's `GOLDTrainer` compares the distributions shifted by one token. This
+    loss, as the paper, compares the two that predict the token.
 
     Args:
         temperature, alpha, squared_temperature, tail: as in
@@ -380,4 +371,4 @@ class ULDLoss(DistillationLoss):
         return ("divergences", "per_token_logps")
 
     def divergence(self, student_logps, teacher_logps):
-        return divergence.sorted_distance(student_logps, teacher_logps)
+        return divergence.uld_loss(student_logps, teacher_logps)

@@ -1,16 +1,18 @@
-"""How far a student's distribution is from a teacher's: functions of the
-log-probabilities of the same outcomes, the last axis of both arrays.
+"""Divergences of a student's distribution from a teacher's.
+
+All functions take log-probabilities of the same outcomes, the last axis of
+both arrays.
 
 With `p` the teacher's and `q` the student's probabilities, each divergence is
-a sum over outcomes of a term that is 0 where `q = p` and never negative: the
-Kullback-Leibler ones have `q - p` added, which sums to 0 over whole
-distributions. So they are least at `q = p` also where outcomes are left out,
-as with a teacher's most probable ones alone, and the gradient of equal
-distributions is 0, not what rounding leaves of two sums.
+a sum over outcomes of a term that is 0 where `q = p` and never negative. The
+Kullback-Leibler terms include `q - p`, which sums to 0 over full
+distributions. Therefore the minimum is at `q = p` even if outcomes are left
+out, as with a teacher's top-k tokens, and the gradient of equal distributions
+is exactly 0, without the rounding of a difference of two sums.
 
-The gradient by the student is written out beside each term, since the rules
-of differentiation meet `0 * inf` where a probability is 0. The teacher counts
-as a constant.
+The gradient with respect to the student is written out next to each term,
+since automatic differentiation evaluates `0 * inf` where a probability is 0.
+The teacher is a constant.
 """
 
 import functools
@@ -20,14 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Log-probabilities count as at least this much, -inf too, so that what is
-# infinite by its definition becomes a large number. Only a temperature of
-# 0.001 or so takes finite ones that far down.
+# The lower bound of log-probabilities, -inf included, so that an infinite
+# divergence becomes a large number. Finite log-probabilities reach it only at
+# temperatures of about 0.001.
 LOG_FLOOR = -1e5
-# Less than this is rounding in 1 less a float32 sum of probabilities.
+# A smaller difference of 1 and a float32 sum of probabilities is rounding.
 TAIL_FLOOR = 1e-6
-# Probabilities that differ by less of themselves are equal: it is the rounding
-# of the logits that they are made of.
+# Probabilities count as equal if their relative difference is smaller than
+# this, the effect of rounded logits.
 ROUNDING = 1e-5
 TINY = float(np.finfo("float32").tiny)
 
@@ -60,21 +62,21 @@ def _divergence(terms, student_logps, teacher_logps):
 
 
 def _expected(probabilities, values):
-    """Their product, 0 where a probability is 0, whatever the value."""
+    """Computes the product, 0 where a probability is 0 for any value."""
     return jnp.where(probabilities == 0, 0.0, probabilities * values)
 
 
 def _mixture_log_ratio(own, other, share):
-    """`log(own / ((1 - share) * own + share * other))` of probabilities.
+    """Computes `log(own / ((1 - share) * own + share * other))`.
 
-    Exact to float32's relative precision for shares next to 0 and 1 as well,
-    and 0 where both are equal. Where `own` is 0, some number.
+    Accurate to float32's relative precision for shares close to 0 and 1 as
+    well, and exactly 0 for equal probabilities. Finite where `own` is 0.
     """
     divisor = jnp.maximum(own, TINY)
     excess = share * ((other - own) / divisor)
     result = -jnp.log1p(excess)
     if share > 0.5:
-        # Little is left of 1 + excess: made of what does not cancel instead.
+        # 1 + excess cancels here; the equal sum below does not.
         left = jnp.maximum((1 - share) + share * (other / divisor), TINY)
         result = jnp.where(excess < -0.5, -jnp.log(left), result)
     return result
@@ -122,8 +124,8 @@ def _skew_reverse_terms(student, teacher, skew):
 
 def _total_variation_terms(student, teacher):
     p, q = jnp.exp(teacher), jnp.exp(student)
-    # Every outcome pulls with its whole weight, however near: between equal
-    # models rounding would choose the way.
+    # The gradient does not decay near equality. Between equal models,
+    # rounding would determine its sign.
     near = jnp.abs(q - p) <= ROUNDING * p
     side = jnp.where(near, 0.0, jnp.sign(q - p))
     return 0.5 * jnp.abs(q - p), 0.5 * side * q
@@ -134,33 +136,33 @@ def _sorted_terms(student, teacher):
     q, q_sorted = _ascending(student, size)
     _, p_sorted = _ascending(teacher, size)
     distances = jnp.abs(q_sorted - p_sorted)
-    # As in the total variation, rounding is not to choose a way.
+    # As in the total variation, rounding must not determine the sign.
     near = distances <= ROUNDING * p_sorted
     side = jnp.where(near, 0.0, jnp.sign(q_sorted - p_sorted))
-    # Each outcome finds its own place again, rather than being sorted with
-    # its number: of equal ones, all take the first one's.
+    # Search each outcome's rank instead of sorting indices along with the
+    # values. Equal outcomes all get the first one's rank.
     find = jnp.vectorize(jnp.searchsorted, signature="(n),(m)->(m)")
     slopes = q * jnp.take_along_axis(side, find(q_sorted, q), axis=-1)
     return distances, slopes
 
 
 def _ascending(logps, size):
-    """Probabilities as they come, and sorted behind zeros up to `size`."""
+    """Returns the probabilities, unsorted and sorted with leading zeros."""
     values = jnp.exp(logps)
-    # Floats of 0 or more are in the order of their bits, and on CPUs whole
-    # numbers are sorted several times as fast.
+    # Non-negative floats have the order of their bits, and on CPUs integers
+    # are sorted several times as fast.
     bits = jnp.sort(jax.lax.bitcast_convert_type(values, "int32"), axis=-1)
     ordered = jax.lax.bitcast_convert_type(bits, "float32")
     fill = [(0, 0)] * (values.ndim - 1) + [(size - values.shape[-1], 0)]
     return values, jnp.pad(ordered, fill)
 
 
-def forward_kl(student_logps, teacher_logps):
-    """`KL(teacher || student)`: the sum of `p * log(p / q)`.
+def forward_kl_loss(student_logps, teacher_logps):
+    """Computes `KL(teacher || student)`, the sum of `p * log(p / q)`.
 
     Args:
         student_logps: float array of shape `(..., outcomes)`,
-            log-probabilities in nats; -inf where there is none.
+            log-probabilities in nats; may be -inf.
         teacher_logps: float array of the same shape.
 
     Returns:
@@ -169,29 +171,54 @@ def forward_kl(student_logps, teacher_logps):
 
     Raises:
         ValueError: if the shapes differ.
+
+    Reference:
+        - [Hinton et al., 2015](https://arxiv.org/abs/1503.02531).
+
+    Example:
+
+    ```python
+    student, teacher = np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    kpt.losses.forward_kl_loss(student, teacher)  # 0.1308
+    ```
     """
     return _divergence(_forward_kl_terms, student_logps, teacher_logps)
 
 
-def reverse_kl(student_logps, teacher_logps):
-    """`KL(student || teacher)`: the sum of `q * log(q / p)`.
+def reverse_kl_loss(student_logps, teacher_logps):
+    """Computes `KL(student || teacher)`, the sum of `q * log(q / p)`.
 
-    Arguments, result and errors as in `forward_kl`.
+    Args:
+        student_logps, teacher_logps: as in `forward_kl_loss`.
+
+    Returns:
+        A float32 array of shape `(...)`, in nats.
+
+    Reference:
+        - [Gu et al., 2024](https://arxiv.org/abs/2306.08543), MiniLLM.
+
+    Example:
+
+    ```python
+    student, teacher = np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    kpt.losses.reverse_kl_loss(student, teacher)  # 0.1438
+    ```
     """
     return _divergence(_reverse_kl_terms, student_logps, teacher_logps)
 
 
-def jensen_shannon(student_logps, teacher_logps, beta=0.5, scaled=False):
-    """`beta * KL(teacher || M) + (1 - beta) * KL(student || M)`.
+def jsd_loss(student_logps, teacher_logps, beta=0.5, scaled=False):
+    """Computes the generalised Jensen-Shannon divergence.
 
+    `beta * KL(teacher || M) + (1 - beta) * KL(student || M)` with
     `M = beta * teacher + (1 - beta) * student`.
 
     Args:
-        student_logps, teacher_logps: as in `forward_kl`.
+        student_logps, teacher_logps: as in `forward_kl_loss`.
         beta: float from 0 to 1. At both ends the divergence is 0.
-        scaled: bool, whether it is divided by `beta * (1 - beta)`: then it
-            is `KL(teacher || student)` at 0, and `KL(student || teacher)`
-            at 1.
+        scaled: bool, whether to divide by `beta * (1 - beta)`. The limits
+            are then `KL(teacher || student)` at 0 and
+            `KL(student || teacher)` at 1.
 
     Returns:
         A float32 array of shape `(...)`, at most
@@ -202,30 +229,36 @@ def jensen_shannon(student_logps, teacher_logps, beta=0.5, scaled=False):
 
     Reference:
         - [Agarwal et al., 2024](https://arxiv.org/abs/2306.13649).
+
+    Example:
+
+    ```python
+    kpt.losses.jsd_loss(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.0338
+    ```
     """
     beta = float(beta)
-    # Nearer to 0 than TINY, float32 cannot tell the two apart.
+    # Below TINY, float32 cannot distinguish the divergence from its limit.
     if scaled and beta < TINY:
-        return forward_kl(student_logps, teacher_logps)
+        return forward_kl_loss(student_logps, teacher_logps)
     if scaled and beta == 1:
-        return reverse_kl(student_logps, teacher_logps)
+        return reverse_kl_loss(student_logps, teacher_logps)
     terms = functools.partial(
         _jensen_shannon_terms, beta=beta, scaled=bool(scaled)
     )
     return _divergence(terms, student_logps, teacher_logps)
 
 
-def skew_kl(student_logps, teacher_logps, skew=0.1, reverse=False):
-    """The KL divergence from a mixture with the distribution it starts at.
+def skew_kl_loss(student_logps, teacher_logps, skew=0.1, reverse=False):
+    """Computes the KL divergence to a mixture of both distributions.
 
     `KL(teacher || skew * teacher + (1 - skew) * student)`, or with `reverse`
     `KL(student || skew * student + (1 - skew) * teacher)`. At most
-    `-log(skew)`, so that no single outcome rules the sum.
+    `-log(skew)`, so that no single outcome dominates the sum.
 
     Args:
-        student_logps, teacher_logps: as in `forward_kl`.
+        student_logps, teacher_logps: as in `forward_kl_loss`.
         skew: float, 0 or more and below 1. At 0 it is the KL divergence.
-        reverse: bool.
+        reverse: bool, whether to start from the student.
 
     Returns:
         A float32 array of shape `(...)`, in nats.
@@ -235,10 +268,16 @@ def skew_kl(student_logps, teacher_logps, skew=0.1, reverse=False):
 
     Reference:
         - [Ko et al., 2024](https://arxiv.org/abs/2402.03898).
+
+    Example:
+
+    ```python
+    kpt.losses.skew_kl_loss(np.log([0.5, 0.5]), np.log([0.75, 0.25]))  # 0.1070
+    ```
     """
     skew = float(skew)
     if skew < TINY:
-        plain = reverse_kl if reverse else forward_kl
+        plain = reverse_kl_loss if reverse else forward_kl_loss
         return plain(student_logps, teacher_logps)
     terms = functools.partial(
         _skew_reverse_terms if reverse else _skew_forward_terms, skew=skew
@@ -246,21 +285,38 @@ def skew_kl(student_logps, teacher_logps, skew=0.1, reverse=False):
     return _divergence(terms, student_logps, teacher_logps)
 
 
-def total_variation(student_logps, teacher_logps):
-    """Half the sum of `|p - q|`, from 0 to 1.
+def total_variation_loss(student_logps, teacher_logps):
+    """Computes half the sum of `|p - q|`, from 0 to 1.
 
-    Arguments, result and errors as in `forward_kl`. Outcomes whose
-    log-probabilities are equal but for rounding have no gradient.
+    Outcomes whose log-probabilities differ only by rounding have no
+    gradient.
+
+    Args:
+        student_logps, teacher_logps: as in `forward_kl_loss`.
+
+    Returns:
+        A float32 array of shape `(...)`.
+
+    Reference:
+        - [Wen et al., 2023](https://arxiv.org/abs/2307.15190), f-DISTILL.
+
+    Example:
+
+    ```python
+    kpt.losses.total_variation_loss(
+        np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    )  # 0.25
+    ```
     """
     return _divergence(_total_variation_terms, student_logps, teacher_logps)
 
 
-def sorted_distance(student_logps, teacher_logps):
-    """The sum of `|p - q|` of probabilities in descending order.
+def uld_loss(student_logps, teacher_logps):
+    """Computes the sum of `|p - q|` of probabilities in descending order.
 
-    It asks how peaked two distributions are, never which outcomes are
-    probable, and so compares vocabularies that have nothing in common. The
-    shorter one is filled up with zeros.
+    It compares the shapes of two distributions, not which outcomes are
+    probable, and therefore works across different vocabularies. The shorter
+    one is padded with zeros.
 
     Args:
         student_logps: float array of shape `(..., outcomes)`.
@@ -271,6 +327,12 @@ def sorted_distance(student_logps, teacher_logps):
 
     Reference:
         - [Boizard et al., 2024](https://arxiv.org/abs/2402.12030).
+
+    Example:
+
+    ```python
+    kpt.losses.uld_loss(np.log([0.5, 0.5]), np.log([0.25, 0.7, 0.05]))  # 0.5
+    ```
     """
     student = jnp.asarray(student_logps).astype("float32")
     teacher = jnp.asarray(teacher_logps).astype("float32")
@@ -280,7 +342,7 @@ def sorted_distance(student_logps, teacher_logps):
 
 
 def with_tail(logps):
-    """Adds one outcome: all those that are left out.
+    """Appends one outcome that stands for all outcomes left out.
 
     Args:
         logps: float array of shape `(..., k)`, log-probabilities of some
@@ -288,13 +350,13 @@ def with_tail(logps):
 
     Returns:
         A float32 array of shape `(..., k + 1)`; the last is the log of 1
-        less the sum of the others' probabilities, or of `TAIL_FLOOR` where
-        less is left. There the gradient by it is 0.
+        minus the sum of the others' probabilities, at least
+        `log(TAIL_FLOOR)`. The gradient at this bound is 0.
     """
     logps = jnp.asarray(logps).astype("float32")
     inside = jnp.sum(jnp.exp(logps), axis=-1, keepdims=True)
-    sound = 1 - inside > TAIL_FLOOR
-    # What is not taken must not be differentiated at log(0) either.
-    tail = jnp.log1p(-jnp.where(sound, inside, 0.0))
-    tail = jnp.where(sound, tail, math.log(TAIL_FLOOR))
+    valid = 1 - inside > TAIL_FLOOR
+    # The branch that is not selected must not be differentiated at log(0).
+    tail = jnp.log1p(-jnp.where(valid, inside, 0.0))
+    tail = jnp.where(valid, tail, math.log(TAIL_FLOOR))
     return jnp.concatenate([logps, tail], axis=-1)

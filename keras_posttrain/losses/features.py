@@ -1,4 +1,4 @@
-"""Losses of a student that learns what is inside a teacher."""
+"""Losses that distill a teacher's hidden states and attention weights."""
 
 import dataclasses
 
@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
-from keras_posttrain.losses.loss import Loss
-from keras_posttrain.losses.policy_loss import check
+from keras_posttrain.losses.loss import Loss, check
 
 METRICS = ("mse", "cosine")
-# Vectors with a smaller square of their length have no direction.
+# Vectors with a smaller squared norm have no direction.
 SMALLEST_SQUARE = 1e-12
 
 
 def squared_error(student, teacher):
-    """The sum of the squared differences over the last axis.
+    """Sums the squared differences over the last axis.
 
     Args:
         student, teacher: float arrays of the same shape `(..., dim)`.
@@ -27,28 +26,28 @@ def squared_error(student, teacher):
 
 
 def cosine_distance(student, teacher):
-    """1 less the cosine of the angle between vectors.
+    """Computes 1 minus the cosine of the angle between vectors.
 
     Args:
         student, teacher: float arrays of the same shape `(..., dim)`.
 
     Returns:
-        A float32 array of shape `(...)`, from 0 to 2; 1 without a gradient
+        A float32 array of shape `(...)`, from 0 to 2; 1, without a gradient,
         where either vector is 0.
     """
 
     def direction(vectors):
         square = jnp.sum(jnp.square(vectors), axis=-1, keepdims=True)
-        sound = square > SMALLEST_SQUARE
-        scale = jax.lax.rsqrt(jnp.where(sound, square, 1.0))
-        return vectors * jnp.where(sound, scale, 0.0)
+        valid = square > SMALLEST_SQUARE
+        scale = jax.lax.rsqrt(jnp.where(valid, square, 1.0))
+        return vectors * jnp.where(valid, scale, 0.0)
 
     return 1 - jnp.sum(direction(student) * direction(teacher), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureLoss(Loss):
-    """What the losses of hidden states and of attention weights share."""
+    """Base class of the losses of hidden states and attention weights."""
 
     layers: str | tuple = "auto"
     metric: str = "mse"
@@ -56,8 +55,8 @@ class FeatureLoss(Loss):
 
     def __post_init__(self):
         check(self, "metric", self.metric in METRICS, f"one of {METRICS}")
-        sound = self.matching in self._matchings
-        check(self, "matching", sound, f"one of {self._matchings}")
+        valid = self.matching in self._matchings
+        check(self, "matching", valid, f"one of {self._matchings}")
         if self.layers == "auto":
             return
         wanted = (
@@ -69,11 +68,11 @@ class FeatureLoss(Loss):
             layers = tuple(tuple(pair) for pair in self.layers)
         except TypeError:
             layers = ()
-        sound = layers and all(
+        valid = layers and all(
             len(pair) == 2 and all(isinstance(x, int) for x in pair)
             for pair in layers
         )
-        check(self, "layers", sound, wanted)
+        check(self, "layers", valid, wanted)
         # Lists would make the settings unhashable.
         object.__setattr__(self, "layers", layers)
 
@@ -82,7 +81,7 @@ class FeatureLoss(Loss):
         return (self._student, self._teacher)
 
     def logps_mask(self, batch):
-        """No token is projected on the vocabulary."""
+        """Selects no tokens: the loss reads no log-probabilities."""
         return jnp.zeros(batch["completion_mask"].shape, bool)
 
     def normalizers(self, batch):
@@ -101,13 +100,13 @@ class FeatureLoss(Loss):
         seen = (mask != 0)[:, :, None, None]
 
         def read(array):
-            # What is no number outside the mask must not reach a gradient.
+            # NaN outside the mask must not reach a gradient.
             return jnp.where(seen, jnp.asarray(array).astype("float32"), 0.0)
 
         values = self._distances(
             read(student), jax.lax.stop_gradient(read(teacher))
         )
-        total = reductions.token_sum(values.mean(axis=-1), mask)
+        total = reductions.token_sum(values, mask)
         metrics = {self.metric_names[0]: ("mean", total, mask.sum())}
         return {self._term: total}, metrics
 
@@ -118,12 +117,45 @@ class FeatureLoss(Loss):
         return mask * batch["teacher_mask"].astype("float32")
 
 
+def hidden_state_loss(student_features, teacher_features, metric="mse"):
+    """Computes the distance of hidden states of each token.
+
+    The mean over layers of `mean((s - t)**2)`, or of `1 - cos(s, t)`.
+
+    Args:
+        student_features: float array of shape `(..., layers, dim)`, such as
+            `(rows, length, layers, dim)`.
+        teacher_features: float array of the same shape.
+        metric: `"mse"` or `"cosine"`.
+
+    Returns:
+        A float32 array of shape `(...)`, without the last two axes.
+
+    References:
+        - [Romero et al., 2015](https://arxiv.org/abs/1412.6550), FitNets.
+        - [Jiao et al., 2020](https://arxiv.org/abs/1909.10351), TinyBERT.
+
+    Example:
+
+    ```python
+    kpt.losses.hidden_state_loss(np.array([[1.0, 2.0]]), np.zeros((1, 2)))
+    # (1 + 4) / 2
+    ```
+    """
+    if metric == "cosine":
+        distances = cosine_distance(student_features, teacher_features)
+    else:
+        squares = squared_error(student_features, teacher_features)
+        distances = squares / student_features.shape[-1]
+    return distances.mean(axis=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class HiddenStateLoss(FeatureLoss):
     """The distance of the student's hidden states from the teacher's.
 
-    The mean over layers and over the tokens that carry loss. It says nothing
-    of what is to be predicted, so it is added to a loss that does:
+    `hidden_state_loss`, averaged over the tokens that carry loss. It does
+    not supervise predictions, so add it to a loss that does:
 
     ```python
     kpt.losses.SumLoss(
@@ -132,29 +164,29 @@ class HiddenStateLoss(FeatureLoss):
     )
     ```
 
-    Tunix 0.1.7's projection is over all axes, batch and time among them; here
-    it is one linear map per pair of layers, for every token.
+    Tunix 0.1.7 projects over all axes, batch and time included; here there is
+    one linear map per pair of layers, shared by all tokens.
 
     Args:
         layers: `"auto"`, every layer of the student spread evenly over the
             teacher's (TinyBERT's map), or a list of pairs
             `(student layer, teacher layer)`, counted from 0, or from -1 for
-            the last. What is compared is a layer's output.
-        metric: `"mse"`, the mean squared difference, or `"cosine"`, 1 less
+            the last. The outputs of the layers are compared.
+        metric: `"mse"`, the mean squared difference, or `"cosine"`, 1 minus
             the cosine of the angle.
         matching: how the student's hidden size becomes the teacher's:
-            `"projection"`, a linear map that is trained along and not
+            `"projection"`, a linear map that is trained as well but not
             exported (FitNets, TinyBERT); `"pooling"`, the mean of
-            neighbours down to the smaller size, with nothing to train; or
-            `"none"`, where both are equal.
+            neighbours down to the smaller size, without weights; or
+            `"none"`, if both are equal.
 
     Call arguments:
         batch: dict of arrays of shape `(rows, length)`: `completion_mask`,
-            and `teacher_mask` where some tokens have no counterpart in the
-            teacher.
+            and optionally `teacher_mask`, 0 for tokens that have no
+            counterpart in the teacher.
         outputs: dict of arrays of shape `(rows, length, layers, dim)`:
-            `student_features` and `teacher_features`, of the same size by
-            then.
+            `student_features` and `teacher_features`, already of the same
+            size.
 
     Returns:
         `(loss, metrics)`: a float32 scalar, and a dict with
@@ -187,31 +219,64 @@ class HiddenStateLoss(FeatureLoss):
     _term = "hidden_state"
 
     def _distances(self, student, teacher):
-        if self.metric == "cosine":
-            return cosine_distance(student, teacher)
-        return squared_error(student, teacher) / student.shape[-1]
+        return hidden_state_loss(student, teacher, self.metric)
+
+
+def attention_loss(student_attentions, teacher_attentions, metric="mse"):
+    """Computes the distance of attention weights of each token.
+
+    The mean over layers and heads of `sum((s - t)**2)` over keys, or of
+    `1 - cos(s, t)`.
+
+    Args:
+        student_attentions: float array of shape
+            `(rows, length, layers, heads * length)`, by query; the last axis
+            holds the weights of all keys, head after head.
+        teacher_attentions: float array of the same shape.
+        metric: `"mse"` or `"cosine"`.
+
+    Returns:
+        A float32 array of shape `(rows, length)`.
+
+    References:
+        - [Zagoruyko & Komodakis, 2017](https://arxiv.org/abs/1612.03928).
+        - [Jiao et al., 2020](https://arxiv.org/abs/1909.10351), TinyBERT.
+
+    Example:
+
+    ```python
+    student = np.array([[[[1.0, 0.0]], [[0.5, 0.5]]]])
+    teacher = np.array([[[[1.0, 0.0]], [[0.9, 0.1]]]])
+    kpt.losses.attention_loss(student, teacher)  # [[0.0, 0.32]]
+    ```
+    """
+    length = student_attentions.shape[1]
+    by_head = (*student_attentions.shape[:-1], -1, length)
+    distance = cosine_distance if metric == "cosine" else squared_error
+    distances = distance(
+        student_attentions.reshape(by_head),
+        teacher_attentions.reshape(by_head),
+    )
+    return distances.mean(axis=-1).mean(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLoss(FeatureLoss):
     """The distance of the student's attention weights from the teacher's.
 
-    Of each token that carries loss, what it attends to is compared: the sum
-    over the tokens before it of the squared differences, or the angle. The
-    mean over heads, layers and tokens; to be added to another loss, as
-    `HiddenStateLoss` is.
+    `attention_loss`, averaged over the tokens that carry loss. Add it to
+    another loss, like `HiddenStateLoss`.
 
-    Zagoruyko and Komodakis compare maps of activations in images; the
-    weights of attention itself are TinyBERT's, which has as many heads on
-    both sides.
+    Zagoruyko and Komodakis compare activation maps of images. TinyBERT
+    compares attention weights, with equal numbers of heads on both sides.
 
     Args:
         layers: as in `HiddenStateLoss`.
         metric: `"mse"`, the sum of the squared differences over keys (a mean
-            would fade with the length), or `"cosine"`.
+            would decrease with the length), or `"cosine"`.
         matching: how heads are compared: `"pooling"`, the mean over heads on
             both sides, or `"projection"`, a linear map from the student's
-            heads to the teacher's that is trained along and not exported.
+            heads to the teacher's that is trained as well but not exported.
 
     Call arguments:
         batch: as in `HiddenStateLoss`.
@@ -259,7 +324,4 @@ class AttentionLoss(FeatureLoss):
                 "must hold the weights of all keys for each head, heads * "
                 f"length of them. Received: shape={student.shape}."
             )
-        by_head = (*student.shape[:-1], -1, length)
-        metric = cosine_distance if self.metric == "cosine" else squared_error
-        distances = metric(student.reshape(by_head), teacher.reshape(by_head))
-        return distances.mean(axis=-1)
+        return attention_loss(student, teacher, self.metric)

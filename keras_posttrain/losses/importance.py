@@ -1,5 +1,4 @@
-"""What policy losses are made of: the arrays they read, ratios between
-policies, and divergences."""
+"""Inputs of policy losses, importance ratios and KL estimates."""
 
 import dataclasses
 
@@ -17,27 +16,25 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTokens:
-    """The arrays of a batch as a policy loss reads them, in float32.
+    """The arrays of a batch that a policy loss reads, in float32.
 
     Every array of tokens is 0 outside `mask`, whatever the batch holds
-    there, so that nothing of a prompt or of padding reaches a gradient.
+    there, so that prompts and padding never reach a gradient.
 
     Attributes:
         mask: float array of shape `(rows, length)`, the completion mask.
         segment_ids: int array of shape `(rows, length)`.
         sequence_mask: float array of shape `(rows, num_sequences)`.
         logps: float array of shape `(rows, length)`, log-probabilities under
-            the policy in training. The only array with a gradient beside
-            `entropies`.
-        old_logps: the same under the policy that took the samples, as the
-            trainer computes it; where the batch has none, `logps` held
-            constant.
+            the policy in training. This array and `entropies` are the only
+            ones with a gradient.
+        old_logps: the same under the policy that sampled, as the trainer
+            computes it. If the batch has none, `logps` without a gradient.
         advantages: float array of shape `(rows, length)`.
         entropies: float array of shape `(rows, length)` or `None`.
         ref_logps: the same under the reference policy, or `None`.
-        rollout_logps: the same as the engine that sampled reports them, or
-            `None`. A NaN says that the engine reported none for that token;
-            it then has the trainer's.
+        rollout_logps: the same as reported by the engine that sampled, or
+            `None`. Where the engine reported NaN, the value of `old_logps`.
     """
 
     mask: jax.Array
@@ -96,27 +93,35 @@ class PolicyTokens:
         )
 
     def sequence_sum(self, values):
-        """`(rows, num_sequences)`: the sum over each sequence's tokens."""
+        """Sums over each sequence's tokens to `(rows, num_sequences)`."""
         return reductions.segment_sum(
             values * self.mask, self.segment_ids, self.sequence_mask.shape[1]
         )
 
     def sequence_mean(self, values):
-        """As `sequence_sum`, a mean; 0 for a sequence without tokens."""
+        """Averages over each sequence's tokens; 0 for an empty sequence."""
         count = self.sequence_sum(jnp.ones_like(self.mask))
         return reductions.ratio(self.sequence_sum(values), count)
 
+    def sequence_mean_weights(self):
+        """Returns the mask divided by the length of each token's sequence.
+
+        With these weights a sum over tokens is a sum of sequence means.
+        """
+        length = self.sequence_sum(jnp.ones_like(self.mask))
+        return self.mask * self.spread(reductions.ratio(1.0, length))
+
     def spread(self, values):
-        """`(rows, length)`: each token its sequence's value."""
+        """Gives each token the value of its sequence, `(rows, length)`."""
         return reductions.spread(values, self.segment_ids)
 
     def mean_metric(self, values):
-        """The metric of the mean of `values` over all tokens."""
+        """Returns the metric of the mean of `values` over all tokens."""
         total = reductions.token_sum(values, self.mask)
         return ("mean", total, self.mask.sum())
 
     def sequence_metric(self, values):
-        """The metric of the mean of `values` over all sequences."""
+        """Returns the metric of the mean of `values` over all sequences."""
         values = jnp.where(self.sequence_mask != 0, values, 0.0)
         return ("mean", values.sum(), self.sequence_mask.sum())
 
@@ -136,41 +141,54 @@ def _advantages(batch):
 
 
 def bounded(log_ratios):
-    """`log_ratios` within `LOG_RATIO_BOUND` of 0."""
+    """Clips `log_ratios` to `LOG_RATIO_BOUND` on both sides of 0."""
     return jnp.clip(log_ratios, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def token_log_ratios(tokens):
-    """`log(policy / old policy)` of each token, `(rows, length)`."""
+    """Computes `log(policy / old policy)` of each token, `(rows, length)`."""
     return bounded(tokens.logps - tokens.old_logps)
 
 
 def sequence_log_ratios(tokens):
-    """Of each sequence, the mean of its tokens' log-ratios: the log of the
-    geometric mean of their ratios. Every token of it has the same value."""
+    """Averages the log-ratios of each sequence's tokens, `(rows, length)`.
+
+    The result is the log of the geometric mean of the tokens' ratios. All
+    tokens of a sequence have the same value.
+    """
     ratios = tokens.logps - tokens.old_logps
     return bounded(tokens.spread(tokens.sequence_mean(ratios)))
 
 
 def kl_estimate(logps, ref_logps, estimator="k3"):
-    """An estimate of KL(policy || reference) from each sampled token.
+    """Estimates KL(policy || reference) from each sampled token.
 
     With `d = ref_logps - logps`, `"k1"` is `-d`, `"k2"` is `d**2 / 2` and
-    `"k3"` is `exp(d) - d - 1`. All have the divergence (k2: nearly) as their
-    mean, but as terms of a loss they differ: the expected gradient of k1 is
-    0, so that it regularises nothing, that of k2 is the gradient of the
-    divergence, and that of k3 is that of the divergence the other way.
+    `"k3"` is `exp(d) - d - 1`. Their expected value is the divergence (for
+    k2 approximately), but as terms of a loss they differ. The expected
+    gradient of k1 is 0, so it does not regularise. The expected gradient of
+    k2 is that of the divergence. The expected gradient of k3 is that of the
+    reversed divergence, KL(reference || policy).
 
     Args:
-        logps: float array, log-probabilities under the policy.
+        logps: float array of any shape, log-probabilities of the sampled
+            tokens under the policy, in nats.
         ref_logps: float array of the same shape, under the reference.
-        estimator: `"k1"`, `"k2"` or `"k3"`.
+        estimator: `"k1"`, `"k2"` or `"k3"`. `"k3_corrected"` gives the same
+            values as `"k3"`: its factor, the ratio to the old policy, is
+            applied by the caller.
 
     Returns:
-        A float array of the same shape.
+        A float array of the same shape, in nats.
 
     Reference:
         - [Schulman, 2020](http://joschu.net/blog/kl-approx.html).
+
+    Example:
+
+    ```python
+    kpt.losses.kl_estimate(np.log(0.5), np.log(0.25), "k1")  # log(2)
+    ```
     """
     difference = ref_logps - logps
     if estimator == "k1":

@@ -6,29 +6,43 @@ import jax.numpy as jnp
 from keras_posttrain.losses.loss import TokenLoss
 
 
-def cross_entropy(logps):
-    """Minus the log-probability of each token.
+def sft_loss(logps):
+    """Computes the cross-entropy of each token, `-log p`.
 
     Args:
-        logps: float array of any shape, the log-probabilities of tokens.
+        logps: float array of any shape, such as `(rows, length)`:
+            log-probabilities of tokens, in nats.
 
     Returns:
         A float array of the same shape.
+
+    Example:
+
+    ```python
+    kpt.losses.sft_loss(np.log([0.5, 0.25]))  # [log(2), log(4)]
+    ```
     """
     return -logps
 
 
-def dynamic_fine_tuning(logps):
-    """Cross-entropy weighted by the token's own probability, held constant.
+def dft_loss(logps):
+    """Computes `-p log p` of each token, with no gradient through `p`.
 
     Args:
-        logps: float array of any shape, the log-probabilities of tokens.
+        logps: float array of any shape, such as `(rows, length)`:
+            log-probabilities of tokens, in nats.
 
     Returns:
         A float array of the same shape.
 
     Reference:
         - [Wu et al., 2025](https://arxiv.org/abs/2508.05629), equation 9.
+
+    Example:
+
+    ```python
+    kpt.losses.dft_loss(np.log([0.5, 0.25]))  # [log(2) / 2, log(4) / 4]
+    ```
     """
     return -jax.lax.stop_gradient(jnp.exp(logps)) * logps
 
@@ -37,9 +51,9 @@ def dynamic_fine_tuning(logps):
 class SFTLoss(TokenLoss):
     """Cross-entropy of the tokens that carry loss, averaged over the batch.
 
-    The mean is over all tokens of the whole batch, weighted by
-    `completion_mask`: a long answer counts for more than a short one, and
-    cutting the batch into micro-batches or packing it changes nothing.
+    `sft_loss` of each token, averaged over all tokens of the full batch with
+    the weights of `completion_mask`: a long answer has more weight than a
+    short one, and micro-batches or packing do not change the result.
 
     Example:
 
@@ -52,20 +66,20 @@ class SFTLoss(TokenLoss):
     """
 
     def token_loss(self, logps):
-        return cross_entropy(logps)
+        return sft_loss(logps)
 
 
 @dataclasses.dataclass(frozen=True)
 class DFTLoss(TokenLoss):
     """Dynamic fine-tuning: cross-entropy scaled by the token's probability.
 
-    Tokens that the model finds improbable weigh less, which makes the
-    update that of a policy gradient with a bounded reward. The mean is taken
-    as in `SFTLoss`.
+    `dft_loss` of each token, averaged as in `SFTLoss`. Improbable tokens get
+    a smaller weight, which makes the update that of a policy gradient with a
+    bounded reward.
 
     Reference:
         - [Wu et al., 2025](https://arxiv.org/abs/2508.05629).
     """
 
     def token_loss(self, logps):
-        return dynamic_fine_tuning(logps)
+        return dft_loss(logps)

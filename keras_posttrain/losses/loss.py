@@ -7,20 +7,21 @@ from keras_posttrain.losses import reductions
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What every loss is: its settings, and pure functions of arrays.
+    """Base class of all losses: settings over pure functions of arrays.
 
     A loss never sees a model, a tokenizer or a config. The trainer asks for
-    `needs`, computes `normalizers` once for the whole batch, adds the
+    `needs`, computes `normalizers` once for the full batch, adds the
     `total`s of the micro-batches and divides once, so that the result does
-    not depend on how a batch is cut. Called on a whole batch, a loss does
-    the same by itself.
+    not depend on how a batch is split. Calling a loss on a full batch does
+    the same.
 
-    Subclasses define `total`, and where they differ from the defaults
-    `needs`, `normalizers`, `logps_mask`, `metric_names`, `batch_coupled`.
+    Subclasses define `normalizers` and `total`, and override `needs`,
+    `logps_mask`, `metric_names` and `batch_coupled` where the defaults do
+    not apply.
 
     Call arguments:
         batch: dict of arrays with a leading `rows` axis. `completion_mask`
-            of shape `(rows, length)` is always there. Rows of padding, in
+            of shape `(rows, length)` is always present. Padding rows, in
             which it and `sequence_mask` are 0, must not count.
         outputs: dict of arrays by the names in `needs`, such as
             `per_token_logps` of shape `(rows, length)`.
@@ -40,15 +41,39 @@ class Loss:
         return False
 
     def logps_mask(self, batch):
-        """Which tokens are projected on the vocabulary, `(rows, length)`."""
+        """Selects the tokens to project on the vocabulary.
+
+        Args:
+            batch: dict of arrays, as in the call.
+
+        Returns:
+            A bool array of shape `(rows, length)`.
+        """
         return batch["completion_mask"] != 0
 
     def normalizers(self, batch):
-        """What each term of `total` is divided by, from masks alone."""
+        """Computes the divisor of each term of `total` from masks alone.
+
+        Args:
+            batch: dict of arrays, as in the call.
+
+        Returns:
+            A dict of float32 scalars by the names of the terms.
+        """
         raise NotImplementedError
 
     def total(self, batch, outputs):
-        """`({term: sum over these rows}, {metric: (reduction, …)})`."""
+        """Sums the loss and collects metrics over the given rows.
+
+        Args:
+            batch, outputs: dicts of arrays, as in the call.
+
+        Returns:
+            `(terms, metrics)`: a dict of float32 scalars, sums that are not
+            yet divided, and a dict of metrics in the form that
+            `reductions.metric_value` reads, such as
+            `("mean", numerator, denominator)`.
+        """
         raise NotImplementedError
 
     def __call__(self, batch, outputs):
@@ -65,11 +90,12 @@ class Loss:
 
 
 class TokenLoss(Loss):
-    """A loss that is a weighted mean over tokens of a function of each
-    token's own log-probability.
+    """Base class of losses of each token's own log-probability.
 
-    The head uses `token_loss` to form the gradient while a chunk of logits
-    is at hand, so that the vocabulary is projected only once.
+    The loss is the mean of `token_loss` over tokens, weighted by
+    `completion_mask`. The language-model head uses `token_loss` to form the
+    gradient while a chunk of logits is in memory, so that the vocabulary is
+    projected only once.
     """
 
     metric_names = ("mean_token_accuracy", "entropy")
@@ -79,7 +105,14 @@ class TokenLoss(Loss):
         return ("per_token_logps", "correct", "entropies")
 
     def token_loss(self, logps):
-        """The loss of tokens with log-probabilities `logps`, elementwise."""
+        """Computes the loss of each token.
+
+        Args:
+            logps: float array of any shape, log-probabilities of tokens.
+
+        Returns:
+            A float array of the same shape, elementwise.
+        """
         raise NotImplementedError
 
     def normalizers(self, batch):
@@ -87,8 +120,8 @@ class TokenLoss(Loss):
 
     def total(self, batch, outputs):
         mask = batch["completion_mask"]
-        # Masked before the loss as well: its derivative at what is no number
-        # would be none either, and 0 times that does not vanish.
+        # The log-probabilities are masked before the loss as well: the
+        # derivative at NaN is NaN, and 0 times NaN is not 0.
         logps = jnp.where(mask != 0, outputs["per_token_logps"], 0.0)
         losses = self.token_loss(logps)
         trained = (mask != 0).astype("float32")
@@ -102,3 +135,12 @@ class TokenLoss(Loss):
             if key in outputs
         }
         return {"loss": reductions.token_sum(losses, mask)}, metrics
+
+
+def check(loss, name, valid, wanted):
+    """Raises a `ValueError` that names a setting of a loss, if not `valid`."""
+    if not valid:
+        raise ValueError(
+            f"`{name}` of {type(loss).__name__} must be {wanted}. Received: "
+            f"{name}={getattr(loss, name)!r}"
+        )

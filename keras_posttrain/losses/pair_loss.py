@@ -1,4 +1,4 @@
-"""What losses of preference pairs share."""
+"""Base classes of losses of preference pairs."""
 
 import dataclasses
 
@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.losses import pairs, reductions
 from keras_posttrain.losses.f_divergences import ReverseKL
-from keras_posttrain.losses.loss import Loss
-from keras_posttrain.losses.policy_loss import check
+from keras_posttrain.losses.loss import Loss, check
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -20,18 +19,18 @@ PAIR_METRICS = (
     "entropy",
     "mean_token_accuracy",
 )
-# Rewards that differ by less, of the log-probabilities they are made of, are
-# equal: a few units in float32's last place.
+# Rewards count as equal if they differ by less than this share of the
+# log-probabilities they are computed from: a few units in float32's last
+# place.
 ROUNDING = 1e-6
 
 
 def smoothed_sigmoid(margins, label_smoothing=0.0):
-    """`-log sigmoid` of margins, with labels that may be the wrong way.
+    """Computes `-log sigmoid(margins)` with smoothed labels.
 
     Args:
         margins: float array of any shape.
-        label_smoothing: float, the share of pairs that are held to be
-            swapped.
+        label_smoothing: float, the assumed share of swapped pairs.
 
     Returns:
         A float array of the same shape.
@@ -44,21 +43,21 @@ def smoothed_sigmoid(margins, label_smoothing=0.0):
 
 def check_smoothing(loss, above_zero=False):
     value = loss.label_smoothing
-    sound = 0 < value < 0.5 if above_zero else 0 <= value < 0.5
+    valid = 0 < value < 0.5 if above_zero else 0 <= value < 0.5
     wanted = "above 0" if above_zero else "0 or more"
-    check(loss, "label_smoothing", sound, f"{wanted} and below 0.5")
+    check(loss, "label_smoothing", valid, f"{wanted} and below 0.5")
 
 
 @dataclasses.dataclass(frozen=True)
 class PairValues:
-    """What a loss knows of each pair: arrays of shape `(pairs,)`.
+    """The inputs of a loss for each pair: arrays of shape `(pairs,)`.
 
     Attributes:
         chosen_logps, rejected_logps: log-probabilities of the completions,
-            sums over their tokens (means where the loss says so).
-        chosen_ratios, rejected_ratios: `log(policy / reference)` of them,
-            `None` without a reference.
-        chosen_lengths, rejected_lengths: how many tokens they have.
+            sums over their tokens (means for some losses).
+        chosen_ratios, rejected_ratios: `log(policy / reference)` of the
+            completions, `None` without a reference.
+        chosen_lengths, rejected_lengths: the numbers of their tokens.
         mask: 1 where there is a pair.
     """
 
@@ -71,7 +70,7 @@ class PairValues:
     rejected_ratios: jax.Array | None = None
 
     def averaged(self, chosen, rejected):
-        """Both divided by the tokens of their completions."""
+        """Divides both arrays by the lengths of the completions."""
         return (
             reductions.ratio(chosen, self.chosen_lengths),
             reductions.ratio(rejected, self.rejected_lengths),
@@ -80,24 +79,24 @@ class PairValues:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairLoss(Loss):
-    """A mean over preference pairs; the base of one of your own.
+    """Base class of losses of preference pairs, public for custom ones.
 
-    A subclass defines `pair_losses`, and `values` where it reads more than
-    log-probabilities. The sequences of a batch, read row by row, are chosen,
-    rejected, chosen, rejected: neighbours in a row, or in two rows of one
-    sequence each. Slots where `sequence_mask` is 0 are passed over.
+    The loss is the mean of `pair_losses` over the pairs of the batch. A
+    subclass defines `pair_losses`, and overrides `values` if it reads more
+    than log-probabilities. The sequences of a batch, read row by row, are
+    chosen, rejected, chosen, rejected: neighbours in a row, or in two rows
+    of one sequence each. Slots where `sequence_mask` is 0 are skipped.
 
     Args:
-        beta: float above 0, what log-probabilities are multiplied with to
-            be rewards.
+        beta: float above 0, the factor from log-probabilities to rewards.
 
     Call arguments:
         batch: dict of arrays: `completion_mask` and `segment_ids` of shape
             `(rows, length)`, `sequence_mask` of shape
             `(rows, num_sequences)`, and `ref_per_token_logps` of shape
-            `(rows, length)` where the loss has a reference.
+            `(rows, length)` if the loss has a reference.
         outputs: dict of arrays of shape `(rows, length)`:
-            `per_token_logps`, and `ref_per_token_logps` where the batch has
+            `per_token_logps`, and `ref_per_token_logps` if the batch has
             none. With `entropies` and `correct`, the entropy of the
             completions and the accuracy on the chosen ones are reported.
 
@@ -117,44 +116,83 @@ class PairLoss(Loss):
     beta: float = 0.1
 
     metric_names = PAIR_METRICS
+    # Whether the loss reads log-ratios to a reference policy. Only then may
+    # a subclass declare the settings below as fields; see `ReferenceLoss`.
+    has_reference = False
+    ld_alpha = None
+    use_weighting = False
 
     def __post_init__(self):
         check(self, "beta", self.beta > 0, "above 0")
+        valid = self.ld_alpha is None or 0 <= self.ld_alpha <= 1
+        check(self, "ld_alpha", valid, "from 0 to 1, or None")
 
     @property
     def needs(self):
-        return ("per_token_logps", "correct", "entropies")
+        reference = ("ref_per_token_logps",) * self.has_reference
+        weighting = ("collision_entropies",) * self.use_weighting
+        return (
+            "per_token_logps",
+            "correct",
+            "entropies",
+            *reference,
+            *weighting,
+        )
 
     def pair_losses(self, values):
-        """The loss of each pair, `(pairs,)`, of `PairValues`."""
+        """Computes the loss of each pair, `(pairs,)`, from `PairValues`."""
         raise NotImplementedError
 
     def rewards(self, values):
-        """`(chosen, rejected)`, the rewards that are reported."""
+        """Computes `(chosen, rejected)`, the rewards to report."""
+        if self.has_reference:
+            return (
+                self.beta * values.chosen_ratios,
+                self.beta * values.rejected_ratios,
+            )
         return (
             self.beta * values.chosen_logps,
             self.beta * values.rejected_logps,
         )
 
     def values(self, tokens, logps, batch, outputs):
-        """`PairValues` of `PairTokens`.
+        """Reduces the tokens of each completion to `PairValues`.
 
         Args:
             tokens: `PairTokens`.
             logps: float array of shape `(rows, length)`, 0 outside the
                 completions.
-            batch, outputs: as the loss is called with.
+            batch, outputs: dicts of arrays, as in the call.
         """
+        if not self.has_reference:
+            return PairValues(
+                *tokens.sums(logps), *tokens.lengths, tokens.pairs.mask
+            )
+        reference = tokens.read(pairs.reference_logps(batch, outputs))
+        weights = None
+        if self.ld_alpha is not None:
+            weights = tokens.beyond_shared(self.ld_alpha)
+        chosen, rejected = tokens.sums(logps, weights)
+        chosen_ratio, rejected_ratio = tokens.sums(logps - reference, weights)
         return PairValues(
-            *tokens.sums(logps), *tokens.lengths, tokens.pairs.mask
+            chosen,
+            rejected,
+            *tokens.lengths,
+            tokens.pairs.mask,
+            chosen_ratio,
+            rejected_ratio,
         )
 
     def pair_weights(self, tokens, logps, outputs):
-        """The weight of each pair, `(pairs,)`, or `None` for 1."""
-        return None
+        """Computes the weight of each pair, `(pairs,)`, or `None` for 1."""
+        if not self.use_weighting:
+            return None
+        aligned = logps + tokens.read(outputs["collision_entropies"])
+        chosen, rejected = tokens.means(jax.lax.stop_gradient(aligned))
+        return jnp.exp(chosen + rejected)
 
     def more_terms(self, tokens, values, batch, outputs):
-        """`(terms, metrics)` beside the mean over pairs."""
+        """Computes `(terms, metrics)` in addition to the mean over pairs."""
         return {}, {}
 
     def normalizers(self, batch):
@@ -171,7 +209,7 @@ class PairLoss(Loss):
         terms, metrics = self.more_terms(tokens, values, batch, outputs)
         chosen, rejected = self.rewards(values)
         mean = tokens.pairs.metric
-        # Where the policy is the reference still, nothing but rounding is.
+        # While the policy equals the reference, margins are only rounding.
         size = abs(values.chosen_logps) + abs(values.rejected_logps)
         ahead = chosen - rejected > ROUNDING * self.beta * size
         metrics |= {
@@ -189,7 +227,7 @@ class PairLoss(Loss):
 
 
 def chosen_mask(tokens):
-    """The completion mask, 0 in the rejected ones, of `PairTokens`."""
+    """Returns the completion mask of `PairTokens`, 0 in rejected ones."""
     one = tokens.pairs.mask
     is_chosen = tokens.pairs.put(one, jnp.zeros_like(one))
     return tokens.mask * reductions.spread(is_chosen, tokens.segment_ids)
@@ -197,15 +235,19 @@ def chosen_mask(tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceLoss(PairLoss):
-    """A pair loss that goes by the ratios of the policy to a reference.
+    """Base class of pair losses with a reference policy.
+
+    `pair_losses` finds `chosen_ratios` and `rejected_ratios` in its
+    `PairValues`. Public for custom losses.
 
     Args:
-        beta: float above 0, the strength of the pull to the reference.
+        beta: float above 0, the strength of the regularisation towards the
+            reference.
         ld_alpha: float from 0 to 1, or `None`: the weight of the tokens by
             which the longer completion of a pair exceeds the shorter one
             (LD-DPO), in the rewards as well. `None` is 1.
-        use_weighting: bool, whether each pair weighs as much as its two
-            completions are probable under the policy (WPO).
+        use_weighting: bool, whether to weight each pair by the probability
+            of its two completions under the policy (WPO).
 
     References:
         - [Liu et al., 2024](https://arxiv.org/abs/2409.06411), LD-DPO.
@@ -215,59 +257,45 @@ class ReferenceLoss(PairLoss):
     ld_alpha: float | None = None
     use_weighting: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        sound = self.ld_alpha is None or 0 <= self.ld_alpha <= 1
-        check(self, "ld_alpha", sound, "from 0 to 1, or None")
+    has_reference = True
 
-    @property
-    def needs(self):
-        more = ("collision_entropies",) if self.use_weighting else ()
-        return (*super().needs, "ref_per_token_logps", *more)
 
-    def rewards(self, values):
-        return (
-            self.beta * values.chosen_ratios,
-            self.beta * values.rejected_ratios,
-        )
+def preference_margins(chosen_ratios, rejected_ratios, beta, divergence=None):
+    """Computes `beta * (score(chosen) - score(rejected))` of each pair.
 
-    def values(self, tokens, logps, batch, outputs):
-        reference = tokens.read(pairs.reference_logps(batch, outputs))
-        weights = None
-        if self.ld_alpha is not None:
-            weights = tokens.beyond_shared(self.ld_alpha)
-        chosen, rejected = tokens.sums(logps, weights)
-        chosen_ratio, rejected_ratio = tokens.sums(logps - reference, weights)
-        return PairValues(
-            chosen,
-            rejected,
-            *tokens.lengths,
-            tokens.pairs.mask,
-            chosen_ratio,
-            rejected_ratio,
-        )
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions.
+        rejected_ratios: float array of the same shape.
+        beta: float, the strength of the regularisation.
+        divergence: function of log-ratios, as in `MarginLoss`.
 
-    def pair_weights(self, tokens, logps, outputs):
-        if not self.use_weighting:
-            return None
-        aligned = logps + tokens.read(outputs["collision_entropies"])
-        chosen, rejected = tokens.means(jax.lax.stop_gradient(aligned))
-        return jnp.exp(chosen + rejected)
+    Returns:
+        A float array of the same shape.
+    """
+    score = divergence or ReverseKL()
+    return beta * (score(chosen_ratios) - score(rejected_ratios))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MarginLoss(ReferenceLoss):
-    """A reference loss that goes by how far the chosen is ahead.
+class MarginLoss(PairLoss):
+    """Base class of reference losses of the margin between two scores.
+
+    Public for custom losses, which compute their loss from `margins`.
 
     Args:
-        divergence: `ReverseKL()`, `ForwardKL()`, `JensenShannon()`,
-            `AlphaDivergence(alpha)`, or another function of log-ratios that
-            gives scores of the same shape: what the policy is kept near the
-            reference by. `None` is the reverse KL.
+        divergence: the f-divergence that keeps the policy close to the
+            reference: `ReverseKL()`, `ForwardKL()`, `JensenShannon()`,
+            `AlphaDivergence(alpha)`, or another function from log-ratios to
+            scores of the same shape. `None` is the reverse KL.
         beta, ld_alpha, use_weighting: see `ReferenceLoss`.
     """
 
+    ld_alpha: float | None = None
+    use_weighting: bool = False
     divergence: object = None
+
+    has_reference = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -276,8 +304,10 @@ class MarginLoss(ReferenceLoss):
         check(self, "divergence", known, wanted)
 
     def margins(self, values):
-        """`beta` times the difference of scores, `(pairs,)`."""
-        score = self.divergence or ReverseKL()
-        return self.beta * (
-            score(values.chosen_ratios) - score(values.rejected_ratios)
+        """Computes `preference_margins` of `PairValues`, `(pairs,)`."""
+        return preference_margins(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+            self.divergence,
         )

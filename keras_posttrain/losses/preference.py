@@ -1,4 +1,4 @@
-"""Preference losses of pairs, against a reference policy."""
+"""Losses of preference pairs with a reference policy."""
 
 import dataclasses
 
@@ -6,32 +6,71 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses.f_divergences import bounded_exp
+from keras_posttrain.losses.loss import check
 from keras_posttrain.losses.pair_loss import (
     MarginLoss,
     ReferenceLoss,
     check_smoothing,
+    preference_margins,
     smoothed_sigmoid,
 )
-from keras_posttrain.losses.policy_loss import check
+
+
+def dpo_loss(
+    chosen_ratios,
+    rejected_ratios,
+    beta=0.1,
+    label_smoothing=0.0,
+    divergence=None,
+):
+    """Computes the DPO loss of each pair.
+
+    `-(1 - s) log sigmoid(m) - s log sigmoid(-m)` with the margin
+    `m = beta * (chosen_ratios - rejected_ratios)`, the smoothing `s`, and
+    the scores of a `divergence` in place of log-ratios if there is one.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+        label_smoothing: float, the assumed share of swapped labels.
+        divergence: function of log-ratios or `None`, see `MarginLoss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Rafailov et al., 2023](https://arxiv.org/abs/2305.18290).
+
+    Example:
+
+    ```python
+    kpt.losses.dpo_loss(3.0, 1.0, beta=0.5)  # 0.3133
+    ```
+    """
+    margins = preference_margins(
+        chosen_ratios, rejected_ratios, beta, divergence
+    )
+    return smoothed_sigmoid(margins, label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOLoss(MarginLoss):
     """Direct preference optimisation.
 
-    `-log sigmoid(beta * (chosen - rejected))` of the log-ratios of the
-    policy to the reference, summed over each completion's tokens; log 2
-    where the two policies are the same.
+    `dpo_loss` of the log-ratios of the policy to the reference, summed over
+    each completion's tokens; log 2 if the two policies are equal.
 
-    The paper takes `beta` 0.1 (0.5 for summaries). `label_smoothing` is
-    conservative DPO's, which TRL 1.16 takes and leaves unused.
+    The paper uses `beta` 0.1 (0.5 for summaries). `label_smoothing` is
+    conservative DPO's; TRL 1.16 accepts it but ignores it.
 
     Args:
-        label_smoothing: float from 0, below 0.5: the share of pairs that are
-            held to be labelled the wrong way round.
-        length_normalized: bool, whether log-ratios are divided by the tokens
+        label_smoothing: float, 0 or more and below 0.5: the assumed share
+            of pairs with swapped labels.
+        length_normalized: bool, whether to divide log-ratios by the lengths
             of their completions (TRL's `"sigmoid_norm"`). Not with a
-            `divergence`: scores are defined up to a constant, and that would
+            `divergence`: scores are defined up to a constant, which would
             no longer cancel.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
 
@@ -61,33 +100,62 @@ class DPOLoss(MarginLoss):
     def __post_init__(self):
         super().__post_init__()
         check_smoothing(self)
-        sound = not (self.length_normalized and self.divergence is not None)
+        valid = not (self.length_normalized and self.divergence is not None)
         check(
             self,
             "length_normalized",
-            sound,
+            valid,
             "False with a `divergence`, whose scores are defined up to a "
             "constant that lengths would not cancel",
         )
 
     def pair_losses(self, values):
-        margins = self.margins(values)
+        chosen, rejected = values.chosen_ratios, values.rejected_ratios
         if self.length_normalized:
-            chosen, rejected = values.averaged(
-                values.chosen_ratios, values.rejected_ratios
-            )
-            margins = self.beta * (chosen - rejected)
-        return smoothed_sigmoid(margins, self.label_smoothing)
+            chosen, rejected = values.averaged(chosen, rejected)
+        return dpo_loss(
+            chosen,
+            rejected,
+            self.beta,
+            self.label_smoothing,
+            self.divergence,
+        )
+
+
+def ipo_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the IPO loss of each pair.
+
+    `(chosen_ratios - rejected_ratios - 1 / (2 beta))**2`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Azar et al., 2023](https://arxiv.org/abs/2310.12036), equation 17.
+
+    Example:
+
+    ```python
+    kpt.losses.ipo_loss(3.0, 1.0, beta=0.5)  # 1.0
+    ```
+    """
+    return (chosen_ratios - rejected_ratios - 0.5 / beta) ** 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPOLoss(ReferenceLoss):
     """Identity preference optimisation: a squared distance from a margin.
 
-    `(chosen - rejected - 1 / (2 beta))**2` of log-ratios for each token, as
-    the authors and TRL compute it; the paper's formula has the sums. The
-    rewards that are reported are those of the sums. The paper's experiments
-    take `beta` (its tau) from 0.1 to 1.
+    `ipo_loss` of log-ratios averaged over each completion's tokens, as the
+    authors' code and TRL compute it; the paper's formula has the sums. The
+    reported rewards are those of the sums. The paper's experiments use
+    `beta` (its tau) from 0.1 to 1.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`.
@@ -100,14 +168,44 @@ class IPOLoss(ReferenceLoss):
         chosen, rejected = values.averaged(
             values.chosen_ratios, values.rejected_ratios
         )
-        return (chosen - rejected - 0.5 / self.beta) ** 2
+        return ipo_loss(chosen, rejected, self.beta)
+
+
+def hinge_loss(chosen_ratios, rejected_ratios, beta=0.1, divergence=None):
+    """Computes the hinge loss of each pair.
+
+    `max(0, 1 - beta * (chosen_ratios - rejected_ratios))`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+        divergence: function of log-ratios or `None`, see `MarginLoss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Zhao et al., 2023](https://arxiv.org/abs/2305.10425), SLiC-HF.
+
+    Example:
+
+    ```python
+    kpt.losses.hinge_loss(3.0, 1.0, beta=0.1)  # 0.8
+    ```
+    """
+    margins = preference_margins(
+        chosen_ratios, rejected_ratios, beta, divergence
+    )
+    return jax.nn.relu(1 - margins)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HingeLoss(MarginLoss):
-    """The hinge of the margin, `max(0, 1 - beta * (chosen - rejected))`.
+    """The hinge loss of DPO's margin, `hinge_loss`.
 
-    SLiC's calibration loss with DPO's rewards, as RSO normalises it.
+    SLiC's calibration loss with DPO's rewards, as normalised by RSO.
 
     Args:
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
@@ -118,16 +216,61 @@ class HingeLoss(MarginLoss):
     """
 
     def pair_losses(self, values):
-        return jax.nn.relu(1 - self.margins(values))
+        return hinge_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+            self.divergence,
+        )
+
+
+def robust_dpo_loss(
+    chosen_ratios,
+    rejected_ratios,
+    beta=0.1,
+    label_smoothing=0.1,
+    divergence=None,
+):
+    """Computes the robust DPO loss of each pair.
+
+    `(-(1 - s) log sigmoid(m) + s log sigmoid(-m)) / (1 - 2 s)` with the
+    margin `m` of `dpo_loss` and the share `s` of swapped labels.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+        label_smoothing: float, the share of swapped labels.
+        divergence: function of log-ratios or `None`, see `MarginLoss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Chowdhury et al., 2024](https://arxiv.org/abs/2403.00409).
+
+    Example:
+
+    ```python
+    kpt.losses.robust_dpo_loss(3.0, 1.0, beta=0.5)  # 0.1883
+    ```
+    """
+    margins = preference_margins(
+        chosen_ratios, rejected_ratios, beta, divergence
+    )
+    right = -(1 - label_smoothing) * jax.nn.log_sigmoid(margins)
+    wrong = -label_smoothing * jax.nn.log_sigmoid(-margins)
+    return (right - wrong) / (1 - 2 * label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RobustDPOLoss(MarginLoss):
-    """DPO that stays unbiased where some labels are the wrong way round.
+    """DPO that is unbiased under randomly swapped labels, `robust_dpo_loss`.
 
     Args:
-        label_smoothing: float from 0, below 0.5: the share of pairs whose
-            label is wrong. The paper tries 0.1 to 0.4.
+        label_smoothing: float, 0 or more and below 0.5: the share of pairs
+            with swapped labels. The paper tries 0.1 to 0.4.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
 
     Reference:
@@ -141,19 +284,66 @@ class RobustDPOLoss(MarginLoss):
         check_smoothing(self)
 
     def pair_losses(self, values):
-        margins, share = self.margins(values), self.label_smoothing
-        right = -(1 - share) * jax.nn.log_sigmoid(margins)
-        wrong = -share * jax.nn.log_sigmoid(-margins)
-        return (right - wrong) / (1 - 2 * share)
+        return robust_dpo_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+            self.label_smoothing,
+            self.divergence,
+        )
+
+
+def exo_pair_loss(
+    chosen_ratios,
+    rejected_ratios,
+    beta=0.1,
+    label_smoothing=1e-3,
+    divergence=None,
+):
+    """Computes the EXO loss of each pair.
+
+    `p log(p / (1 - s)) + (1 - p) log((1 - p) / s)` with `p = sigmoid(m)` of
+    the margin `m` of `dpo_loss`: the reverse KL to the smoothed labels.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+        label_smoothing: float above 0, the probability of the rejected
+            completion under the smoothed label.
+        divergence: function of log-ratios or `None`, see `MarginLoss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Ji et al., 2024](https://arxiv.org/abs/2402.00856), equation 16.
+
+    Example:
+
+    ```python
+    kpt.losses.exo_pair_loss(3.0, 1.0, beta=0.5)  # 1.2764
+    ```
+    """
+    margins = preference_margins(
+        chosen_ratios, rejected_ratios, beta, divergence
+    )
+    losses = 0.0
+    for sign, share in ((1, 1 - label_smoothing), (-1, label_smoothing)):
+        logps = jax.nn.log_sigmoid(sign * margins)
+        losses += jnp.exp(logps) * (logps - jnp.log(share))
+    return losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExoPairLoss(MarginLoss):
-    """Efficient exact optimisation: the reverse KL to the smoothed labels.
+    """Efficient exact optimisation, `exo_pair_loss`.
 
     Args:
-        label_smoothing: float above 0 and below 0.5, the probability that
-            the label gives to the rejected completion. The paper's is 0.001.
+        label_smoothing: float above 0 and below 0.5, the probability of
+            the rejected completion under the smoothed label. The paper's is
+            0.001.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
 
     Reference:
@@ -167,22 +357,52 @@ class ExoPairLoss(MarginLoss):
         check_smoothing(self, above_zero=True)
 
     def pair_losses(self, values):
-        margins = self.margins(values)
-        losses = 0.0
-        for sign, share in (
-            (1, 1 - self.label_smoothing),
-            (-1, self.label_smoothing),
-        ):
-            logps = jax.nn.log_sigmoid(sign * margins)
-            losses += jnp.exp(logps) * (logps - jnp.log(share))
-        return losses
+        return exo_pair_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+            self.label_smoothing,
+            self.divergence,
+        )
+
+
+def nca_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the pairwise NCA loss of each pair.
+
+    `-log sigmoid(c) - log sigmoid(-c) / 2 - log sigmoid(-r) / 2` with the
+    rewards `c = beta * chosen_ratios` and `r = beta * rejected_ratios`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Chen et al., 2024](https://arxiv.org/abs/2402.05369), table 2.
+
+    Example:
+
+    ```python
+    kpt.losses.nca_pair_loss(3.0, 1.0, beta=1.0)  # 2.2300
+    ```
+    """
+    chosen, rejected = beta * chosen_ratios, beta * rejected_ratios
+    return -(
+        jax.nn.log_sigmoid(chosen)
+        + 0.5 * jax.nn.log_sigmoid(-chosen)
+        + 0.5 * jax.nn.log_sigmoid(-rejected)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NCAPairLoss(ReferenceLoss):
-    """Noise-contrastive alignment of pairs: the rewards themselves count.
+    """Noise-contrastive alignment of pairs, `nca_pair_loss`.
 
-    Unlike DPO it holds up the chosen completion's own likelihood.
+    Unlike DPO, it also maintains the likelihood of the chosen completion.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
@@ -193,20 +413,47 @@ class NCAPairLoss(ReferenceLoss):
     """
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        return -(
-            jax.nn.log_sigmoid(chosen)
-            + 0.5 * jax.nn.log_sigmoid(-chosen)
-            + 0.5 * jax.nn.log_sigmoid(-rejected)
+        return nca_pair_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
         )
+
+
+def bco_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the pairwise BCO loss of each pair.
+
+    `-log sigmoid(c) - log sigmoid(-r)` with the rewards
+    `c = beta * chosen_ratios` and `r = beta * rejected_ratios`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Jung et al., 2024](https://arxiv.org/abs/2404.04656).
+
+    Example:
+
+    ```python
+    kpt.losses.bco_pair_loss(3.0, 1.0, beta=1.0)  # 1.3618
+    ```
+    """
+    chosen, rejected = beta * chosen_ratios, beta * rejected_ratios
+    return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BCOPairLoss(ReferenceLoss):
-    """Binary classifier optimisation of pairs: chosen yes, rejected no.
+    """Binary classifier optimisation of pairs, `bco_pair_loss`.
 
-    As in TRL, the rewards are not shifted: the paper subtracts a running
-    mean of them, which is 0 here, so that the loss keeps no state.
+    As in TRL, the rewards are not shifted. The paper subtracts their running
+    mean; this loss has no state.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
@@ -217,16 +464,47 @@ class BCOPairLoss(ReferenceLoss):
     """
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
+        return bco_pair_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+        )
+
+
+def sppo_hard_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the SPPO loss of each pair, with hard labels.
+
+    `(chosen_ratios - 1 / (2 beta))**2 + (rejected_ratios + 1 / (2 beta))**2`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Wu et al., 2024](https://arxiv.org/abs/2405.00675), equation 4.7.
+
+    Example:
+
+    ```python
+    kpt.losses.sppo_hard_loss(3.0, 1.0, beta=0.5)  # 8.0
+    ```
+    """
+    target = 0.5 / beta
+    winner = (chosen_ratios - target) ** 2
+    return winner + (rejected_ratios + target) ** 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SPPOHardLoss(ReferenceLoss):
-    """Self-play preference optimisation with certain winners and losers.
+    """Self-play preference optimisation with hard labels, `sppo_hard_loss`.
 
-    Log-ratios are drawn to `1 / (2 beta)` and to its negative. The paper
-    estimates how likely one beats the other; here it is 1 and 0.
+    The paper estimates the probability that one completion is preferred;
+    with hard labels it is 1 and 0.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
@@ -237,24 +515,67 @@ class SPPOHardLoss(ReferenceLoss):
     """
 
     def pair_losses(self, values):
-        target = 0.5 / self.beta
-        winner = (values.chosen_ratios - target) ** 2
-        return winner + (values.rejected_ratios + target) ** 2
+        return sppo_hard_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+        )
+
+
+def aot_loss(better, worse, mask, beta=0.1, label_smoothing=0.0):
+    """Computes the AOT loss of each rank of two sorted sides.
+
+    `-log sigmoid(beta * (sort(better) - sort(worse)))`, smoothed as in
+    `dpo_loss`. A pair gets the loss of the rank that equals its place among
+    the pairs, so that only the sum over pairs has a meaning.
+
+    Args:
+        better: float array of shape `(pairs,)`, such as the log-ratios of
+            the chosen completions.
+        worse: float array of the same shape, such as the log-ratios of the
+            rejected completions.
+        mask: float array of the same shape, 1 where there is a pair.
+        beta: float, the strength of the regularisation.
+        label_smoothing: float, the assumed share of swapped labels.
+
+    Returns:
+        A float array of shape `(pairs,)`, 0 where `mask` is 0.
+
+    Reference:
+        - [Melnyk et al., 2024](https://arxiv.org/abs/2406.05882).
+
+    Example:
+
+    ```python
+    kpt.losses.aot_loss(
+        np.array([3.0, 1.0]), np.array([0.0, 2.0]), np.ones(2), beta=1.0
+    )  # [0.3133, 0.3133]: ranks 1 - 0 and 3 - 2
+    ```
+    """
+    # Unused slots are sorted behind the last pair and have no rank.
+    have = jnp.arange(better.size) < mask.sum()
+    better, worse = (
+        jnp.where(have, jnp.sort(jnp.where(mask != 0, side, jnp.inf)), 0.0)
+        for side in (better, worse)
+    )
+    losses = smoothed_sigmoid(beta * (better - worse), label_smoothing)
+    # Ranks are at the front, but pairs may occupy any of the slots.
+    place = jnp.maximum(jnp.cumsum(mask).astype("int32") - 1, 0)
+    return jnp.where(mask != 0, losses[place], 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AOTLoss(ReferenceLoss):
-    """Alignment by optimal transport: distributions of rewards, not pairs.
+    """Alignment by optimal transport of distributions of rewards.
 
-    Each side is sorted over the whole batch, and the loss goes by the
-    differences of equal ranks: the better side is to dominate at every
-    quantile. It couples the batch, which is never cut for it.
+    `aot_loss` of two sides that are sorted over the full batch, so that the
+    better side dominates at every quantile. The loss is `batch_coupled`.
 
     Args:
         paired: bool. `True` compares the margins of the policy with those of
             the reference; `False` the log-ratios of chosen completions with
             those of rejected ones.
-        label_smoothing: float from 0, below 0.5, as in `DPOLoss`.
+        label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta, ld_alpha: see `ReferenceLoss`. The paper's `beta` is 0.01.
             `use_weighting` has no meaning among sorted values.
 
@@ -281,31 +602,44 @@ class AOTLoss(ReferenceLoss):
             better = values.chosen_logps - values.rejected_logps
             margins = values.chosen_ratios - values.rejected_ratios
             worse = better - margins
-        # What is no pair is sorted behind the last and has no rank.
-        have = jnp.arange(better.size) < values.mask.sum()
-        better, worse = (
-            jnp.where(
-                have, jnp.sort(jnp.where(values.mask != 0, side, jnp.inf)), 0.0
-            )
-            for side in (better, worse)
+        return aot_loss(
+            better, worse, values.mask, self.beta, self.label_smoothing
         )
-        losses = smoothed_sigmoid(
-            self.beta * (better - worse), self.label_smoothing
-        )
-        # Pairs may stand anywhere among the slots; ranks are at the front.
-        return _at_pairs(losses, values.mask)
 
 
-def _at_pairs(ranked, mask):
-    """Hands the first values out to the slots of `mask`, in order."""
-    place = jnp.maximum(jnp.cumsum(mask).astype("int32") - 1, 0)
-    return jnp.where(mask != 0, ranked[place], 0.0)
+def apo_zero_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the APO-zero loss of each pair.
+
+    `sigmoid(-beta * chosen_ratios) + sigmoid(beta * rejected_ratios)`: chosen
+    completions become more probable, rejected ones less.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
+
+    Example:
+
+    ```python
+    kpt.losses.apo_zero_loss(3.0, 1.0, beta=1.0)  # 0.7785
+    ```
+    """
+    chosen, rejected = beta * chosen_ratios, beta * rejected_ratios
+    return jax.nn.sigmoid(-chosen) + jax.nn.sigmoid(rejected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APOZeroLoss(ReferenceLoss):
-    """Anchored preference optimisation, for chosen completions that are
-    better than the policy's own: theirs go up, the rejected ones' down.
+    """Anchored preference optimisation, `apo_zero_loss`.
+
+    For chosen completions that are better than the policy's own.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
@@ -316,14 +650,47 @@ class APOZeroLoss(ReferenceLoss):
     """
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        return jax.nn.sigmoid(-chosen) + jax.nn.sigmoid(rejected)
+        return apo_zero_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+        )
+
+
+def apo_down_loss(chosen_ratios, rejected_ratios, beta=0.1):
+    """Computes the APO-down loss of each pair.
+
+    `sigmoid(c) + sigmoid(r - c)` with the rewards `c = beta * chosen_ratios`
+    and `r = beta * rejected_ratios`: both completions become less probable,
+    rejected ones more so.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
+
+    Example:
+
+    ```python
+    kpt.losses.apo_down_loss(3.0, 1.0, beta=1.0)  # 1.0718
+    ```
+    """
+    chosen, rejected = beta * chosen_ratios, beta * rejected_ratios
+    return jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected - chosen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APODownLoss(ReferenceLoss):
-    """Anchored preference optimisation, for chosen completions that are
-    worse than the policy's own: both go down, the rejected ones further.
+    """Anchored preference optimisation, `apo_down_loss`.
+
+    For chosen completions that are worse than the policy's own.
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
@@ -334,20 +701,55 @@ class APODownLoss(ReferenceLoss):
     """
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        return jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected - chosen)
+        return apo_down_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+        )
+
+
+def discopop_loss(
+    chosen_ratios, rejected_ratios, beta=0.1, tau=0.05, divergence=None
+):
+    """Computes the DiscoPOP loss of each pair.
+
+    `(1 - g) * -log sigmoid(m) + g * exp(-m)` with the margin `m` of
+    `dpo_loss` and the gate `g = sigmoid(m / tau)`.
+
+    Args:
+        chosen_ratios: float array of any shape, such as `(pairs,)`:
+            `log(policy / reference)` of the chosen completions, in nats.
+        rejected_ratios: float array of the same shape, of the rejected ones.
+        beta: float, the strength of the regularisation.
+        tau: float above 0, the width of the transition.
+        divergence: function of log-ratios or `None`, see `MarginLoss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Lu et al., 2024](https://arxiv.org/abs/2406.08414), equation 5.
+
+    Example:
+
+    ```python
+    kpt.losses.discopop_loss(3.0, 1.0, beta=0.5)  # 0.3679
+    ```
+    """
+    margins = preference_margins(
+        chosen_ratios, rejected_ratios, beta, divergence
+    )
+    mixed = jax.nn.sigmoid(margins / tau)
+    logistic = -(1 - mixed) * jax.nn.log_sigmoid(margins)
+    return logistic + mixed * bounded_exp(-margins)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscoPOPLoss(MarginLoss):
-    """The log-ratio modulated loss that a language model discovered.
-
-    With the margin `z`, `(1 - m) * -log sigmoid(z) + m * exp(-z)`, where
-    `m = sigmoid(z / tau)`.
+    """The log-ratio modulated loss `discopop_loss`, found by a language model.
 
     Args:
-        tau: float above 0, the width of the change from one to the other.
-            The paper's is 0.05.
+        tau: float above 0, the width of the transition. The paper's is 0.05.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`. The
             paper's `beta` is 0.05.
 
@@ -362,7 +764,10 @@ class DiscoPOPLoss(MarginLoss):
         check(self, "tau", self.tau > 0, "above 0")
 
     def pair_losses(self, values):
-        margins = self.margins(values)
-        mixed = jax.nn.sigmoid(margins / self.tau)
-        logistic = -(1 - mixed) * jax.nn.log_sigmoid(margins)
-        return logistic + mixed * bounded_exp(-margins)
+        return discopop_loss(
+            values.chosen_ratios,
+            values.rejected_ratios,
+            self.beta,
+            self.tau,
+            self.divergence,
+        )

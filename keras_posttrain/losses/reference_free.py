@@ -1,4 +1,4 @@
-"""Preference losses of pairs that need no reference policy."""
+"""Losses of preference pairs without a reference policy."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
 from keras_posttrain.losses.f_divergences import bounded_exp
+from keras_posttrain.losses.loss import check
 from keras_posttrain.losses.pair_loss import (
     PAIR_METRICS,
     PairLoss,
@@ -16,11 +17,11 @@ from keras_posttrain.losses.pair_loss import (
     smoothed_sigmoid,
 )
 from keras_posttrain.losses.pairs import PairTokens
-from keras_posttrain.losses.policy_loss import check
+from keras_posttrain.losses.preference import hinge_loss, ipo_loss
 
 
 def nll_term(coefficient, logps, weights):
-    """`(terms, metrics)` of cross-entropy, the mean over weighted tokens."""
+    """Returns `(terms, metrics)` of the mean cross-entropy of tokens."""
     total = -reductions.token_sum(logps, weights)
     metric = ("mean", total, weights.sum())
     return {"nll": coefficient * total}, {"nll_loss": metric}
@@ -30,10 +31,10 @@ def nll_term(coefficient, logps, weights):
 class ChosenSFTLoss(PairLoss):
     """Cross-entropy of the chosen completions, the rejected ones ignored.
 
-    The mean over all their tokens in the whole batch, as TRL's `"sft"` has
-    it within a micro-batch; iterative RPO takes the mean over completions of
-    their means. To be added to a preference loss with `SumLoss`. The rewards
-    that are reported are `beta` times log-probabilities.
+    The mean of `sft_loss` over all their tokens in the full batch. TRL's
+    `"sft"` averages within a micro-batch; iterative RPO averages the means of
+    completions. Add it to a preference loss with `SumLoss`. The reported
+    rewards are `beta` times log-probabilities.
 
     Reference:
         - [Pang et al., 2024](https://arxiv.org/abs/2404.19733).
@@ -56,17 +57,47 @@ class ChosenSFTLoss(PairLoss):
         return nll_term(1.0, logps, chosen_mask(tokens))
 
 
+def cpo_loss(chosen_logps, rejected_logps, beta=0.1, label_smoothing=0.0):
+    """Computes the preference term of CPO of each pair.
+
+    `-log sigmoid(beta * (chosen_logps - rejected_logps))`, smoothed as in
+    `dpo_loss`.
+
+    Args:
+        chosen_logps: float array of any shape, such as `(pairs,)`: sums
+            over tokens of log-probabilities of the chosen
+            completions, in nats.
+        rejected_logps: float array of the same shape, of the rejected ones.
+        beta: float, the factor from log-probabilities to rewards.
+        label_smoothing: float, the assumed share of swapped labels.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Xu et al., 2024](https://arxiv.org/abs/2401.08417).
+
+    Example:
+
+    ```python
+    kpt.losses.cpo_loss(-1.0, -3.0, beta=0.5)  # 0.3133
+    ```
+    """
+    margins = beta * chosen_logps - beta * rejected_logps
+    return smoothed_sigmoid(margins, label_smoothing)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOLoss(PairLoss):
-    """Contrastive preference optimisation: DPO against a uniform reference,
-    plus the cross-entropy of the chosen completions.
+    """Contrastive preference optimisation: DPO with a uniform reference.
 
-    The cross-entropy is the mean over the chosen tokens of the whole batch.
-    The paper takes `beta` 0.1.
+    `cpo_loss` of each pair, averaged over pairs, plus `nll_coef` times the
+    cross-entropy, averaged over the chosen tokens of the full batch. The
+    paper uses `beta` 0.1.
 
     Args:
         nll_coef: float, the weight of the cross-entropy (TRL's `cpo_alpha`).
-        label_smoothing: float from 0, below 0.5, as in `DPOLoss`.
+        label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta: see `PairLoss`.
 
     Reference:
@@ -78,7 +109,7 @@ class CPOLoss(PairLoss):
 
     metric_names = (*PAIR_METRICS, "nll_loss")
 
-    # Whether log-probabilities are means over tokens, not sums.
+    # Whether log-probabilities are averaged over tokens instead of summed.
     averages = False
 
     def __post_init__(self):
@@ -91,8 +122,12 @@ class CPOLoss(PairLoss):
         return PairValues(*reduce(logps), *tokens.lengths, tokens.pairs.mask)
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        return smoothed_sigmoid(chosen - rejected, self.label_smoothing)
+        return cpo_loss(
+            values.chosen_logps,
+            values.rejected_logps,
+            self.beta,
+            self.label_smoothing,
+        )
 
     def normalizers(self, batch):
         nll = {"nll": chosen_mask(PairTokens(batch)).sum()}
@@ -106,7 +141,7 @@ class CPOLoss(PairLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOHingeLoss(CPOLoss):
-    """`CPOLoss` with the hinge, `max(0, 1 - beta * (chosen - rejected))`.
+    """`CPOLoss` with `hinge_loss` of rewards.
 
     Args:
         beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
@@ -121,12 +156,12 @@ class CPOHingeLoss(CPOLoss):
 
     def pair_losses(self, values):
         chosen, rejected = self.rewards(values)
-        return jax.nn.relu(1 - (chosen - rejected))
+        return hinge_loss(chosen, rejected, beta=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOIPOLoss(CPOLoss):
-    """`CPOLoss` with IPO's squared distance, of means over tokens.
+    """`CPOLoss` with `ipo_loss` of means over tokens.
 
     Args:
         beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
@@ -142,22 +177,80 @@ class CPOIPOLoss(CPOLoss):
         check(self, "label_smoothing", self.label_smoothing == 0, "0")
 
     def pair_losses(self, values):
-        margins = values.chosen_logps - values.rejected_logps
-        return (margins - 0.5 / self.beta) ** 2
+        return ipo_loss(values.chosen_logps, values.rejected_logps, self.beta)
+
+
+def simpo_reward(logps, beta=2.0, alpha=0.0):
+    """Computes SimPO's reward, or AlphaPO's where `alpha` is not 0.
+
+    `beta * logps`, or `beta * (1 - exp(-alpha * logps)) / alpha`.
+
+    Args:
+        logps: float array of any shape, mean log-probabilities of
+            completions.
+        beta, alpha: see `simpo_loss`.
+
+    Returns:
+        A float array of the same shape.
+    """
+    if not alpha:
+        return beta * logps
+    return beta / alpha * (1 - bounded_exp(-alpha * logps))
+
+
+def simpo_loss(
+    chosen_logps,
+    rejected_logps,
+    beta=2.0,
+    gamma=0.5,
+    alpha=0.0,
+    label_smoothing=0.0,
+):
+    """Computes the SimPO loss of each pair.
+
+    `-log sigmoid(reward(chosen) - reward(rejected) - gamma)`, smoothed as in
+    `dpo_loss`, with the reward `beta * logps`, or for AlphaPO
+    `beta * (1 - exp(-alpha * logps)) / alpha`.
+
+    Args:
+        chosen_logps: float array of any shape, such as `(pairs,)`: means
+            over tokens of log-probabilities of the chosen
+            completions, in nats.
+        rejected_logps: float array of the same shape, of the rejected ones.
+        beta: float, the factor from log-probabilities to rewards.
+        gamma: float, the target margin.
+        alpha: float, AlphaPO's exponent, 0 for SimPO.
+        label_smoothing: float, the assumed share of swapped labels.
+
+    Returns:
+        A float array of the same shape.
+
+    References:
+        - [Meng et al., 2024](https://arxiv.org/abs/2405.14734).
+        - [Gupta et al., 2025](https://arxiv.org/abs/2501.03884), AlphaPO.
+
+    Example:
+
+    ```python
+    kpt.losses.simpo_loss(-0.5, -1.5, beta=2.0, gamma=0.5)  # 0.2014
+    ```
+    """
+    chosen = simpo_reward(chosen_logps, beta, alpha)
+    rejected = simpo_reward(rejected_logps, beta, alpha)
+    return smoothed_sigmoid(chosen - rejected - gamma, label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimPOLoss(CPOLoss):
-    """Simple preference optimisation: mean log-probabilities, and a margin.
+    """Simple preference optimisation: mean log-probabilities and a margin.
 
-    `-log sigmoid(beta * (chosen - rejected) - gamma)` of the means over each
-    completion's tokens. The paper takes `beta` from 2 to 2.5 and `gamma`
-    from 0.3 to 1.6, and no cross-entropy.
+    `simpo_loss` of the means over each completion's tokens. The paper uses
+    `beta` from 2 to 2.5, `gamma` from 0.3 to 1.6 and no cross-entropy.
 
     Args:
-        gamma: float, the margin (TRL's `simpo_gamma`).
-        alpha: float: AlphaPO's reward is `(1 - p**-alpha) / alpha` of the
-            mean probability `p`; 0 is its logarithm. AlphaPO's best is 0.25.
+        gamma: float, the target margin (TRL's `simpo_gamma`).
+        alpha: float, AlphaPO's exponent, 0 for SimPO. AlphaPO's best is
+            0.25.
         beta, nll_coef, label_smoothing: see `CPOLoss`.
 
     References:
@@ -177,32 +270,86 @@ class SimPOLoss(CPOLoss):
         check(self, "gamma", self.gamma >= 0, "0 or more")
 
     def rewards(self, values):
-        if not self.alpha:
-            return super().rewards(values)
-        scale = self.beta / self.alpha
-        return tuple(
-            scale * (1 - bounded_exp(-self.alpha * logps))
-            for logps in (values.chosen_logps, values.rejected_logps)
+        return (
+            simpo_reward(values.chosen_logps, self.beta, self.alpha),
+            simpo_reward(values.rejected_logps, self.beta, self.alpha),
         )
 
     def pair_losses(self, values):
-        chosen, rejected = self.rewards(values)
-        margins = chosen - rejected - self.gamma
-        return smoothed_sigmoid(margins, self.label_smoothing)
+        return simpo_loss(
+            values.chosen_logps,
+            values.rejected_logps,
+            self.beta,
+            self.gamma,
+            self.alpha,
+            self.label_smoothing,
+        )
+
+
+def log_odds_ratio(chosen_logps, rejected_logps):
+    """Computes `log(odds(chosen) / odds(rejected))` of each pair.
+
+    `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
+
+    Args:
+        chosen_logps: float array of any shape, such as `(pairs,)`: means
+            over tokens of log-probabilities of the chosen
+            completions, in nats.
+        rejected_logps: float array of the same shape, of the rejected ones.
+
+    Returns:
+        A float array of the same shape.
+    """
+
+    def log_odds(logps):
+        # The odds of a completion of probability 1 would be infinite.
+        logps = jnp.minimum(logps, -1e-7)
+        return logps - jnp.log(-jnp.expm1(logps))
+
+    return log_odds(chosen_logps) - log_odds(rejected_logps)
+
+
+def orpo_loss(chosen_logps, rejected_logps, beta=0.1):
+    """Computes the odds-ratio term of ORPO of each pair.
+
+    `-beta log sigmoid(log(odds(chosen) / odds(rejected)))` with
+    `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
+
+    Args:
+        chosen_logps: float array of any shape, such as `(pairs,)`: means
+            over tokens of log-probabilities of the chosen
+            completions, in nats.
+        rejected_logps: float array of the same shape, of the rejected ones.
+        beta: float, the weight of the term (the paper's lambda).
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Hong et al., 2024](https://arxiv.org/abs/2403.07691).
+
+    Example:
+
+    ```python
+    kpt.losses.orpo_loss(np.log(0.5), np.log(0.25), beta=1.0)  # log(4 / 3)
+    ```
+    """
+    odds = log_odds_ratio(chosen_logps, rejected_logps)
+    return -beta * jax.nn.log_sigmoid(odds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ORPOLoss(PairLoss):
-    """Odds ratio preference optimisation: SFT, and odds of the chosen.
+    """Odds ratio preference optimisation: SFT plus an odds-ratio term.
 
-    The cross-entropy of the chosen sequence, plus `beta` times
-    `-log sigmoid` of the log odds ratio of the mean token probabilities.
-    The paper takes `beta` (its lambda) 0.1 to 0.25.
+    `orpo_loss` of each pair, averaged over pairs, plus the cross-entropy of
+    the chosen sequences, averaged over tokens. The paper uses `beta` (its
+    lambda) from 0.1 to 0.25.
 
     Args:
-        include_prompt: bool, whether the cross-entropy is over the prompt
-            too, as in the authors' code and in TRL, or over the completion
-            alone, as the paper writes. Needs `positions` in the batch.
+        include_prompt: bool, whether the cross-entropy includes the prompt,
+            as in the authors' code and in TRL, or only the completion, as in
+            the paper. Needs `positions` in the batch.
         beta: see `PairLoss`.
 
     Reference:
@@ -229,7 +376,7 @@ class ORPOLoss(PairLoss):
         return PairValues(*means, *tokens.lengths, tokens.pairs.mask)
 
     def pair_losses(self, values):
-        return -self.beta * jax.nn.log_sigmoid(log_odds_ratio(values))
+        return orpo_loss(values.chosen_logps, values.rejected_logps, self.beta)
 
     def normalizers(self, batch):
         nll = self._trained(batch, PairTokens(batch)).sum()
@@ -239,40 +386,29 @@ class ORPOLoss(PairLoss):
         logps = jnp.asarray(outputs["per_token_logps"])
         trained = self._trained(batch, tokens)
         terms, metrics = nll_term(1.0, logps, trained)
-        odds = log_odds_ratio(values)
+        odds = log_odds_ratio(values.chosen_logps, values.rejected_logps)
         mean = tokens.pairs.metric
         metrics["log_odds_ratio"] = mean(jax.nn.log_sigmoid(odds))
         metrics["log_odds_chosen"] = mean(odds)
         return terms, metrics
 
     def _trained(self, batch, tokens):
-        """The weights of tokens in the cross-entropy, `(rows, length)`."""
+        """Computes the weights of tokens in the cross-entropy."""
         if not self.include_prompt:
             return chosen_mask(tokens)
         if "positions" not in batch:
             raise ValueError(
                 "`ORPOLoss(include_prompt=True)` needs `positions` of shape "
-                "(rows, length), the place of each token in its sequence. "
+                "(rows, length), the position of each token in its sequence. "
                 f"Received: batch with {sorted(batch)}"
             )
         one = tokens.pairs.mask
         chosen = tokens.pairs.put(one, jnp.zeros_like(one))
         if "prefix_segments" in batch:
-            # The prompt may be a sequence of its own that others continue.
+            # The prompt may be a separate sequence that others continue.
             prefix = jnp.asarray(batch["prefix_segments"]) * (chosen != 0)
             ids = jnp.arange(1, chosen.shape[1] + 1)
             shared = (prefix[:, None, :] == ids[None, :, None]).any(axis=2)
             chosen = jnp.maximum(chosen, shared.astype("float32"))
         has_logp = (jnp.asarray(batch["positions"]) > 0).astype("float32")
         return has_logp * reductions.spread(chosen, tokens.segment_ids)
-
-
-def log_odds_ratio(values):
-    """`log(odds of the chosen / odds of the rejected)`, `(pairs,)`."""
-
-    def log_odds(logps):
-        # A certain completion (p = 1) would have infinite odds.
-        logps = jnp.minimum(logps, -1e-7)
-        return logps - jnp.log(-jnp.expm1(logps))
-
-    return log_odds(values.chosen_logps) - log_odds(values.rejected_logps)

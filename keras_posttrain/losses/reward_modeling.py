@@ -3,26 +3,62 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.losses.loss import Loss
+from keras_posttrain.losses.loss import Loss, check
 from keras_posttrain.losses.pairs import Pairs
-from keras_posttrain.losses.policy_loss import check
+
+
+def bradley_terry_loss(
+    chosen_scores, rejected_scores, margins=None, center=0.0
+):
+    """Computes the Bradley-Terry loss of each pair of scores.
+
+    `-log sigmoid(c - r - margin) + center * (c + r)**2` of the scores `c` and
+    `r` of the chosen and the rejected completion.
+
+    Args:
+        chosen_scores: float array of any shape, such as `(pairs,)`.
+        rejected_scores: float array of the same shape.
+        margins: float array of the same shape, the wanted differences, or
+            `None` for 0.
+        center: float, the weight of the squared sum of the scores.
+
+    Returns:
+        A float array of the same shape.
+
+    References:
+        - [Touvron et al., 2023](https://arxiv.org/abs/2307.09288), margins.
+        - [Eisenstein et al., 2023](https://arxiv.org/abs/2312.09244),
+          centering.
+
+    Example:
+
+    ```python
+    kpt.losses.bradley_terry_loss(2.0, 1.0, margins=1.0)  # log(2)
+    ```
+    """
+    ahead = chosen_scores - rejected_scores
+    if margins is not None:
+        ahead = ahead - margins
+    losses = -jax.nn.log_sigmoid(ahead)
+    if center:
+        losses = losses + center * (chosen_scores + rejected_scores) ** 2
+    return losses
 
 
 @dataclasses.dataclass(frozen=True)
 class BradleyTerryLoss(Loss):
-    """The loss of a reward model: the chosen is to score above the rejected.
+    """The loss of a reward model on preference pairs.
 
-    `-log sigmoid(chosen - rejected - margin)`, the mean over pairs.
+    `bradley_terry_loss` of each pair, averaged over pairs.
 
     Args:
-        center: float, the weight of `(chosen + rejected)**2`, which draws
-            the scores to a mean of 0. 0 leaves them free; the paper takes
-            0.01.
+        center: float, the weight of `(chosen + rejected)**2`, which moves
+            the mean of the scores to 0. The paper uses 0.01.
 
     Call arguments:
         batch: dict of arrays of shape `(rows, num_sequences)`:
-            `sequence_mask`; and, at the chosen completion, `margins`, by
-            how much it is to be ahead, where rows have one. Chosen and
+            `sequence_mask`; and optionally `margins`, at the chosen
+            completions, the wanted differences of scores. Chosen and
             rejected are neighbours, as in `PairLoss`.
         outputs: dict with `scores` of shape `(rows, num_sequences)`.
 
@@ -62,7 +98,7 @@ class BradleyTerryLoss(Loss):
         return ("scores",)
 
     def logps_mask(self, batch):
-        """No token is projected on the vocabulary."""
+        """Selects no tokens: the loss reads no log-probabilities."""
         return jnp.zeros(batch["token_ids"].shape, bool)
 
     def normalizers(self, batch):
@@ -74,13 +110,11 @@ class BradleyTerryLoss(Loss):
         used = jnp.asarray(batch["sequence_mask"]) != 0
         chosen, rejected = pairs.take(jnp.where(used, scores, 0.0))
         ahead = chosen - rejected
-        losses = ahead
+        margins = None
         if "margins" in batch:
             margins = jnp.asarray(batch["margins"]).astype("float32")
-            losses = ahead - pairs.take(margins)[0]
-        losses = -jax.nn.log_sigmoid(losses)
-        if self.center:
-            losses = losses + self.center * (chosen + rejected) ** 2
+            margins = pairs.take(margins)[0]
+        losses = bradley_terry_loss(chosen, rejected, margins, self.center)
         metrics = {
             "accuracy": pairs.metric((ahead > 0).astype("float32")),
             "margin": pairs.metric(ahead),

@@ -1,4 +1,4 @@
-"""Preference losses of single completions, labelled good or bad."""
+"""Losses of unpaired completions with desirable or undesirable labels."""
 
 import dataclasses
 
@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import pairs, reductions
-from keras_posttrain.losses.loss import Loss
-from keras_posttrain.losses.policy_loss import check
+from keras_posttrain.losses.loss import Loss, check
 
 # The values of `roles`.
 LABELLED, MISMATCHED = 0, 1
@@ -15,24 +14,24 @@ LABELLED, MISMATCHED = 0, 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelledLoss(Loss):
-    """A mean over completions with a label; the base of one of your own.
+    """Base class of losses of labelled completions, public for custom ones.
 
-    A subclass defines `sequence_losses`.
+    The loss is the weighted sum of `sequence_losses` divided by the number
+    of labelled completions. A subclass defines `sequence_losses`.
 
     Args:
-        beta: float above 0, what log-ratios to the reference are multiplied
-            with to be rewards.
-        desirable_weight: float, the weight of the good completions.
-        undesirable_weight: float, that of the bad ones.
+        beta: float above 0, the factor from log-ratios to rewards.
+        desirable_weight: float, the weight of desirable completions.
+        undesirable_weight: float, the weight of undesirable completions.
 
     Call arguments:
         batch: dict of arrays: `completion_mask` and `segment_ids` of shape
             `(rows, length)`; of shape `(rows, num_sequences)`
-            `sequence_mask`, `labels` (not 0 for a good completion), and
-            `roles` where there are other completions than labelled ones
-            (role 0); `ref_per_token_logps` of shape `(rows, length)`.
+            `sequence_mask`, `labels` (not 0 for a desirable completion), and
+            `roles` if there are other completions than labelled ones (role
+            0); `ref_per_token_logps` of shape `(rows, length)`.
         outputs: dict of arrays of shape `(rows, length)`:
-            `per_token_logps`, and `ref_per_token_logps` where the batch has
+            `per_token_logps`, and `ref_per_token_logps` if the batch has
             none.
 
     Returns:
@@ -62,10 +61,10 @@ class LabelledLoss(Loss):
         return ("per_token_logps", "entropies", "ref_per_token_logps")
 
     def sequence_losses(self, good, log_ratios, baseline):
-        """The loss of each completion.
+        """Computes the loss of each completion.
 
         Args:
-            good: bool array of shape `(rows, num_sequences)`.
+            good: bool array of shape `(rows, num_sequences)`, the labels.
             log_ratios: float array of the same shape.
             baseline: float scalar.
 
@@ -75,7 +74,7 @@ class LabelledLoss(Loss):
         raise NotImplementedError
 
     def baseline(self, batch, log_ratios):
-        """`(baseline, metrics)`: what log-ratios are measured from."""
+        """Computes `(baseline, metrics)`, the origin of log-ratios."""
         return 0.0, {}
 
     def normalizers(self, batch):
@@ -85,7 +84,7 @@ class LabelledLoss(Loss):
         if "labels" not in batch:
             raise ValueError(
                 f"{type(self).__name__} needs `labels` of shape (rows, "
-                "num_sequences), not 0 for a good completion. Received: "
+                "num_sequences), not 0 for a desirable completion. Received: "
                 f"batch with {sorted(batch)}"
             )
         mask = jnp.asarray(batch["completion_mask"]).astype("float32")
@@ -136,30 +135,62 @@ class LabelledLoss(Loss):
 
 
 def _with_role(batch, role):
-    """`(rows, num_sequences)`, 1 for the sequences that have the role."""
+    """Marks the sequences that have a role with 1, `(rows, num_sequences)`."""
     used = jnp.asarray(batch["sequence_mask"]) != 0
     roles = jnp.asarray(batch.get("roles", jnp.zeros(used.shape, "int32")))
     return (used & (roles == role)).astype("float32")
 
 
+def kto_loss(log_ratios, labels, baseline, beta=0.1):
+    """Computes the KTO loss of each completion.
+
+    `1 - sigmoid(beta * (log_ratio - baseline))` for a desirable completion,
+    `1 - sigmoid(beta * (baseline - log_ratio))` for an undesirable one.
+
+    Args:
+        log_ratios: float array of any shape, such as
+            `(rows, num_sequences)`: `log(policy / reference)` of each
+            completion, in nats.
+        labels: bool or int array of the same shape, not 0 for a desirable
+            completion.
+        baseline: float scalar, an estimate of the KL divergence of the
+            policy from the reference.
+        beta: float, the factor from log-ratios to rewards.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [Ethayarajh et al., 2024](https://arxiv.org/abs/2402.01306).
+
+    Example:
+
+    ```python
+    log_ratios, labels = np.array([3.0, 3.0]), np.array([1, 0])
+    kpt.losses.kto_loss(log_ratios, labels, baseline=1.0, beta=0.5)
+    # [0.2689, 0.7311]
+    ```
+    """
+    distance = beta * (log_ratios - baseline)
+    return jax.nn.sigmoid(jnp.where(labels != 0, -distance, distance))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KTOLoss(LabelledLoss):
-    """Kahneman-Tversky optimisation: good or bad, measured from a baseline.
+    """Kahneman-Tversky optimisation of labelled completions.
 
-    `1 - sigmoid(beta * (log_ratio - z))` for a good completion and
-    `1 - sigmoid(beta * (z - log_ratio))` for a bad one. The baseline `z`
-    estimates the KL divergence from the reference: the mean log-ratio of
-    completions under prompts that they do not belong to, at least 0, without
-    a gradient. It couples the batch, which is never cut for it.
+    `kto_loss` of each completion. The baseline estimates the KL divergence
+    from the reference: the mean log-ratio of completions under mismatched
+    prompts, at least 0, without a gradient. The loss is `batch_coupled`.
 
-    The batch holds those completions as sequences of role 1 (`roles`, of
-    shape `(rows, num_sequences)`), with a `completion_mask` as any other;
-    their labels are not read. TRL makes them by passing completions on to
-    the next prompt of a micro-batch.
+    The batch holds the mismatched completions as sequences of role 1
+    (`roles`, of shape `(rows, num_sequences)`), with a `completion_mask` like
+    any other; their labels are not read. TRL shifts completions to the next
+    prompt of a micro-batch instead.
 
-    The paper takes `beta` 0.1, and weights such that good and bad completions
-    count for about the same: `desirable_weight * good` from 1 to 4/3 times
-    `undesirable_weight * bad` (equation 8).
+    The paper uses `beta` 0.1, and weights that balance the labels:
+    `desirable_weight * n_desirable` from 1 to 4/3 times
+    `undesirable_weight * n_undesirable` (equation 8).
 
     Args:
         beta, desirable_weight, undesirable_weight: see `LabelledLoss`.
@@ -206,16 +237,41 @@ class KTOLoss(LabelledLoss):
         return baseline, {"kl": ("max", baseline)}
 
     def sequence_losses(self, good, log_ratios, baseline):
-        distance = self.beta * (log_ratios - baseline)
-        return jax.nn.sigmoid(jnp.where(good, -distance, distance))
+        return kto_loss(log_ratios, good, baseline, self.beta)
+
+
+def apo_zero_unpaired_loss(log_ratios, labels, beta=0.1):
+    """Computes the APO-zero loss of each completion, without pairs.
+
+    `sigmoid(-beta * log_ratio)` for a desirable completion,
+    `sigmoid(beta * log_ratio)` for an undesirable one.
+
+    Args:
+        log_ratios, labels, beta: as in `kto_loss`.
+
+    Returns:
+        A float array of the same shape.
+
+    Reference:
+        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
+
+    Example:
+
+    ```python
+    log_ratios, labels = np.array([2.0, 2.0]), np.array([1, 0])
+    kpt.losses.apo_zero_unpaired_loss(log_ratios, labels, beta=0.5)
+    # [0.2689, 0.7311]
+    ```
+    """
+    rewards = beta * log_ratios
+    return jax.nn.sigmoid(jnp.where(labels != 0, -rewards, rewards))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APOZeroUnpairedLoss(LabelledLoss):
-    """`APOZeroLoss` for completions without a partner: KTO without its
-    baseline.
+    """`APOZeroLoss` for unpaired completions: KTO without a baseline.
 
-    For good completions that are better than the policy's own.
+    For desirable completions that are better than the policy's own.
 
     Args:
         beta, desirable_weight, undesirable_weight: see `LabelledLoss`.
@@ -225,5 +281,4 @@ class APOZeroUnpairedLoss(LabelledLoss):
     """
 
     def sequence_losses(self, good, log_ratios, baseline):
-        reward = self.beta * log_ratios
-        return jax.nn.sigmoid(jnp.where(good, -reward, reward))
+        return apo_zero_unpaired_loss(log_ratios, good, self.beta)

@@ -1,4 +1,4 @@
-"""PPO's value side: rewards of tokens, advantages, and the value loss."""
+"""Token rewards, generalized advantages and the value loss of PPO."""
 
 import dataclasses
 import math
@@ -11,21 +11,22 @@ from keras_posttrain.losses.loss import Loss
 
 
 def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
-    """A reward for each token: the sequence's at its end, less the KL.
+    """Computes the reward of each token: `-beta * kl`, plus the sequence's
+    reward at its last token.
 
-    Always float32, so that fractions stay what they are.
+    The result is float32 whatever the types of the arguments are.
 
     Args:
-        rewards: float array of shape `(rows, num_sequences)`, those of whole
-            sequences. Those of a sequence without a token in `mask` are
-            dropped and may be anything.
+        rewards: float array of shape `(rows, num_sequences)`, one for each
+            sequence. Rewards of sequences without a token in `mask` are
+            ignored.
         mask: float array of shape `(rows, length)`, not 0 for the tokens of
             the completions.
-        segment_ids: int array of shape `(rows, length)`, `1 … num_sequences`
-            for the tokens of a sequence, 0 at padding.
+        segment_ids: int array of shape `(rows, length)`:
+            `1 ... num_sequences` for the tokens of a sequence, 0 at padding.
         kl: float array of shape `(rows, length)`, an estimate of the KL
             divergence from the reference at each token, or `None`.
-        beta: float, what the KL counts for.
+        beta: float, the weight of `kl`.
 
     Returns:
         A float32 array of shape `(rows, length)`, 0 outside `mask`.
@@ -63,26 +64,29 @@ def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
 def generalized_advantages(
     rewards, values, mask, segment_ids=None, *, gamma=1.0, gae_lambda=0.95
 ):
-    """Advantages and returns of tokens by generalized advantage estimation.
+    """Computes advantages and returns by generalized advantage estimation.
 
-    Tokens outside `mask`, such as a tool's text within a completion, are
-    passed over as if they were not there: the next value is that of the next
-    token in `mask`, and nothing is discounted in between. What follows a
-    sequence's last token is worth 0. To whiten the advantages over the batch
-    is a step of its own, `whiten`, and the returns are those before it.
+    `A_t = delta_t + gamma * gae_lambda * A_(t+1)` with
+    `delta_t = reward_t + gamma * value_(t+1) - value_t`, and returns
+    `A_t + value_t`. Tokens outside `mask`, such as a tool's text within a
+    completion, are skipped: the next value is that of the next token in
+    `mask`, without a discount for the tokens in between. Beyond the last
+    token of a sequence values and advantages are 0. Advantages are not
+    whitened; see `whiten`.
 
     Args:
-        rewards: float array of shape `(rows, length)`, for drawing the
-            token; ignored outside `mask`.
-        values: float array of shape `(rows, length)`, what was expected from
-            the token on before it was drawn, in line with the token as
+        rewards: float array of shape `(rows, length)`, the reward for
+            sampling each token; ignored outside `mask`.
+        values: float array of shape `(rows, length)`, the expected return
+            before each token was sampled, aligned with the tokens as
             `per_token_logps` is; ignored outside `mask`.
         mask: float array of shape `(rows, length)`, not 0 for tokens that
-            the policy drew.
-        segment_ids: int array of shape `(rows, length)`, which sequence of
-            the row a token belongs to, or `None` for one a row.
-        gamma: float, the discount of a token.
-        gae_lambda: float, 0 for one-step differences, 1 for whole returns.
+            the policy sampled.
+        segment_ids: int array of shape `(rows, length)`, the sequence of the
+            row that each token belongs to, or `None` for one per row.
+        gamma: float, the discount per token.
+        gae_lambda: float, 0 for one-step temporal differences, 1 for Monte
+            Carlo returns.
 
     Returns:
         Tuple `(advantages, returns)` of float32 arrays of shape
@@ -90,7 +94,7 @@ def generalized_advantages(
 
     Reference:
         - [Schulman et al., 2016](https://arxiv.org/abs/1506.02438). PPO for
-          language models commonly takes `gamma=1.0` and `gae_lambda=0.95`.
+          language models commonly uses `gamma=1.0` and `gae_lambda=0.95`.
 
     Example:
 
@@ -113,15 +117,15 @@ def generalized_advantages(
 
     def step(carry, token):
         next_value, next_advantage, next_segment = carry
-        reward, value, is_drawn, segment = token
-        # Another sequence begins behind this token: nothing follows it.
+        reward, value, is_sampled, segment = token
+        # At the last token of a sequence nothing follows.
         follows = segment == next_segment
         next_value = jnp.where(follows, next_value, zero)
         next_advantage = jnp.where(follows, next_advantage, zero)
         delta = reward + gamma * next_value - value
         advantage = delta + gamma * gae_lambda * next_advantage
-        next_value = jnp.where(is_drawn, value, next_value)
-        next_advantage = jnp.where(is_drawn, advantage, next_advantage)
+        next_value = jnp.where(is_sampled, value, next_value)
+        next_advantage = jnp.where(is_sampled, advantage, next_advantage)
         return (next_value, next_advantage, segment), next_advantage
 
     first = jnp.zeros(mask.shape[0], "float32")
@@ -137,16 +141,16 @@ def generalized_advantages(
 
 
 def whiten(values, mask, *, shift_mean=True, epsilon=1e-8):
-    """Values of mean 0 and variance 1 over the tokens of a mask.
+    """Normalises values to mean 0 and variance 1 over the tokens of a mask.
 
-    To be called on the whole batch, never on a micro-batch: the result
-    depends on all tokens. The variance is the unbiased one. A single token
-    becomes its distance from the mean, 0.
+    `(values - mean) / sqrt(variance + epsilon)` with the unbiased variance.
+    Call it on the full batch, not on a micro-batch: the result depends on
+    all tokens. A single token becomes 0.
 
     Args:
         values: float array of any shape, ignored outside `mask`.
         mask: float array of the same shape, not 0 where values count.
-        shift_mean: bool, whether the mean becomes 0 or stays what it is.
+        shift_mean: bool, whether the mean becomes 0 or is kept.
         epsilon: float, added to the variance.
 
     Returns:
@@ -174,19 +178,33 @@ def whiten(values, mask, *, shift_mean=True, epsilon=1e-8):
     return white if shift_mean else jnp.where(mask, white + mean, 0.0)
 
 
-def clipped_value_loss(values, old_values, returns, clip):
-    """Half the squared error, the larger of that and the clipped one.
+def value_loss(values, old_values, returns, clip=0.2):
+    """Computes PPO's clipped squared error of each value.
+
+    `max((v - R)**2, (clamp(v) - R)**2) / 2` where `clamp(v)` is the value
+    `v`, at most `clip` from the old value, and `R` the return.
 
     Args:
-        values: float array of shape `(rows, length)`.
-        old_values: float array of shape `(rows, length)`, those that the
-            rollout's advantages were made with.
-        returns: float array of shape `(rows, length)`, the targets.
-        clip: float, how far a value may move from the old one and still
-            lower the loss, or `None` for any distance.
+        values: float array of any shape, such as `(rows, length)`.
+        old_values: float array of the same shape, the values that the
+            advantages were computed with.
+        returns: float array of the same shape, the targets.
+        clip: float, the distance from the old value beyond which moving the
+            value does not lower the loss, or `None` for no clipping.
 
     Returns:
-        A float array of shape `(rows, length)`.
+        A float array of the same shape.
+
+    Reference:
+        - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347), which
+          has no clipping; the clip is that of OpenAI's PPO2.
+
+    Example:
+
+    ```python
+    kpt.losses.value_loss(np.array([0.5]), np.array([0.0]), np.array([1.0]))
+    # [0.32], (0.2 - 1)**2 / 2
+    ```
     """
     error = jnp.square(values - returns)
     if clip is not None:
@@ -197,20 +215,19 @@ def clipped_value_loss(values, old_values, returns, clip):
 
 @dataclasses.dataclass(frozen=True)
 class ValueLoss(Loss):
-    """PPO's loss of a value head: half the squared distance from the returns.
+    """PPO's loss of a value head, the squared error of returns.
 
-    The mean over the tokens of all completions. As in PPO2, a value that has
-    moved further than `clip` from the old one earns nothing by it; the paper
-    itself has no clipping, `clip=None`.
+    `value_loss` of each token, averaged over the tokens of all completions.
+    The paper itself has no clipping, `clip=None`.
 
     The batch holds `returns` and `old_values`, and `outputs` holds `values`,
-    all of shape `(rows, length)` and in line with the tokens they are the
-    value before. Without `old_values` they are the present ones.
+    all of shape `(rows, length)`: the value before a token is at the
+    position of the token. Without `old_values` the current values are used.
 
     Args:
-        clip: float above 0, or `None`.
-        coefficient: float, what the loss is multiplied by where it is added
-            to that of the policy.
+        clip: float above 0, or `None` for no clipping.
+        coefficient: float, the factor of the loss when it is added to that
+            of the policy.
 
     Reference:
         - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
@@ -256,7 +273,7 @@ class ValueLoss(Loss):
         return ("values",)
 
     def logps_mask(self, batch):
-        """No token is projected on the vocabulary."""
+        """Selects no tokens: the loss reads no log-probabilities."""
         return jnp.zeros(batch["completion_mask"].shape, bool)
 
     def normalizers(self, batch):
@@ -266,7 +283,7 @@ class ValueLoss(Loss):
         mask = batch["completion_mask"]
 
         def read(array):
-            # What is no number outside the mask must not reach a gradient.
+            # NaN outside the mask must not reach a gradient.
             array = jnp.asarray(array).astype("float32")
             return jnp.where(mask != 0, array, 0.0)
 
@@ -276,10 +293,10 @@ class ValueLoss(Loss):
             old_values = read(batch["old_values"])
         else:
             old_values = jax.lax.stop_gradient(values)
-        losses = clipped_value_loss(values, old_values, returns, self.clip)
+        losses = value_loss(values, old_values, returns, self.clip)
         clipped = jnp.zeros_like(values)
         if self.clip is not None:
-            free = clipped_value_loss(values, old_values, returns, None)
+            free = value_loss(values, old_values, returns, None)
             clipped = (losses > free).astype("float32")
         total = reductions.token_sum(losses, mask)
         count = mask.astype("float32").sum()

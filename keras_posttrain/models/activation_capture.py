@@ -1,20 +1,24 @@
+"""Hidden states and attention weights recorded during a forward pass."""
+
 import dataclasses
 
 
 @dataclasses.dataclass
-class Taps:
-    """What is wanted of a model's inside, and what was found there.
+class ActivationCapture:
+    """The activations to record in a forward pass, and their values.
 
     Args:
-        hidden_layers: ints, the decoder layers whose output is wanted.
-        attention_layers: ints, those whose attention weights are wanted.
+        hidden_layers: ints, the decoder layers whose output is recorded.
+        attention_layers: ints, the decoder layers whose attention weights
+            are recorded.
 
     Attributes:
-        hidden: dict, from the layer to a float array of shape
+        hidden: dict, from the layer's index to a float array of shape
             `(rows, length, hidden_dim)`, before the last norm.
-        attentions: dict, from the layer to a float32 array of shape
-            `(rows, heads, length, length)`: rows of queries, 0 for what a
-            token does not see, and all 0 at padding.
+        attentions: dict, from the layer's index to a float32 array of shape
+            `(rows, heads, length, length)`, a row for each query. A weight
+            is 0 where the query does not see the key; all weights of a
+            padding token are 0.
     """
 
     hidden_layers: tuple = ()
@@ -23,10 +27,13 @@ class Taps:
     attentions: dict = dataclasses.field(default_factory=dict)
 
     def check(self, policy):
-        """Raises a `ValueError` where a `Policy` cannot give what is wanted.
+        """Checks that a policy can provide these activations.
 
         Args:
             policy: `Policy`.
+
+        Raises:
+            ValueError: if it cannot.
         """
         name = type(policy.backbone).__name__
         if not policy.packable:
@@ -48,7 +55,7 @@ class Taps:
         if self.attention_layers and policy.remat != "none":
             raise ValueError(
                 "Attention weights cannot be read from rematerialised "
-                "layers: they would be made twice and kept all the same. "
+                "layers: they would be computed twice and stored anyway. "
                 "Use remat='none', or match hidden states instead. "
                 f"Received: remat={policy.remat!r}, attention_layers="
                 f"{tuple(self.attention_layers)}"

@@ -2,8 +2,8 @@
 
 Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
 and Qwen 2 to 3 rotate queries and keys at the positions given per token and
-leave the attention itself to us. The seam is the one KerasHub 0.32 serves
-vLLM through; this is the only file that touches it.
+leave the attention itself to us. This uses the hook that KerasHub 0.32 has
+for vLLM, a private module; no other file uses it.
 """
 
 import contextlib
@@ -17,36 +17,38 @@ from keras_hub.src.vllm.context import vllm_context_scope
 
 from keras_posttrain.models import tpu_attention
 
-# Queries are taken in blocks of this many tokens: the scores of a block are
-# (rows, heads, block, keys), and are made again in the backward pass, so
-# that memory grows with the length and not with its square.
+# Queries are processed in blocks of this many tokens. The scores of a block
+# have the shape (rows, heads, block, keys) and are recomputed in the backward
+# pass, so that memory grows linearly with the length, not quadratically.
 BLOCK = 256
-# Scores of at most this many bytes are kept for the backward pass instead.
+# Scores of at most this many bytes are stored for the backward pass instead.
 KEEP_SCORES = 2**25
-# Blocks are unrolled while there are few of them, so that each sees only the
-# keys before it; longer rows scan over groups of blocks.
+# Up to this many blocks are unrolled, so that each reads only the keys before
+# it. Longer rows scan over groups of blocks.
 MAX_GROUPS = 8
 
 
 @contextlib.contextmanager
 def attention_scope(
-    segment_ids, positions, prefix_ids=None, *, kept=None, taps=None
+    segment_ids, positions, prefix_ids=None, *, kept=None, capture=None
 ):
-    """Runs decoder layers on flattened tokens, attending within segments.
+    """Makes decoder layers called inside attend within segments.
 
-    Decoder layers called inside take tokens as `(rows * length, 1, hidden)`.
+    These layers take tokens of shape `(rows * length, 1, hidden)`.
 
     Args:
         segment_ids: int array of shape `(rows, length)`; a token attends to
             itself and to earlier tokens of the same segment. 0 is padding.
-        positions: int array of shape `(rows, length)`, each token's place in
-            its own sequence.
+        positions: int array of shape `(rows, length)`, the position of each
+            token in its sequence.
         prefix_ids: int array of shape `(rows, length)` or `None`: the segment
-            that a token's own goes on from, which it sees as well; -1 where
-            there is none. Positions go on from that segment's.
+            that a token's own segment continues, which the token also
+            attends to; -1 where there is none. Positions continue those of
+            that segment.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache.
-        taps: `Taps` or `None`, whose `attentions` are filled.
+        capture: `ActivationCapture` or `None`, whose `attentions` are
+            filled.
     """
     rows, length = segment_ids.shape
     layers = itertools.count()
@@ -67,8 +69,8 @@ def attention_scope(
             "soft_cap": soft_cap,
         }
         layer = next(layers)
-        if taps is not None and layer in taps.attention_layers:
-            taps.attentions[layer] = attention_weights(
+        if capture is not None and layer in capture.attention_layers:
+            capture.attentions[layer] = attention_weights(
                 q, k, *tokens, **settings
             )
         out = segment_attention(q, k, v, *tokens, **settings)
@@ -84,7 +86,7 @@ def segment_attention(
     query, key, value, segment_ids, positions, prefix_ids=None, *, scale,
     sliding_window=None, soft_cap=None,
 ):  # fmt: skip
-    """Causal grouped-query attention within the segments of each row.
+    """Computes causal grouped-query attention within each segment.
 
     Args:
         query: float array of shape `(rows, length, heads, head_dim)`.
@@ -100,7 +102,7 @@ def segment_attention(
     Returns:
         An array of the shape and dtype of `query`.
     """
-    if tpu_attention.fits(query, prefix_ids):
+    if tpu_attention.is_supported(query, prefix_ids):
         return tpu_attention.splash_attention(
             query,
             key,
@@ -126,8 +128,9 @@ def segment_attention(
     out = []
     for start in range(0, length, group):
         stop = min(start + group, length)
-        # Segments are runs of neighbours, so that a window of positions is
-        # also one of columns; a shared prefix may lie further back.
+        # The tokens of a segment are adjacent, so that a window of positions
+        # is also a window of columns. Only a shared prefix may be further
+        # back.
         first = 0
         if sliding_window is not None and prefix_ids is None:
             first = max(0, start - sliding_window + 1)
@@ -156,15 +159,16 @@ def segment_attention(
 def attention_weights(
     query, key, segment_ids, positions, prefix_ids=None, **settings
 ):
-    """What `segment_attention` weighs the values with, all at once.
+    """Computes the attention weights of `segment_attention`.
 
     Args:
         query, key, segment_ids, positions, prefix_ids, **settings: as in
             `segment_attention`.
 
     Returns:
-        A float32 array of shape `(rows, heads, length, length)`, a row a
-        query: 0 for what a token does not see, and all 0 at padding.
+        A float32 array of shape `(rows, heads, length, length)`, a row for
+        each query: 0 where the query does not see the key, and 0 everywhere
+        for padding.
     """
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -193,8 +197,8 @@ def _attend_block(
     scale, sliding_window, soft_cap,
 ):  # fmt: skip
     rows, length, kv_heads, group, head_dim = q.shape
-    # The heads that share a key are rows of one product: few large products
-    # run twice as fast on a CPU as an einsum over five axes.
+    # The heads that share a key become rows of one matrix product. On a CPU
+    # this is twice as fast as an einsum over five axes.
     q = jnp.moveaxis(q, 1, 3).reshape(rows, kv_heads, -1, head_dim)
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = _masked_scores(
@@ -217,7 +221,10 @@ def _masked_scores(
     q, k, q_segments, q_positions, k_segments, k_positions, q_prefixes, *,
     scale, sliding_window, soft_cap,
 ):  # fmt: skip
-    """`(rows, kv_heads, group, queries, keys)`, of queries by head."""
+    """Computes scores of shape `(rows, kv_heads, group, queries, keys)`.
+
+    `q` has the shape `(rows, kv_heads, group * queries, head_dim)`.
+    """
     rows, kv_heads = q.shape[:2]
     scores = jax.lax.dot_general(
         q,
@@ -235,8 +242,8 @@ def _masked_scores(
     visible = same & (ahead >= 0)
     if sliding_window is not None:
         visible &= ahead < sliding_window
-    # Padding is a segment of its own (0) at position 0: it sees itself, so
-    # that no row of scores is empty.
+    # Padding is segment 0 at position 0. It attends to itself, so that every
+    # query has at least one visible key.
     return jnp.where(visible[:, None, None], scores, -1e30)
 
 
@@ -245,10 +252,11 @@ def _masked_scores(
 
 @dataclasses.dataclass
 class KeyValues:
-    """Keys and values of one layer, for many sequences at once.
+    """The keys and values of one layer, for many sequences.
 
-    Keys lie with the head dimension before the tokens: a product of one query
-    with them then runs along memory, five times as fast on a CPU.
+    Keys are stored with the head dimension before the tokens. The product of
+    one query with them then reads memory in order, which is five times as
+    fast on a CPU.
 
     Attributes:
         keys: array of shape `(slots, kv_heads, head_dim, tokens)`.
@@ -260,13 +268,14 @@ class KeyValues:
 
     @classmethod
     def zeros(cls, slots, tokens, kv_heads, head_dim, dtype):
+        """Returns an empty cache."""
         return cls(
             jnp.zeros((slots, kv_heads, head_dim, tokens), dtype),
             jnp.zeros((slots, kv_heads, tokens, head_dim), dtype),
         )
 
     def write(self, column, keys, values):
-        """With `(slots, kv_heads, head_dim)` written at one column."""
+        """Writes `(slots, kv_heads, head_dim)` arrays to one column."""
         update = jax.lax.dynamic_update_slice_in_dim
         return KeyValues(
             update(self.keys, keys[..., None], column, 3),
@@ -274,7 +283,7 @@ class KeyValues:
         )
 
     def append(self, lengths, other):
-        """With the tokens of `other` behind each slot's first `lengths`."""
+        """Writes the tokens of `other` after each slot's first `lengths`."""
 
         def slot(keys, values, more_keys, more_values, at):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -290,11 +299,11 @@ class KeyValues:
         )
 
     def fill(self, slots, keys, values):
-        """With prompts in some slots, from their first column on.
+        """Writes prompts to some slots, starting at the first column.
 
         Args:
-            slots: int array of shape `(prompts,)`; one that there is not is
-                passed by.
+            slots: int array of shape `(prompts,)`; a prompt whose slot is
+                out of range is ignored.
             keys, values: arrays of shape
                 `(prompts, tokens, kv_heads, head_dim)`.
         """
@@ -307,7 +316,7 @@ class KeyValues:
         )
 
     def resize(self, index, tokens):
-        """The slots of `index`, with room for `tokens`."""
+        """Selects the slots of `index` and sets their number of columns."""
 
         def fit(x, axis):
             x = jnp.take(x, index, axis=0)
@@ -325,19 +334,19 @@ jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
 
 @contextlib.contextmanager
 def decoding_scope(lengths, step, past, recent):
-    """Runs decoder layers on the next token of each of many sequences.
+    """Makes decoder layers called inside attend to a cache of tokens.
 
-    Decoder layers called inside take tokens as `(slots, 1, hidden)`.
+    These layers take the next token of each sequence, `(slots, 1, hidden)`.
 
     Args:
         lengths: int array of shape `(slots,)`, the tokens of `past` that
             belong to each sequence.
-        step: int scalar, how many tokens each has had since.
-        past: list of `KeyValues`, one a layer; not changed.
-        recent: list of `KeyValues`, one a layer, of the tokens since: a token
-            is written at the same column for all slots, which costs nothing,
-            and not at the end of each. Replaced in place by those with the
-            new token.
+        step: int scalar, the number of tokens in `recent`.
+        past: list of `KeyValues`, one for each layer; not changed.
+        recent: list of `KeyValues`, one for each layer, of the tokens after
+            those of `past`. A token is written to the same column in all
+            slots, which is cheap, and not to the end of each sequence. The
+            items of the list are replaced by ones with the new token.
     """
     layers = iter(range(len(past)))
 
@@ -391,7 +400,7 @@ def _scores(query, keys, visible, scale, soft_cap):
 
 
 def _weigh(scores, values):
-    """The mean of values by the softmax of scores, over several parts."""
+    """Averages values by the softmax of scores that come in parts."""
     tops = [jnp.max(s, axis=-1, keepdims=True) for s in scores]
     top = functools.reduce(jnp.maximum, tops)
     weights = [jnp.exp(s - top) for s in scores]

@@ -1,8 +1,8 @@
-"""Weights between files and devices, a slice at a time.
+"""Moves weights between files and devices, one slice at a time.
 
-No host holds more of a model than one tensor beside its own devices' arrays,
-and no device more of a tensor than the slice that it keeps. With several
-processes, what gathers is to be done by all, in the same order.
+In addition to its devices' arrays, a host holds at most one tensor of a
+model. A device holds only the slice of a tensor that it keeps. With several
+processes, all of them must call a function that gathers, in the same order.
 """
 
 import collections
@@ -16,12 +16,12 @@ from jax.experimental import multihost_utils
 
 from keras_posttrain.models import sharding
 
-# What is fetched from a device at once, in bytes.
+# Bytes that are fetched from a device at once.
 CHUNK = 2**26
 
 
 def fill(variable, read):
-    """Gives a variable its value, each device's slice read for itself.
+    """Assigns a variable, reading the slice of each device separately.
 
     Args:
         variable: `keras.Variable`.
@@ -44,7 +44,7 @@ def fill(variable, read):
         part = contiguous(read(tuple(slice(*bounds) for bounds in index)))
         part = part.astype(dtype, copy=False)
         pieces.update((device, jax.device_put(part, device)) for device in own)
-        # Or all parts would wait on the host for their way to the devices.
+        # Without this, all slices would wait in the host's memory.
         jax.block_until_ready(list(pieces.values()))
     order = target.addressable_devices_indices_map(shape)
     variable.assign(
@@ -55,14 +55,15 @@ def fill(variable, read):
 
 
 def to_host(array):
-    """A numpy array of a `jax.Array` that may span many processes.
+    """Copies a `jax.Array` that may span many processes to the host.
+
+    Unlike with `numpy.asarray`, JAX does not cache the copy.
 
     Args:
-        array: `jax.Array`, or what `numpy.asarray` takes.
+        array: `jax.Array`, or anything that `numpy.asarray` takes.
 
     Returns:
-        A numpy array, the same in all processes. JAX keeps no copy of it, as
-        it does of what `numpy.asarray` is called on.
+        A numpy array, the same in all processes.
     """
     if not isinstance(array, jax.Array):
         return np.asarray(array)
@@ -81,7 +82,11 @@ def to_host(array):
 
 
 def _by_index(target, shape):
-    """Which devices hold which part: `{((start, stop), ...): devices}`."""
+    """Groups devices by the part they hold.
+
+    Returns:
+        A dict `{((start, stop), ...): devices}`.
+    """
     found = {}
     for device, index in target.devices_indices_map(shape).items():
         bounds = zip(index, shape)
@@ -93,22 +98,24 @@ def _by_index(target, shape):
 
 
 def _fetch(data, out):
-    """Copies an array of one device to `out`, some rows at a time."""
+    """Copies an array of one device to `out`, in chunks of rows."""
     if not data.shape:
         out[...] = jnp.copy(data)
         return
     rows = max(1, CHUNK * len(data) // max(1, data.nbytes))
     for start in range(0, len(data), rows):
         size = min(rows, len(data) - start)
-        # Of a new array: a numpy copy stays with the array it was made of.
+        # A slice is a new array: JAX caches the numpy copy of an array on
+        # that array, and this one is freed.
         out[start : start + size] = jax.lax.dynamic_slice_in_dim(
             data, start, size
         )
 
 
 def _from_process(source, part):
-    """The bytes that a process holds, in all of them."""
-    # As ints: a sum with zeros is how they are sent, and turns -0.0 to 0.0.
+    """Sends the array of one process to all of them."""
+    # The broadcast is a sum with zeros, which would turn -0.0 into 0.0: the
+    # bytes are sent as ints.
     sent = np.zeros(-(-part.nbytes // 4), "uint32")
     if jax.process_index() == source:
         raw = np.ascontiguousarray(part).reshape(-1).view("uint8")
@@ -121,16 +128,17 @@ def _from_process(source, part):
 
 
 def contiguous(array, block=256):
-    """`numpy.ascontiguousarray`, faster where axes change places.
+    """Copies an array to C order, faster than NumPy for transposed axes.
 
-    NumPy goes through one of both arrays row by row, and through the other
-    in strides that miss the cache.
+    `numpy.ascontiguousarray` reads one of the two arrays in large strides
+    that miss the CPU's cache. Here both are copied in small blocks.
     """
     if array.flags.c_contiguous:
         return array
     found = np.empty(array.shape, array.dtype)
     size = array.itemsize
-    # Copied as they are: NumPy takes its time with dtypes not its own.
+    # NumPy is slow at copying dtypes that it does not define itself, such as
+    # bfloat16: the bits are copied as ints.
     given, taken = (x.view(f"uint{8 * size}") for x in (array, found))
     axis = int(np.argmin(array.strides))
     given, taken = (np.moveaxis(x, axis, 0) for x in (given, taken))
@@ -142,15 +150,16 @@ def contiguous(array, block=256):
 
 
 def on_first(write, arrays=()):
-    """Has the first process write what all have a part in gathering.
+    """Writes in the first process what all processes help to gather.
 
     Args:
-        write: function without arguments, called in the first process.
-        arrays: iterator that gathers, which `write` goes through; the others
-            go through it for their part.
+        write: function without arguments, called in the first process. It
+            consumes `arrays`.
+        arrays: iterator whose items all processes gather together; the other
+            processes consume it and drop the items.
 
     Raises:
-        OSError: in all other processes, where `write` raised in the first.
+        OSError: in all other processes, if `write` raised in the first.
     """
     if jax.process_count() == 1:
         write()
@@ -159,7 +168,7 @@ def on_first(write, arrays=()):
     if jax.process_index() == 0:
         try:
             write()
-        except Exception as e:  # noqa: BLE001 - whatever it is, all end
+        except Exception as e:  # noqa: BLE001 - the others must stop too
             error = e
     collections.deque(arrays, maxlen=0)
     failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
@@ -173,12 +182,12 @@ def on_first(write, arrays=()):
         )
 
 
-class Values(keras.StatelessScope):
-    """A scope in which a variable's value is made when it is asked for.
+class ValueScope(keras.StatelessScope):
+    """A scope that computes the value of a variable when it is read.
 
     Args:
-        make: function from a `keras.Variable` to an array; what it asks for
-            in turn are the values that variables have.
+        make: function from a `keras.Variable` to an array. Variables that it
+            reads itself have their own values.
     """
 
     def __init__(self, make):
@@ -196,11 +205,11 @@ class Values(keras.StatelessScope):
 
 
 @contextlib.contextmanager
-def whole_on_host():
-    """Where arrays are made that a distribution then spreads.
+def host_as_default():
+    """Creates arrays in the host's memory if a distribution will split them.
 
-    Keras makes a whole tensor on the first device and sends it on from there;
-    so it is made in the host's memory.
+    Keras creates a complete tensor on the first device and distributes it
+    from there, which needs memory for all of it on that device.
     """
     if keras.distribution.distribution() is None:
         yield

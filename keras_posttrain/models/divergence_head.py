@@ -1,9 +1,10 @@
-"""The projection on the vocabulary, of a student and its teachers at once.
+"""Divergences of a student from its teachers, in chunks of tokens.
 
-A chunk of tokens is projected by each, compared, and forgotten: the logits
-of neither exist at full length, forward or backward. The gradient by the
-student's logits is formed while the chunk is at hand, so that the student
-pays the three products a likelihood costs, and a teacher one.
+Each chunk is projected on the vocabulary by the student and its teachers and
+compared. Logits never exist for all tokens at once, forward or backward. The
+gradient with respect to the student's logits is computed in the same pass,
+so that a student needs three matrix products with the vocabulary, as many as
+a likelihood does, and a teacher one.
 """
 
 import dataclasses
@@ -19,16 +20,16 @@ from keras_posttrain.models.sharding import Split
 
 @dataclasses.dataclass(frozen=True)
 class FullTeacher:
-    """A teacher whose distribution over its whole vocabulary is at hand.
+    """A teacher with its distribution over its full vocabulary.
 
     Args:
-        head: `Head` of the teacher; its temperature is not read.
+        head: `Head` of the teacher; its temperature is not used.
         hidden: float array of shape `(rows * teacher_length, dim)`.
         kernel: the teacher's kernel, in the dtype of `hidden`.
-        source: int32 array of shape `(rows * length,)`: for each of the
-            student's tokens, the flat index of the teacher's hidden state
-            that predicts it.
-        split: the kernel's `models/sharding.py:Split`, or `None`.
+        source: int32 array of shape `(rows * length,)`: for each token of
+            the student, the flat index of the teacher's hidden state that
+            predicts it.
+        split: `models/sharding.py:Split` of the kernel, or `None`.
     """
 
     head: Head
@@ -38,7 +39,7 @@ class FullTeacher:
     split: Split | None = None
 
     def rows(self, index, used):
-        """The logits in the places of `index`."""
+        """Returns the logits for the tokens of `index`."""
         h = jnp.where(used[:, None], self.hidden[self.source[index]], 0)
         head = dataclasses.replace(self.head, temperature=1.0)
         return head.logits(h, self.kernel)[0]
@@ -46,20 +47,20 @@ class FullTeacher:
 
 @dataclasses.dataclass(frozen=True)
 class TopTeacher:
-    """A teacher of which only the most probable tokens are known.
+    """A teacher of which only the top-k tokens are known.
 
     Args:
-        ids: int32 array of shape `(rows * length, k)`: for each of the
-            student's tokens, those most probable in its place.
-        logps: float32 array of that shape: their log-probabilities, at the
-            temperature of the loss.
+        ids: int32 array of shape `(rows * length, k)`: for each token of the
+            student, the teacher's most probable tokens at that position.
+        logps: float32 array of shape `(rows * length, k)`, their
+            log-probabilities at the temperature of the loss.
     """
 
     ids: jax.Array
     logps: jax.Array
 
     def rows(self, index, used):
-        """The ids and log-probabilities in the places of `index`."""
+        """Returns ids and log-probabilities for the tokens of `index`."""
         del used
         return self.ids[index], self.logps[index]
 
@@ -71,14 +72,15 @@ jax.tree_util.register_dataclass(TopTeacher, ["ids", "logps"], [])
 
 
 def without_kernels(teachers):
-    """Teachers as trees of rows alone, to be cut by rows.
+    """Separates teachers from their kernels, to be split by rows.
 
     Args:
         teachers: sequence of `FullTeacher` and `TopTeacher`.
 
     Returns:
-        `(teachers, kernels, splits)`: a tuple, and the kernels of the
-        `FullTeacher`s and how each is split, lists.
+        `(teachers, kernels, splits)`: a tuple of teachers whose arrays all
+        have a leading `rows` axis, and for the `FullTeacher`s the lists of
+        kernels and of their `Split`s.
     """
     full = [t for t in teachers if isinstance(t, FullTeacher)]
     rest = tuple(
@@ -91,19 +93,20 @@ def without_kernels(teachers):
 
 
 def with_kernels(teachers, kernels):
-    """The teachers of some rows, complete again.
+    """Gives teachers their kernels back; undoes `without_kernels`.
 
     Args:
-        teachers: what `without_kernels` gave, or some rows of it.
-        kernels: list of arrays.
+        teachers: tuple returned by `without_kernels`, or some rows of it.
+        kernels: list of arrays, one for each `FullTeacher`.
 
     Returns:
-        A tuple.
+        A tuple of teachers.
     """
     kernels, found = iter(kernels), []
     for teacher in teachers:
         if isinstance(teacher, FullTeacher):
-            # Indices are those of all rows; in these, counted from the first.
+            # The indices count from the first row of the batch: they are
+            # reduced to count from the first of these rows.
             teacher = dataclasses.replace(
                 teacher,
                 kernel=next(kernels),
@@ -115,50 +118,41 @@ def with_kernels(teachers, kernels):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 7, 8, 9, 10))
 def divergence_sum(
-    head,
-    hidden,
-    kernel,
-    tokens,
-    weights,
-    teachers,
-    teacher_weights,
-    divergence,
-    temperature=1.0,
-    tail=True,
-    needs=(),
-):
-    """The weighted sum of divergences from teachers and of likelihoods.
+    head, hidden, kernel, tokens, weights, teachers, teacher_weights,
+    divergence, temperature=1.0, tail=True, needs=(),
+):  # fmt: skip
+    """Sums weighted divergences from teachers and log-probabilities.
 
     `sum_t by_divergence_t * D_t + by_logp_t * logp_t`, where `D_t` is
     `sum_i teacher_weights[i, t] * divergence(student_t, teacher_i_t)`.
 
     Args:
-        head, hidden, kernel, tokens: the student's, as in
+        head, hidden, kernel, tokens: of the student, as in
             `models/head.py:token_values`; the head's temperature is not
-            read.
+            used.
         weights: pair of float32 arrays of shape `(slots,)`, `by_divergence`
             and `by_logp`, in the order of `tokens`; `by_logp` may be `None`.
         teachers: sequence of `FullTeacher` and `TopTeacher`.
         teacher_weights: float32 array of shape `(teachers, slots)`, in the
             order of `tokens`.
-        divergence: function of float32 log-probabilities of the student and
-            of the teacher, `(tokens, outcomes)` each, that gives
-            `(tokens,)`; differentiable in the first.
+        divergence: function from float32 log-probabilities of the student
+            and of the teacher, both `(tokens, outcomes)`, to `(tokens,)`;
+            differentiable in the first argument.
         temperature: float, divides the logits of both before they are
-            compared. Log-probabilities of tokens are those of temperature 1.
-        tail: bool; beside a teacher's top tokens, the rest of the vocabulary
-            is one more outcome.
-        needs: names of `models/comparison.py:COMPANIONS` wanted beside
-            `divergences`.
+            compared. Log-probabilities of tokens are at temperature 1.
+        tail: bool; in addition to a teacher's top tokens, the rest of the
+            vocabulary is one more outcome.
+        needs: names out of `models/token_divergence.py:COMPANIONS` to return
+            in addition to `divergences`.
 
     Returns:
-        `(sum, values)`; the sum has gradients by `hidden` and, where
-        `head.trainable`, by `kernel`. `values` is a dict of float32 arrays
-        of shape `(rows * length,)` without gradients, 0 where no token was
-        asked for: `divergences`, `per_token_logps`, `agrees` (1 where the
-        teacher's most probable token is the student's as well) and
-        `teacher_per_token_logps`; of several teachers the last two are
-        means by `teacher_weights`.
+        `(sum, values)`; the sum has gradients with respect to `hidden` and,
+        if `head.trainable`, to `kernel`. `values` is a dict of float32 arrays
+        of shape `(rows * length,)` without gradients, 0 for tokens that were
+        not selected: `divergences`, `per_token_logps`, `agrees` (1 where the
+        most probable tokens of teacher and student are the same) and
+        `teacher_per_token_logps`. With several teachers the last two are
+        means weighted by `teacher_weights`.
     """
     total, values, _ = _sweep(
         head, hidden, kernel, tokens, weights, teachers, teacher_weights,
@@ -175,7 +169,7 @@ def _forward(
         head, hidden, kernel, tokens, weights, teachers, teacher_weights,
         settings, gradients=True,
     )  # fmt: skip
-    # The arrays themselves tell the backward pass the dtypes it must give.
+    # The backward pass returns gradients in the dtypes of these arrays.
     gradients["d_hidden"] = gradients["d_hidden"].astype(hidden.dtype)
     if not head.trainable:
         gradients["d_kernel"] = jnp.zeros(kernel.shape, "float32")
@@ -202,7 +196,7 @@ def _sweep(
     head, hidden, kernel, tokens, weights, teachers, teacher_weights,
     settings, *, gradients,
 ):  # fmt: skip
-    """One loop over the chunks: `(sum, values, gradients)`."""
+    """Loops over the chunks once: `(sum, values, gradients)`."""
     needs = settings[-1]
     _check(head, kernel, teachers, needs)
     head = dataclasses.replace(head, temperature=1.0)
@@ -218,7 +212,7 @@ def _sweep(
         "divergences",
         *(n for n in token_divergence.COMPANIONS if n in needs),
     ]
-    # Slots without a token write to a place behind the last, cut off below.
+    # Unused slots write to one more element at the end, removed below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
     carry["sum"] = jnp.zeros((), "float32")
     if gradients:
@@ -235,13 +229,13 @@ def _sweep(
         weights, shares = jax.tree.map(
             lambda x: jnp.where(used, x, 0.0), (weights, shares)
         )
-        # Behind the last token h is 0: what another token's hidden state
-        # may hold (even a NaN) has no way in.
+        # Unused slots get h = 0, so that the hidden state of another token,
+        # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[source], 0)
         logits, _ = head.logits(h, kernel)
         theirs = [teacher.rows(index, used) for teacher in teachers]
         rows = (logits, theirs, targets, weights, shares)
-        values, d_logits = token_divergence.by_block(
+        values, d_logits = token_divergence.map_blocks(
             functools.partial(
                 token_divergence.compare,
                 head.soft_cap,
@@ -270,23 +264,23 @@ def _sweep(
 
 
 def _check(head, kernel, teachers, needs):
-    """Raises where a teacher cannot say what is asked of it."""
-    ours = _vocabulary(head, kernel)
+    """Raises an error if a teacher cannot provide the values needed."""
+    ours = head.vocabulary_size(kernel)
     for teacher in teachers:
         if isinstance(teacher, TopTeacher):
             if "teacher_per_token_logps" in needs:
                 raise ValueError(
-                    "Among a teacher's most probable tokens those of the "
-                    "batch need not be. Use a teacher whose whole "
-                    "distribution is at hand. Received: "
+                    "The tokens of a batch may not be among a teacher's most "
+                    "probable ones. Use a teacher with its full "
+                    "distribution. Received: "
                     f"needs={needs}, top-{teacher.ids.shape[1]} of a teacher"
                 )
             continue
-        theirs = _vocabulary(teacher.head, teacher.kernel)
+        theirs = teacher.head.vocabulary_size(teacher.kernel)
         named = {"agrees", "teacher_per_token_logps"} & set(needs)
         if named and ours != theirs:
             raise ValueError(
-                f"{sorted(named)} compare single tokens, which takes one "
+                f"{sorted(named)} compare single tokens, which requires one "
                 "vocabulary. Use a loss that does not need them. Received: "
                 f"vocabularies of {ours} (student) and {theirs} (teacher) "
                 "tokens"
@@ -294,16 +288,12 @@ def _check(head, kernel, teachers, needs):
 
 
 def _chunk(head, kernel, teachers, slots):
-    """Tokens a chunk: as many as the largest vocabulary lets, in blocks."""
-    sizes = [head.chunk(_vocabulary(head, kernel), slots)]
-    for teacher in teachers:
-        if isinstance(teacher, FullTeacher):
-            size = _vocabulary(teacher.head, teacher.kernel)
-            sizes.append(head.chunk(size, slots))
+    """Returns the chunk size that fits the largest vocabulary."""
+    pairs = [(head, kernel)]
+    pairs += [
+        (t.head, t.kernel) for t in teachers if isinstance(t, FullTeacher)
+    ]
+    sizes = [h.chunk(h.vocabulary_size(k), slots) for h, k in pairs]
     size = min(sizes)
     block = token_divergence.BLOCK
     return size - size % block if size > block else size
-
-
-def _vocabulary(head, kernel):
-    return kernel.shape[0 if head.transposed else 1]

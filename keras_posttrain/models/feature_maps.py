@@ -1,5 +1,4 @@
-"""What a student's layers are compared with in a teacher's: brought to one
-shape, by maps that are learned where the loss says so."""
+"""Maps from the features of a student and its teacher to one shape."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +6,19 @@ import keras
 import numpy as np
 
 from keras_posttrain.losses import AttentionLoss
-from keras_posttrain.models.activation_capture import Taps
+from keras_posttrain.models.activation_capture import ActivationCapture
 
 
 class FeatureMap(keras.layers.Layer):
-    """The layers of two models that a feature loss compares.
+    """Brings the layers that a feature loss compares to one shape.
+
+    With `matching="projection"` the map is a learned kernel for each pair of
+    layers; other settings have no weights.
 
     Args:
         loss: `HiddenStateLoss` or `AttentionLoss`.
         student, teacher: `Policy`s.
-        seed: int, of the learned maps' first values.
+        seed: int, the seed of the learned kernels' initial values.
     """
 
     def __init__(self, loss, student, teacher, *, seed=0, name=None):
@@ -30,7 +32,7 @@ class FeatureMap(keras.layers.Layer):
         self.sizes = sizes
         if self.matching == "none" and sizes[0] != sizes[1]:
             raise ValueError(
-                "matching='none' compares features as they are, which must "
+                "matching='none' compares features directly, so they must "
                 f"have one size. Received: a student with {sizes[0]}, a "
                 f"teacher with {sizes[1]}. Use matching='projection' or "
                 "'pooling'."
@@ -55,19 +57,22 @@ class FeatureMap(keras.layers.Layer):
             if hasattr(backbone, name):
                 return getattr(backbone, name)
         raise ValueError(
-            f"{type(backbone).__name__} does not tell its number of heads. "
+            f"The number of heads of {type(backbone).__name__} is not known. "
             "Use a `HiddenStateLoss`."
         )
 
     def layers_of(self, side):
-        """The layers that are read: side 0 the student's, 1 the teacher's."""
+        """Returns the layers read of one side: 0 student, 1 teacher."""
         return tuple(dict.fromkeys(pair[side] for pair in self.pairs))
 
     def features(self, student, teacher):
-        """The features of two `Taps`, brought to one shape.
+        """Maps the captured activations of both models to one shape.
+
+        Args:
+            student, teacher: `ActivationCapture`s, filled.
 
         Returns:
-            Dict of two float32 arrays of shape
+            A dict of two float32 arrays of shape
             `(rows, length, layers, features)`: `student_features` and
             `teacher_features`, or `student_attentions` and
             `teacher_attentions`.
@@ -114,25 +119,30 @@ class FeatureMap(keras.layers.Layer):
         )
 
 
-def taps_of(maps, side):
-    """The `Taps` that these maps read on one side; `None` without maps."""
+def capture_of(maps, side):
+    """Returns the `ActivationCapture` of one side; `None` without maps.
+
+    Args:
+        maps: list of `FeatureMap`s.
+        side: int, 0 for the student, 1 for the teacher.
+    """
     if not maps:
         return None
     hidden = {x for m in maps if not m.of_attention for x in m.layers_of(side)}
     attention = {x for m in maps if m.of_attention for x in m.layers_of(side)}
-    return Taps(
+    return ActivationCapture(
         hidden_layers=tuple(sorted(hidden)),
         attention_layers=tuple(sorted(attention)),
     )
 
 
 def layer_pairs(loss, student_layers, teacher_layers):
-    """The pairs `(student layer, teacher layer)` that a loss compares.
+    """Returns the pairs `(student layer, teacher layer)` to compare.
 
     Args:
         loss: a feature loss; `layers="auto"` spreads all layers of the
-            student evenly over the teacher's, last on last.
-        student_layers, teacher_layers: ints, how many there are.
+            student evenly over the teacher's and pairs the last ones.
+        student_layers, teacher_layers: ints, the numbers of layers.
 
     Returns:
         Tuple of pairs of ints from 0.
@@ -159,7 +169,7 @@ def layer_pairs(loss, student_layers, teacher_layers):
 
 
 def pooling(size, pooled):
-    """The matrix that averages `size` features to `pooled` bins.
+    """Returns the matrix that averages `size` features in `pooled` bins.
 
     Bins begin and end as those of adaptive average pooling do, so that they
     overlap where the sizes do not divide.

@@ -1,17 +1,17 @@
-"""What is known to train or to generate silently wrong is refused here."""
+"""Rejects models that are known to train or generate incorrectly."""
 
 import keras_hub
 
 
 def check_model(causal_lm, sequence_length):
-    """Refuses models and lengths that cannot be trained as they are.
+    """Rejects models and lengths that cannot be trained.
 
     Args:
-        causal_lm: what the user passed as the model.
-        sequence_length: int, tokens a row may hold.
+        causal_lm: the object that the user passed as the model.
+        sequence_length: int, the most tokens of a row.
 
     Raises:
-        ValueError: with what to do instead.
+        ValueError: says what to do instead.
     """
     if not isinstance(causal_lm, keras_hub.models.CausalLM):
         raise ValueError(
@@ -29,7 +29,7 @@ def check_model(causal_lm, sequence_length):
         )
     if getattr(causal_lm.backbone, "dropout", 0):
         raise ValueError(
-            "KerasHub's dropout is drawn by row and would make a run depend "
+            "KerasHub samples dropout by row, which would make a run depend "
             "on packing and micro-batches. Build the model with dropout=0 "
             "and use `kpt.LoRA(dropout=...)`. "
             f"Received: dropout={causal_lm.backbone.dropout}"
@@ -38,20 +38,20 @@ def check_model(causal_lm, sequence_length):
     if longest is not None and sequence_length > longest:
         raise ValueError(
             f"`sequence_length` must be at most {longest}, the positions "
-            "this model was made for (`max_position_embeddings`). "
+            "this model was trained for (`max_position_embeddings`). "
             f"Received: sequence_length={sequence_length}"
         )
 
 
 def max_length(causal_lm):
-    """The positions that a model's Hugging Face config allows, or `None`."""
+    """Returns the context length of the model's config, or `None`."""
     source = getattr(causal_lm, "kpt_source", None) or {}
     config = source.get("config") or {}
     return config.get("max_position_embeddings")
 
 
 def check_generate(causal_lm):
-    """Refuses models whose `generate` is known to be wrong."""
+    """Rejects models whose `generate` is known to be incorrect."""
     name = type(causal_lm).__name__
     if name.startswith("Qwen3_5"):
         raise ValueError(
@@ -68,7 +68,7 @@ def check_generate(causal_lm):
 
 
 def architecture(causal_lm):
-    """The numbers of a model's config, by which runs are told apart."""
+    """Returns the numbers of a model's config, to identify it in a run."""
     config = causal_lm.backbone.get_config()
     return {
         name: value

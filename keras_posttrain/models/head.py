@@ -1,9 +1,9 @@
-"""The projection on the vocabulary, always in chunks of tokens.
+"""The projection on the vocabulary, in chunks of tokens.
 
 Logits of shape `(tokens, vocabulary)` exist for one chunk at a time, forward
-and backward, and only for tokens that are asked for. The loops run as often
-as there are such tokens, so that a batch with few of them costs little and
-recompiles nothing.
+and backward, and only for selected tokens. The number of iterations depends
+on the number of selected tokens, so that a batch with few of them is cheap
+and does not recompile.
 """
 
 import dataclasses
@@ -14,30 +14,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-# A chunk holds about this many logits (float32), within the bounds below.
+# A chunk has about this many float32 logits, and a number of tokens within
+# these bounds.
 CHUNK_LOGITS = 2**23
 CHUNK_BOUNDS = (64, 1024)
 
-# What is computed of the whole distribution of a token, where asked for.
+# Optional values that depend on the full distribution of a token.
 EXTRAS = ("entropies", "collision_entropies")
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """How hidden states become logits: `cap * tanh((h @ W + b) / cap / T)`.
+    """Settings of the projection: `cap * tanh(h @ W / cap) / temperature`.
 
     Args:
-        transposed: bool, whether the kernel is `(vocabulary, hidden)`, as a
-            tied embedding is, and not `(hidden, vocabulary)`.
+        transposed: bool, whether the kernel has the shape
+            `(vocabulary, hidden)`, as a tied embedding, and not
+            `(hidden, vocabulary)`.
         soft_cap: float or `None`, the cap of the final logits.
-        temperature: float, logits are divided by it, after the cap.
-        chunk_size: int or `None`, tokens per chunk. By default about
-            2**23 logits are held at once.
-        trainable: bool, whether the kernel's gradient is wanted.
+        temperature: float that divides the logits after the cap.
+        chunk_size: int or `None`, tokens per chunk. By default a chunk has
+            about 2**23 logits.
+        trainable: bool, whether the kernel gets a gradient.
         axis: str or `None`: the axis of the mesh over which the vocabulary
-            is split, inside a `jax.shard_map` over it. Each device then has
-            the logits of its own part, and a few numbers a token are
-            exchanged.
+            is split, inside a `jax.shard_map` over it. Each device then
+            computes the logits of its part of the vocabulary, and devices
+            exchange a few numbers per token.
     """
 
     transposed: bool
@@ -48,16 +50,24 @@ class Head:
     axis: str | None = None
 
     def summed(self, x):
-        """`x`, a sum over a part of the vocabulary, over all of it."""
+        """Adds up `x`, sums over a part of the vocabulary, over devices."""
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def columns(self, logits, targets):
-        """Where the targets are among these logits, also outside of them."""
+        """Returns the targets' columns in these logits.
+
+        They are out of range for targets in another device's part.
+        """
         if self.axis is None:
             return targets
         return targets - jax.lax.axis_index(self.axis) * logits.shape[-1]
 
+    def vocabulary_size(self, kernel):
+        """Returns the number of logits that a kernel produces."""
+        return kernel.shape[0 if self.transposed else 1]
+
     def chunk(self, vocabulary_size, tokens):
+        """Returns the tokens of a chunk, at most `tokens`."""
         low, high = CHUNK_BOUNDS
         size = self.chunk_size or int(
             np.clip(CHUNK_LOGITS // vocabulary_size, low, high)
@@ -65,8 +75,16 @@ class Head:
         return min(size, tokens)
 
     def logits(self, hidden, kernel):
-        """float32 logits of `hidden` `(tokens, hidden_dim)`, and the slope
-        of the soft cap at each (`None` without one)."""
+        """Computes logits and the derivative of the soft cap.
+
+        Args:
+            hidden: float array of shape `(tokens, hidden_dim)`.
+            kernel: float array.
+
+        Returns:
+            `(logits, slope)`, float32 arrays of shape
+            `(tokens, vocabulary)`; `slope` is `None` without a soft cap.
+        """
         axis = 1 if self.transposed else 0
         logits = jax.lax.dot_general(
             hidden,
@@ -83,6 +101,7 @@ class Head:
         return logits, slope
 
     def hidden_gradient(self, d_logits, kernel):
+        """Computes the gradient of the hidden states of a chunk."""
         axis = 0 if self.transposed else 1
         return jax.lax.dot_general(
             d_logits.astype(kernel.dtype),
@@ -92,6 +111,7 @@ class Head:
         )
 
     def kernel_gradient(self, d_logits, hidden):
+        """Computes the gradient of the kernel from a chunk."""
         d_logits = d_logits.astype(hidden.dtype)
         pair = (d_logits, hidden) if self.transposed else (hidden, d_logits)
         return jax.lax.dot_general(
@@ -101,15 +121,15 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens to project: `count` of them, gathered to the front.
+    """The tokens to project, moved to the first `count` slots.
 
     Attributes:
-        index: int32 array of shape `(slots,)`: flat indices of the tokens
-            asked for; what lies behind `count` is not read.
+        index: int32 array of shape `(slots,)`: flat indices of the selected
+            tokens; slots from `count` on are unused.
         source: int32 array of shape `(slots,)`: flat indices of the hidden
             states that predict them.
-        targets: int32 array of shape `(slots,)`: their ids.
-        count: int32 scalar.
+        targets: int32 array of shape `(slots,)`: their token ids.
+        count: int32 scalar, the number of selected tokens.
     """
 
     index: jax.Array
@@ -124,15 +144,14 @@ jax.tree_util.register_dataclass(
 
 
 def select_tokens(token_ids, mask, predicted_by=None):
-    """Gathers the tokens of a batch whose `mask` is true.
+    """Selects the tokens of a batch whose `mask` is true.
 
     Args:
         token_ids: int array of shape `(rows, length)`.
         mask: bool array of shape `(rows, length)`.
         predicted_by: int array of shape `(rows, length)` or `None`: the
             column of the hidden state that predicts the token; by default
-            the one before it. The first column has none and is never
-            selected.
+            the column before it. Then the first column is never selected.
 
     Returns:
         `Tokens` with `rows * length` slots.
@@ -161,13 +180,13 @@ def select_tokens(token_ids, mask, predicted_by=None):
 
 
 def _measure(head, hidden, kernel, targets, extras):
-    """Log-probabilities and their companions for one chunk."""
+    """Computes the values of one chunk, and the state of its gradient."""
     logits, slope = head.logits(hidden, kernel)
     top = jnp.max(logits, axis=-1)
     if head.axis is not None:
         top = jax.lax.pmax(top, head.axis)
-    # All is measured from the top: near certainty, differences of large
-    # logits would leave nothing but their rounding.
+    # Logits are taken relative to the largest: for a nearly certain token the
+    # difference of two large logits would be mostly rounding error.
     below = logits - top[:, None]
     weights = jnp.exp(below)
     total = head.summed(jnp.sum(weights, axis=-1))
@@ -192,10 +211,11 @@ def _measure(head, hidden, kernel, targets, extras):
 
 
 def _logits_gradient(head, state, targets, cotangent, by_entropy=None):
-    """d(sum of cotangent * logp) / d(raw logits) for one chunk.
+    """Computes d(sum of cotangent * logp) / d(raw logits) for one chunk.
 
-    `by_entropy`, `(entropies, cotangent)`, adds the sum of the entropies
-    times their own cotangent: dH / d(logit) is `-p * (log p + H)`.
+    With `by_entropy`, a pair `(entropies, cotangent)`, the gradient of the
+    sum of entropies times their cotangent is added: dH / d(logit) is
+    `-p * (log p + H)`.
     """
     below, log_total, slope = state
     columns = jax.lax.broadcasted_iota("int32", below.shape, 1)
@@ -223,16 +243,23 @@ def _sweep(
     extras,
     by_entropy=None,
 ):
-    """One loop over the chunks.
+    """Loops over the chunks once.
 
-    `cotangent` is `None` (values alone), `"one"` (the derivative of every
-    log-probability by its hidden state), or a function of the chunk's
-    log-probabilities and `weights` that gives d(loss)/d(log-probability).
-    With such a function, `by_entropy` may hold d(loss)/d(entropy) for each
-    slot.
+    Args:
+        head, hidden, kernel, tokens, extras: as in `token_values`.
+        weights: float32 array of shape `(slots,)`, passed to `cotangent`.
+        cotangent: `None` to compute values only; `"one"` for the derivative
+            of each log-probability with respect to its hidden state; or a
+            function from the chunk's log-probabilities and `weights` to
+            d(loss)/d(log-probability).
+        by_entropy: with such a function, d(loss)/d(entropy) of each slot, or
+            `None`.
+
+    Returns:
+        `(values, gradients)`, dicts of arrays.
     """
-    slots, vocabulary = tokens.index.shape[0], _vocabulary(head, kernel)
-    size = head.chunk(vocabulary, slots)
+    slots = tokens.index.shape[0]
+    size = head.chunk(head.vocabulary_size(kernel), slots)
     chunks = -(-slots // size)
     pad = chunks * size - slots
     index, source, targets, weights = (
@@ -242,7 +269,7 @@ def _sweep(
     if by_entropy is not None:
         by_entropy = jnp.pad(by_entropy, (0, pad))
     names = ["per_token_logps", "correct", *extras]
-    # Slots without a token write to a place behind the last, cut off below.
+    # Unused slots write to one more element at the end, removed below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
     if cotangent is not None:
         carry["d_hidden"] = jnp.zeros(hidden.shape, "float32")
@@ -258,8 +285,8 @@ def _sweep(
 
         used = i * size + jnp.arange(size) < tokens.count
         out = jnp.where(used, cut(index), slots)
-        # Behind the last token h is 0: what another token's hidden state
-        # may hold (even a NaN) has no way in.
+        # Unused slots get h = 0, so that the hidden state of another token,
+        # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[cut(source)], 0)
         y = cut(targets)
         values, state = _measure(head, h, kernel, y, extras)
@@ -295,24 +322,20 @@ def _sweep(
     return values, carry
 
 
-def _vocabulary(head, kernel):
-    return kernel.shape[0 if head.transposed else 1]
-
-
 def token_values(head, hidden, kernel, tokens, *, extras=()):
-    """Log-probabilities and their companions, without a gradient.
+    """Computes log-probabilities and optional values without gradients.
 
     Args:
         head: `Head`.
         hidden: float array of shape `(rows * length, hidden_dim)`.
         kernel: float array, `(vocabulary, hidden_dim)` or its transpose.
         tokens: `Tokens`.
-        extras: tuple of names of `EXTRAS` that are wanted too.
+        extras: tuple of names out of `EXTRAS` to compute too.
 
     Returns:
-        A dict of float32 arrays of shape `(rows * length,)`, 0 where no
-        token was asked for: `per_token_logps`, `correct` (1 where the token
-        is the most probable one), `entropies` (in nats), and
+        A dict of float32 arrays of shape `(rows * length,)`, 0 for tokens
+        that were not selected: `per_token_logps`, `correct` (1 where the
+        token is the most probable one), `entropies` (in nats), and
         `collision_entropies`, `-log(sum(p**2))`.
     """
     weights = jnp.zeros(tokens.index.shape, "float32")
@@ -325,13 +348,13 @@ def token_values(head, hidden, kernel, tokens, *, extras=()):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def token_logps(head, hidden, kernel, tokens, probe, extras=()):
-    """Log-probabilities and entropies that any loss can differentiate.
+    """Computes log-probabilities and entropies with gradients.
 
-    The forward sweep keeps the derivative of each log-probability by its
-    hidden state, so that the backward pass of the hidden states needs no
-    logits; only a trained head makes them again. So does a loss whose
-    gradient goes through the entropies: where they are only reported, they
-    cost the backward pass nothing.
+    The forward pass stores the derivative of each log-probability with
+    respect to its hidden state, so that the backward pass of the hidden
+    states needs no logits. They are recomputed only if the head is trained
+    or the loss has a gradient through the entropies. Entropies that are only
+    reported make the backward pass no slower.
 
     Args:
         head, hidden, kernel, tokens: as in `token_values`.
@@ -362,7 +385,7 @@ def _logps_backward(head, extras, residuals, cotangents):
     used = jnp.arange(slots) < tokens.count
 
     def by_slot(name):
-        """The cotangent of each slot; `None` where no loss reads them."""
+        """Returns the cotangent of each slot; `None` if no loss uses it."""
         cotangent = cotangents.get(name)
         if cotangent is None or isinstance(cotangent, SymbolicZero):
             return None
@@ -397,7 +420,7 @@ def _logps_backward(head, extras, residuals, cotangents):
     )
 
 
-# Symbolic zeros tell the backward pass which outputs the loss reads.
+# Symbolic zeros show the backward pass which outputs the loss uses.
 token_logps.defvjp(_logps_forward, _logps_backward, symbolic_zeros=True)
 
 
@@ -405,11 +428,12 @@ token_logps.defvjp(_logps_forward, _logps_backward, symbolic_zeros=True)
 def token_loss_sum(
     head, hidden, kernel, tokens, weights, token_loss, extras=()
 ):
-    """The weighted sum of a loss of single tokens, in one sweep.
+    """Sums a weighted elementwise loss of log-probabilities in one pass.
 
-    Such a loss knows its gradient as soon as it sees the log-probability, so
-    the same chunk of logits serves the value, the gradient of the hidden
-    states and that of the kernel: three products with the vocabulary in all.
+    The gradient of such a loss is known as soon as the log-probability is.
+    The same chunk of logits therefore serves the value, the gradient of the
+    hidden states and that of the kernel: three matrix products with the
+    vocabulary in total.
 
     Args:
         head, hidden, kernel, tokens: as in `token_values`.
@@ -419,8 +443,8 @@ def token_loss_sum(
         extras: as in `token_values`.
 
     Returns:
-        `(sum of weights * token_loss, values)`; `values`, the dict of
-        `token_values`, has no gradient.
+        `(sum of weights * token_loss, values)`; `values` is the dict of
+        `token_values` and has no gradient.
     """
     values = token_values(head, hidden, kernel, tokens, extras=extras)
     return _weighted_sum(values, tokens, weights, token_loss), values
@@ -446,7 +470,7 @@ def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, extras):
         extras=extras,
     )
     total = _weighted_sum(values, tokens, weights, token_loss)
-    # The arrays themselves tell the backward pass the dtypes it must give.
+    # The backward pass returns gradients in the dtypes of these arrays.
     gradients["d_hidden"] = gradients["d_hidden"].astype(hidden.dtype)
     if not head.trainable:
         gradients["d_kernel"] = jnp.zeros(kernel.shape, "float32")
@@ -455,8 +479,9 @@ def _loss_forward(head, hidden, kernel, tokens, weights, token_loss, extras):
 
 
 def _loss_backward(head, token_loss, extras, gradients, cotangents):
-    # `shard_map` deals an output's cotangent out over devices that share it,
-    # and adds up what they give for what they share, the hidden states.
+    # `shard_map` divides the cotangent of a replicated output among the
+    # devices, and adds up their gradients of a replicated input, the hidden
+    # states.
     scale = head.summed(cotangents[0])
     return (
         (gradients["d_hidden"] * scale).astype(gradients["d_hidden"].dtype),

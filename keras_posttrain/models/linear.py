@@ -1,4 +1,4 @@
-"""Linear layers on flattened tokens."""
+"""Faster linear layers on flattened tokens, for XLA's CPU backend."""
 
 import math
 
@@ -7,14 +7,17 @@ import keras
 
 
 def flatten_tokens(layer):
-    """Lets a linear layer multiply matrices where tokens are flattened.
+    """Makes a linear layer drop the length axis of flattened tokens.
 
     `models/attention.py` passes tokens as `(tokens, 1, features)`. The
-    gradient of a kernel then sums over two axes, for which XLA's CPU backend
-    takes three times as long as over one. The layer computes what it did.
+    gradient of a kernel then sums over two axes, which is slow on XLA's CPU
+    backend. The outputs of the layer are the same. A training step of two
+    layers of Qwen 3 or Gemma takes 1.11 to 1.17 times the CPU time without
+    this (4 rows of 256 tokens, 512 features, all weights trained); under
+    LoRA, which needs no gradient of the kernels, there is no difference.
 
     Args:
-        layer: a Keras `Dense` or `EinsumDense`, built.
+        layer: a built Keras `Dense` or `EinsumDense`. Its `call` is replaced.
     """
     if getattr(layer, "quantization_mode", None) is not None:
         return
@@ -30,7 +33,7 @@ def flatten_tokens(layer):
         kernel = jnp.asarray(layer.kernel, x.dtype)
         outputs = multiply(equation, x, kernel)
         if layer.bias is not None:
-            # The bias has the axes of the output's end.
+            # The bias has the shape of the output's last axes.
             outputs = outputs + jnp.asarray(layer.bias, x.dtype)
         if layer.activation is not None:
             outputs = layer.activation(outputs)
@@ -39,11 +42,20 @@ def flatten_tokens(layer):
     layer.call = call
 
 
-def multiply(equation, x, kernel):
-    """`einsum` of tokens and a kernel, as one product of matrices.
+def sublayers(layer):
+    """Returns a layer and all layers inside it.
 
-    XLA's CPU backend would transpose a kernel that is summed over two axes
-    anew at every call.
+    Keras has no public way to list the layers inside a layer that is not a
+    `keras.Model`; this is the one use of its private method.
+    """
+    return layer._flatten_layers()
+
+
+def multiply(equation, x, kernel):
+    """Computes an einsum of tokens and a kernel as one matrix product.
+
+    For a kernel that is summed over two axes, the einsum of XLA's CPU backend
+    would transpose the kernel at every call.
     """
     inputs, rest = equation.split(",")
     axes, output = rest.split("->")
@@ -57,7 +69,7 @@ def multiply(equation, x, kernel):
 
 
 def _without_length(equation):
-    """The equation less its second axis, or `None` if it does more to it."""
+    """Removes the length axis; returns `None` if that is not possible."""
     inputs, rest = equation.split(",")
     kernel, output = rest.split("->")
     length = inputs[1]
@@ -72,9 +84,9 @@ def _without_length(equation):
 
 
 def flatten_linear_layers(backbone):
-    """`flatten_tokens` for every linear layer of a backbone, once."""
+    """Applies `flatten_tokens` to the linear layers of a backbone, once."""
     kinds = (keras.layers.Dense, keras.layers.EinsumDense)
-    for layer in backbone._flatten_layers():
+    for layer in sublayers(backbone):
         if isinstance(layer, kinds) and not hasattr(layer, "kpt_flat"):
             flatten_tokens(layer)
             layer.kpt_flat = True

@@ -1,3 +1,5 @@
+"""Low-rank adapters: settings, weights, merging and PEFT files."""
+
 import contextlib
 import dataclasses
 import functools
@@ -15,7 +17,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from keras_posttrain.models import device_transfer, sharding
-from keras_posttrain.models.hf import exchange
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -26,6 +27,7 @@ from keras_posttrain.models.hf.adapter_files import (
     open_weights,
     read_config,
 )
+from keras_posttrain.models.hf.tensors import Tensor, linear_layers
 
 
 def _is_number(x):
@@ -36,10 +38,11 @@ def _is_number(x):
 class LoRA:
     """Low-rank adaptation of the linear layers of a model.
 
-    Each adapted layer computes `x W + (alpha / rank) (x A) B` with `W`
-    frozen, `A` of shape `(in, rank)` and `B` of shape `(rank, out)` on the
-    kernel seen as a matrix, as published. `A @ B` is never formed while
-    training. `A` starts uniform in ±1/sqrt(in), `B` at zero, both float32.
+    Each adapted layer computes `x W + (alpha / rank) (x A) B`, where `W` is
+    frozen, `A` has the shape `(in, rank)` and `B` the shape `(rank, out)`.
+    The kernel is reshaped to a matrix for this. `A @ B` is never computed in
+    training. `A` is initialized uniformly in ±1/sqrt(in) and `B` to zero;
+    both are float32.
 
     Args:
         rank: int, the inner dimension.
@@ -50,9 +53,9 @@ class LoRA:
             decoder layer), or a regular expression or a list of them, each
             matched against the end of Hugging Face module names such as
             `model.layers.0.self_attn.q_proj`: `"q_proj|v_proj"`.
-        rslora: bool, scale by `alpha / sqrt(rank)` instead
+        rslora: bool, whether to scale by `alpha / sqrt(rank)` instead
             ([Kalajdzievski, 2023](https://arxiv.org/abs/2312.03732)).
-        seed: int, the seed of `A`.
+        seed: int, the seed of the initial values of `A`.
 
     Example:
 
@@ -105,7 +108,7 @@ class LoRA:
 
     @property
     def patterns(self):
-        """The regular expressions of `targets`, each for a name's end."""
+        """The regular expressions of `targets`, for the ends of names."""
         if self.targets == "all-linear":
             return (".*",)
         if isinstance(self.targets, str):
@@ -114,28 +117,32 @@ class LoRA:
 
     @property
     def scale(self):
+        """The factor of the low-rank part."""
         divisor = self.rank**0.5 if self.rslora else self.rank
         return self.alpha / divisor
 
     def matches(self, name):
+        """Returns whether the layer of this Hugging Face name is adapted."""
         return any(re.search(f"(?:{p})$", name) for p in self.patterns)
 
     def shape(self):
-        """What two adapters must share for one to take the other's weights."""
+        """Returns the settings that must match to load another's weights."""
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
 
 
 @dataclasses.dataclass
 class DropoutKeys:
-    """What the masks of one step are drawn from.
+    """The random keys of the dropout masks of one step.
 
-    A mask depends on the step, the layer, the sequence and the token's place
-    in it, and on nothing else: not on rows, packing or micro-batches.
+    A mask depends only on the step, the layer, the sequence and the token's
+    position in it: not on rows, packing or micro-batches.
 
     Attributes:
         step_key: a JAX key of the seed and the step.
-        sequences: int32 array of shape `(tokens,)`, each token's sequence.
-        positions: int32 array of shape `(tokens,)`.
+        sequences: int32 array of shape `(tokens,)`, the sequence of each
+            token.
+        positions: int32 array of shape `(tokens,)`, the position of each
+            token in its sequence.
     """
 
     step_key: jax.Array
@@ -143,6 +150,7 @@ class DropoutKeys:
     positions: jax.Array
 
     def mask(self, layer, features, rate):
+        """Samples the features to keep, bool of shape `(tokens, features)`."""
         key = jax.random.fold_in(self.step_key, layer)
 
         def token(sequence, position):
@@ -155,7 +163,12 @@ class DropoutKeys:
 
 
 class Pair:
-    """One adapted layer: where its kernel's axes lie, its `A` and `B`."""
+    """An adapted layer: how its kernel's axes map to those of a matrix.
+
+    Args:
+        name: str, the layer's Hugging Face name.
+        layer: a built Keras `Dense` or `EinsumDense`.
+    """
 
     def __init__(self, name, layer):
         self.name, self.layer = name, layer
@@ -166,7 +179,6 @@ class Pair:
         self.in_labels = [x for x in inputs if x in kernel]
         self.out_labels = [x for x in output if x in kernel]
         size = dict(zip(kernel, layer.kernel.shape))
-        # Keras lets an equation leave axes out on the left only.
         self.in_shape = [size[x] for x in self.in_labels]
         self.out_shape = [size[x] for x in self.out_labels]
         flat = "".join(self.in_labels + self.out_labels)
@@ -186,9 +198,9 @@ class Pair:
 class Adapter(keras.layers.Layer):
     """The LoRA weights of a causal language model.
 
-    Attaching it freezes the model and makes its linear layers add their
-    low-rank part. The weights live here, not in the model's layers, so that
-    the base is bit for bit what it was.
+    Creating an adapter freezes the model and makes its linear layers add
+    their low-rank part. The weights belong to this layer and not to the
+    model's layers, so that the base stays bit-equal.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
@@ -198,7 +210,7 @@ class Adapter(keras.layers.Layer):
     def __init__(self, causal_lm, lora, name="lora"):
         super().__init__(name=name, dtype="float32")
         self.lora = lora
-        layers = exchange.linear_layers(causal_lm)
+        layers = linear_layers(causal_lm)
         self.pairs = [
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
@@ -215,7 +227,7 @@ class Adapter(keras.layers.Layer):
         if taken:
             raise ValueError(
                 "Keras's own LoRA is enabled on this model; it trains other "
-                "matrices, which no other library reads. Load the model anew "
+                "matrices, which no other library reads. Load the model again "
                 "and pass `lora=kpt.LoRA(...)` alone. "
                 f"Received: {taken[0]!r} and {len(taken) - 1} more"
             )
@@ -229,7 +241,7 @@ class Adapter(keras.layers.Layer):
                 -bound, bound, seed=seed
             )
             layouts = sharding.factor_layouts(pair)
-            # Not `add_weight`, which leaves no choice of the layout.
+            # `add_weight` would not let us choose the layout.
             with keras.name_scope(self.name):
                 a = keras.Variable(
                     uniform,
@@ -264,9 +276,9 @@ class Adapter(keras.layers.Layer):
                 rate = self.lora.dropout
                 keep = self._dropout.mask(i, pair.in_size, rate)
                 x = jnp.where(keep, x / (1 - rate), 0)
-            # XLA's CPU backend takes ten times as long for a gradient of
-            # shape (in, rank) as for its transpose; the barrier keeps it
-            # from turning one into the other.
+            # On XLA's CPU backend a gradient of shape (in, rank) takes ten
+            # times as long as its transpose. The barrier prevents XLA from
+            # replacing one by the other.
             a = self.a[i].value.astype(x.dtype).T
             a = jax.lax.optimization_barrier(a)
             b = self.b[i].value.astype(x.dtype)
@@ -278,14 +290,14 @@ class Adapter(keras.layers.Layer):
         return call
 
     def detach(self, causal_lm):
-        """Gives the model back as it was before."""
+        """Removes the adapter from the model and unfreezes it."""
         for pair in self.pairs:
             pair.layer.call = pair.plain_call
         causal_lm.trainable = True
 
     @contextlib.contextmanager
     def disabled(self):
-        """The model without the adapter."""
+        """Turns the adapter off inside the scope."""
         active, self._active = self._active, False
         try:
             yield
@@ -293,8 +305,8 @@ class Adapter(keras.layers.Layer):
             self._active = active
 
     @contextlib.contextmanager
-    def dropping(self, keys):
-        """Drops inputs of the adapter, by `DropoutKeys`."""
+    def dropout(self, keys):
+        """Drops inputs of the adapter inside the scope, by `DropoutKeys`."""
         self._dropout = keys
         try:
             yield
@@ -302,11 +314,15 @@ class Adapter(keras.layers.Layer):
             self._dropout = None
 
     def merged_kernel(self, i, factors=None):
-        """The kernel of layer `i` with the adapter added, in its dtype.
+        """Computes the kernel of an adapted layer with the adapter added.
 
         Args:
-            i: int.
-            factors: two arrays in place of the adapter's own, or `None`.
+            i: int, the index of the layer in `pairs`.
+            factors: pair of arrays to use as `A` and `B`, or `None` for the
+                adapter's.
+
+        Returns:
+            An array of the kernel's shape and dtype.
         """
         pair = self.pairs[i]
         kernel = pair.layer.kernel.value
@@ -327,7 +343,7 @@ class Adapter(keras.layers.Layer):
         return self.pairs[0].base is not None
 
     def merge(self):
-        """Adds the adapter to the kernels; `unmerge` takes it back."""
+        """Adds the adapter to the kernels; `unmerge` undoes this."""
         if self.is_merged:
             raise ValueError(
                 "The adapter is merged already; call `unmerge_adapter()` "
@@ -340,7 +356,7 @@ class Adapter(keras.layers.Layer):
         self._active = False
 
     def unmerge(self):
-        """Puts back the very kernels that `merge` replaced."""
+        """Restores the kernels that `merge` replaced, bit-equal."""
         if not self.is_merged:
             raise ValueError("The adapter is not merged: nothing to undo.")
         for pair in self.pairs:
@@ -349,7 +365,10 @@ class Adapter(keras.layers.Layer):
         self._active = True
 
     def merged_values(self):
-        """`values(variable)` for an export: kernels with the adapter added."""
+        """Returns a function from a variable to its value for an export.
+
+        For the kernel of an adapted layer the adapter is added.
+        """
         index = {id(p.layer.kernel): i for i, p in enumerate(self.pairs)}
 
         def values(variable):
@@ -363,8 +382,8 @@ class Adapter(keras.layers.Layer):
         """Writes `adapter_config.json` and `adapter_model.safetensors`.
 
         Args:
-            directory: str or path. Loads in PEFT and vLLM.
-            base_name: str or `None`, recorded as the base model.
+            directory: str or path to write to. PEFT and vLLM can load it.
+            base_name: str or `None`, recorded as the base model's name.
         """
         directory = pathlib.Path(directory)
         tensors = {}
@@ -398,29 +417,33 @@ class Adapter(keras.layers.Layer):
         device_transfer.on_first(write)
 
     def _tensors(self):
-        """The factors under PEFT's names, which has them transposed."""
+        """Yields the factors under PEFT's names, transposed as in PEFT."""
         transposed = ((1,), (0,))
         for pair, *factors in zip(self.pairs, self.a, self.b):
             for part, variable in zip("AB", factors):
                 name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                yield exchange.Tensor(name, variable, transposed)
+                yield Tensor(name, variable, transposed)
 
     def _target_modules(self):
-        """Last parts of the names where these alone say which, else names."""
+        """Returns PEFT's `target_modules`.
+
+        These are the last parts of the names, such as `q_proj`, if all layers
+        that end in them are adapted; otherwise the full names.
+        """
         lasts = {p.name.rsplit(".", 1)[-1] for p in self.pairs}
         named = [n for n in self.names if n.rsplit(".", 1)[-1] in lasts]
         adapted = [p.name for p in self.pairs]
         return sorted(lasts if named == adapted else adapted)
 
     def load(self, directory):
-        """Takes the weights of a PEFT adapter of this rank and these layers.
+        """Loads the weights of a PEFT adapter of equal rank and layers.
 
         Args:
             directory: str or path of a PEFT adapter.
 
         Raises:
-            ValueError: where the adapter is of another method, shape or
-                set of layers. Nothing is changed then.
+            ValueError: if the adapter has another method, rank or set of
+                layers. No weight is changed then.
         """
         given = lora_from_config(read_config(directory), directory)
         if given.shape() != self.lora.shape():
@@ -438,7 +461,7 @@ class Adapter(keras.layers.Layer):
             if shape != tensor.shape:
                 raise ValueError(
                     f"{tensor.name} in {str(directory)!r} has shape "
-                    f"{shape}, this model wants {tensor.shape}: the adapter "
+                    f"{shape}, this model needs {tensor.shape}: the adapter "
                     "belongs to another model."
                 )
             stored.check_dtype(tensor.name)
@@ -448,7 +471,7 @@ class Adapter(keras.layers.Layer):
                 device_transfer.fill(tensor.variable, read)
 
     def _check_names(self, stored):
-        """Refuses an adapter of other layers than the task's."""
+        """Checks that a stored adapter has the layers of this one."""
         directory, wanted = stored.directory, set()
         for tensor in self._tensors():
             wanted.add(tensor.name)
@@ -481,7 +504,7 @@ class Adapter(keras.layers.Layer):
     jax.jit, static_argnames=("shape", "order", "scale", "target")
 )
 def _merged(kernel, a, b, *, shape, order, scale, target):
-    """A kernel with its adapter added; `A @ B` is nowhere whole on a mesh."""
+    """Adds an adapter to a kernel; on a mesh, `A @ B` is split like it."""
     with jax.default_matmul_precision("highest"):
         delta = a.astype("float32") @ b.astype("float32")
     delta = delta.reshape(shape).transpose(order) * scale
@@ -492,5 +515,5 @@ def _merged(kernel, a, b, *, shape, order, scale, target):
 
 
 def lora_from_config(config, directory):
-    """`LoRA` with the settings of a PEFT `adapter_config.json`."""
+    """Creates a `LoRA` from the content of a PEFT `adapter_config.json`."""
     return LoRA(**lora_settings(config, directory))

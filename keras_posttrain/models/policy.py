@@ -1,3 +1,5 @@
+"""A causal language model as functions of a packed batch."""
+
 import contextlib
 import dataclasses
 import functools
@@ -11,9 +13,10 @@ import keras_hub
 from keras_posttrain.models import divergence_head, sharding
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import attention_scope, decoding_scope
+from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.top_tokens import top_tokens
 
-# Backbones whose attention layers have the seam of `models/attention.py`.
+# Backbones whose attention layers have the hook of `models/attention.py`.
 PACKABLE = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
@@ -23,7 +26,7 @@ PACKABLE = (
     keras_hub.models.QwenBackbone,
     keras_hub.models.Qwen3Backbone,
 )
-# Mixtures of experts, whose layers run one by one with a mask of padding.
+# Mixtures of experts, whose layers are called one by one with a padding mask.
 MIXTURES = (
     keras_hub.models.MixtralBackbone,
     keras_hub.models.QwenMoeBackbone,
@@ -34,23 +37,23 @@ SCALED_EMBEDDINGS = (
     keras_hub.models.Gemma3Backbone,
 )
 PLAIN_INPUTS = {"token_ids", "padding_mask", "position_ids"}
-# What `_select` reads of a batch.
+# The arrays of a batch that `_select` reads.
 SELECTED_BY = ("token_ids", "segment_ids", "positions", "predicted_by")
 
 
 class Policy:
     """A KerasHub `CausalLM` as functions of a batch.
 
-    All methods are traceable and read variables where they are called, so
-    that a `keras.StatelessScope` around them decides the weights.
+    All methods can be traced by JAX. They read variables when they are
+    called, so that a `keras.StatelessScope` can set the weights.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
         adapter: `Adapter` attached to it, or `None`.
-        remat: `"none"` keeps all activations for the backward pass,
-            `"full"` keeps each decoder layer's input and computes the rest
-            again, but for what devices that hold a layer together have added
-            up: that is kept too.
+        remat: `"none"` stores all activations for the backward pass.
+            `"full"` stores the input of each decoder layer and recomputes
+            the rest, except for sums over devices that share a layer, which
+            are stored too.
         chunk_size: int or `None`, tokens per chunk of the head.
         num_layers: int or `None`, run only the first decoder layers, as a
             plan does; `None` for all.
@@ -70,8 +73,8 @@ class Policy:
         self.remat = remat
         self.chunk_size = chunk_size
         self.num_layers = num_layers
-        # Subclasses outside the table (vision towers, mixtures) override
-        # parts of these layers: only the classes themselves are known.
+        # Subclasses (with vision towers or experts) override parts of these
+        # layers: only these exact classes are supported.
         self.packable = type(self.backbone) in PACKABLE and not getattr(
             self.backbone, "vision_encoder", None
         )
@@ -86,9 +89,9 @@ class Policy:
         wanted = set(self.backbone.input) - PLAIN_INPUTS
         if not self.packable and wanted:
             raise ValueError(
-                f"{type(self.backbone).__name__} wants inputs "
-                f"{sorted(wanted)} beside text, which is not supported. Use "
-                "a text-only preset."
+                f"{type(self.backbone).__name__} needs inputs "
+                f"{sorted(wanted)} in addition to text, which is not "
+                "supported. Use a text-only preset."
             )
 
     @property
@@ -98,13 +101,14 @@ class Policy:
 
     @property
     def kernel(self):
-        """The variable that the head multiplies with."""
+        """The variable of the projection on the vocabulary."""
         embedding = self.backbone.token_embedding
         if embedding.tie_weights:
             return embedding.embeddings
         return embedding.reverse_embeddings
 
     def head(self, temperature=1.0, axis=None):
+        """Returns the `Head` with this model's settings."""
         embedding = self.backbone.token_embedding
         return heads.Head(
             transposed=embedding.tie_weights,
@@ -115,8 +119,8 @@ class Policy:
             axis=axis,
         )
 
-    def hidden_states(self, batch, dropout_key=None, taps=None):
-        """Final hidden states, after the last norm.
+    def hidden_states(self, batch, dropout_key=None, capture=None):
+        """Computes the final hidden states, after the last norm.
 
         Args:
             batch: dict with `token_ids`, `segment_ids` and `positions`, int
@@ -126,47 +130,49 @@ class Policy:
                 prompt.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
-            taps: `Taps` or `None`: what is wanted of the inside, filled
-                while the model runs.
+            capture: `ActivationCapture` or `None`, filled with the
+                activations that it names.
 
         Returns:
             A float array of shape `(rows, length, hidden_dim)`.
         """
-        if taps is not None:
-            taps.check(self)
+        if capture is not None:
+            capture.check(self)
         with contextlib.ExitStack() as stack:
             if dropout_key is not None and self.adapter is not None:
                 keys = _dropout_keys(batch, dropout_key)
-                stack.enter_context(self.adapter.dropping(keys))
+                stack.enter_context(self.adapter.dropout(keys))
             if self.packable:
-                return self._packed_forward(batch, taps)
+                return self._packed_forward(batch, capture)
             if self.is_mixture:
                 return self._mixture_forward(batch)
             return self._plain_forward(batch)
 
-    def _packed_forward(self, batch, taps=None):
+    def _packed_forward(self, batch, capture=None):
         ids = batch["token_ids"]
         scope = attention_scope(
             batch["segment_ids"],
             batch["positions"],
             _prefix_ids(batch),
-            taps=taps,
+            capture=capture,
         )
         layers = itertools.count()
 
         def run(layer, x):
             x, index = self._layer(layer, x), next(layers)
-            if taps is not None and index in taps.hidden_layers:
-                taps.hidden[index] = x.reshape(*ids.shape, -1)
+            if capture is not None and index in capture.hidden_layers:
+                capture.hidden[index] = x.reshape(*ids.shape, -1)
             return x
 
         x = self._run_layers(ids.reshape(-1), scope, run)
         return x.reshape(*ids.shape, -1)
 
     def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
-        """Final hidden states of `(tokens,)` ids, as `(tokens, 1, hidden)`."""
+        """Computes hidden states `(tokens, 1, hidden)` of `(tokens,)` ids."""
         embedding = self.backbone.token_embedding
-        x = sharding.looked_up(embedding(ids[:, None]), embedding.embeddings)
+        x = sharding.shard_embedded(
+            embedding(ids[:, None]), embedding.embeddings
+        )
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         with scope:
@@ -175,14 +181,14 @@ class Policy:
         return self.backbone.layer_norm(x)
 
     def prefill(self, batch):
-        """Keys and values of prompts.
+        """Computes the keys and values of prompts.
 
         Args:
             batch: as in `hidden_states`.
 
         Returns:
-            A list with, for each layer, `(keys, values)` of shape
-            `(rows * length, kv_heads, head_dim)`, keys rotated.
+            A list of pairs `(keys, values)`, one for each layer, of shape
+            `(rows * length, kv_heads, head_dim)`. Keys are rotated.
         """
         kept = []
         scope = attention_scope(
@@ -192,16 +198,18 @@ class Policy:
         return kept
 
     def decode(self, token_ids, lengths, step, past, recent):
-        """Logits of the next token of many sequences.
+        """Computes the logits of the next token of each sequence.
 
         Args:
-            token_ids: int array of shape `(slots,)`, the last token of each.
+            token_ids: int array of shape `(slots,)`, the last token of each
+                sequence.
             lengths, step, past, recent: as in
                 `models/attention.py:decoding_scope`.
 
         Returns:
-            `(logits, recent)`: float32 of shape `(slots, vocabulary)`, not
-            divided by a temperature, and `recent` with the tokens added.
+            `(logits, recent)`: a float32 array of shape
+            `(slots, vocabulary)`, not divided by a temperature, and `recent`
+            with the tokens added.
         """
         recent = list(recent)
         scope = decoding_scope(lengths, step, past, recent)
@@ -211,43 +219,44 @@ class Policy:
         return logits, recent
 
     def _layer(self, layer, x, **inputs):
-        x = sharding.by_rows(x)
+        x = sharding.shard_rows(x)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if self.remat == "none" and not any(gathers):
             return layer(x, **inputs)
         values = [v.value for v in variables]
-        summing = sharding.summing(layer)
+        summed = sharding.layers_with_summed_outputs(layer)
 
-        def again(values, x):
+        def run(values, x):
             mapping = [
                 (variable, value if gather is None else gather(value))
                 for variable, value, gather in zip(variables, values, gathers)
             ]
             scope = keras.StatelessScope(state_mapping=mapping)
-            with scope, sharding.naming(summing):
+            with scope, sharding.name_outputs(summed):
                 return layer(x, **inputs)
 
-        # What was sent is computed again for no more than it must: sums over
-        # devices are kept, which take the memory of the layer's input once
-        # more. Weights that were gathered are not: all layers' together
-        # would be the whole model on every device.
+        # Sums over devices are stored, so that recomputing a layer does not
+        # repeat their communication; they take as much memory as the layer's
+        # input. Gathered weights are not stored: those of all layers would be
+        # the complete model on every device.
         keep = jax.checkpoint_policies.save_only_these_names(sharding.SUMMED)
         if self.remat == "none":
             keep = jax.checkpoint_policies.save_anything_except_these_names(
                 sharding.GATHERED
             )
-        return jax.checkpoint(again, policy=keep)(values, x)
+        return jax.checkpoint(run, policy=keep)(values, x)
 
     def adapter_variables(self, layer):
+        """Returns the adapter's variables of a decoder layer."""
         if self.adapter is None:
             return []
-        inside = {id(sub) for sub in layer._flatten_layers()}
+        inside = {id(variable) for variable in layer.variables}
         found = []
         for pair, a, b in zip(
             self.adapter.pairs, self.adapter.a, self.adapter.b
         ):
-            if id(pair.layer) in inside:
+            if id(pair.layer.variables[0]) in inside:
                 found += [a, b]
         return found
 
@@ -255,7 +264,7 @@ class Policy:
         padding_mask = (batch["segment_ids"] > 0).astype("int32")
         embedding = self.backbone.token_embedding
         x = embedding(batch["token_ids"])
-        x = sharding.looked_up(x, embedding.embeddings)
+        x = sharding.shard_embedded(x, embedding.embeddings)
         for layer in self.layers:
             x = self._layer(
                 layer, x, decoder_padding_mask=padding_mask, training=False
@@ -279,12 +288,12 @@ class Policy:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _projection(self, hidden, temperature=1.0, axis=None):
-        """What `hidden` is projected with: `(head, kernel, its split)`.
+        """Returns `(head, kernel, split)` for the projection of `hidden`.
 
-        A kernel that is gathered along its second axis is turned: along its
-        first it comes to lie as the products read it. XLA would make a copy
-        of the whole kernel otherwise, 1 GiB of Llama-3's, and one of its
-        gradient.
+        A kernel that is gathered along its second axis is transposed first.
+        Gathered along its first axis, its layout is the one that the products
+        read. Otherwise XLA would copy the full kernel (1 GiB for Llama-3) and
+        its gradient.
         """
         head = self.head(temperature, axis)
         kernel = self.kernel.value.astype(hidden.dtype)
@@ -310,18 +319,19 @@ class Policy:
         differentiable=True,
         hidden=None,
     ):
-        """Log-probabilities and their companions for the tokens of `mask`.
+        """Computes log-probabilities and more for the tokens of `mask`.
 
         Args:
             batch: as in `hidden_states`.
             mask: bool array of shape `(rows, length)`.
-            needs: names of what is wanted: `per_token_logps`, `correct`,
-                `entropies`, `collision_entropies`.
-            temperature: float, divides the logits.
+            needs: names of the values to return, out of `per_token_logps`,
+                `correct`, `entropies` and `collision_entropies`.
+            temperature: float that divides the logits.
             dropout_key: as in `hidden_states`.
-            differentiable: bool; `per_token_logps` and `entropies` have
-                gradients.
-            hidden: what `hidden_states` gave, where it is known already.
+            differentiable: bool, whether `per_token_logps` and `entropies`
+                have gradients.
+            hidden: array returned by `hidden_states`, if it has been
+                computed already.
 
         Returns:
             A dict of float32 arrays of shape `(rows, length)`, 0 outside
@@ -350,19 +360,19 @@ class Policy:
         return {name: values[name] for name in needs}
 
     def _shared_axis(self, batch):
-        """The axis of the mesh over which the head's vocabulary is split."""
+        """Returns the axis of the mesh that splits the vocabulary."""
         split = sharding.split_of(self.kernel)
         return sharding.shared_axis(split, batch["token_ids"].shape[0])
 
     def top_tokens(self, batch, mask, k, temperature=1.0):
-        """The most probable tokens where those of `mask` stand.
+        """Computes the top-k tokens at the positions of `mask`.
 
         Args:
             batch, mask, temperature: as in `token_outputs`.
-            k: int, how many.
+            k: int, the number of tokens.
 
         Returns:
-            Dict of `top_ids` (int32) and `top_logps` (float32) of shape
+            A dict of `top_ids` (int32) and `top_logps` (float32) of shape
             `(rows, length, k)`, best first, 0 as in `token_outputs`.
         """
         hidden = self._flat(batch, None)
@@ -379,7 +389,7 @@ class Policy:
     def token_loss_sum(
         self, batch, weights, token_loss, *, needs=(), dropout_key=None
     ):
-        """The weighted sum of an elementwise loss of log-probabilities.
+        """Sums a weighted elementwise loss of log-probabilities.
 
         Args:
             batch: as in `hidden_states`.
@@ -389,7 +399,7 @@ class Policy:
             needs, dropout_key: as in `token_outputs`.
 
         Returns:
-            `(sum, outputs)`, the sum differentiable, the outputs not.
+            `(sum, outputs)`. Only the sum has gradients.
         """
         axis, extras = self._shared_axis(batch), _extras(needs)
         hidden = self._flat(batch, dropout_key)
@@ -409,16 +419,16 @@ class Policy:
         return total, {name: values[name] for name in needs}
 
     def teacher(self, batch, source=None, hidden=None):
-        """This model's distributions, for a student to be compared with.
+        """Returns this model's distributions, to distill a student.
 
         Args:
-            batch: as in `hidden_states`; what this model reads, row by row
-                of the student's.
+            batch: as in `hidden_states`, the input of this model; its rows
+                correspond to those of the student's batch.
             source: int array of shape `(rows, length)` or `None`: for each
-                of the student's tokens, the column of this model's hidden
-                state that predicts it; by default that of the student's own,
-                whose batch this is.
-            hidden: what `hidden_states` gave, where it is known already.
+                token of the student, the column of this model's hidden state
+                that predicts it. By default both read the same batch, and it
+                is the column of the student's hidden state.
+            hidden: as in `token_outputs`.
 
         Returns:
             A `models/divergence_head.py:FullTeacher`, without gradients.
@@ -432,7 +442,7 @@ class Policy:
             columns = jnp.arange(-1, length - 1, dtype="int32")
             source = jnp.broadcast_to(columns, (rows, length))
         row_start = jnp.arange(rows, dtype="int32")[:, None] * length
-        # The first token of a row has none, and is never compared.
+        # No state predicts the first token of a row, which is never compared.
         source = row_start + jnp.clip(source, 0, length - 1)
         return divergence_head.FullTeacher(
             head,
@@ -443,42 +453,32 @@ class Policy:
         )
 
     def divergence_sum(
-        self,
-        batch,
-        weights,
-        teachers,
-        teacher_weights,
-        divergence,
-        *,
-        temperature=1.0,
-        tail=True,
-        dropout_key=None,
-        hidden=None,
-        needs=(),
+        self, batch, weights, teachers, teacher_weights, divergence, *,
+        temperature=1.0, tail=True, dropout_key=None, hidden=None, needs=(),
         mask=None,
-    ):
-        """The weighted sum of divergences from teachers and likelihoods.
+    ):  # fmt: skip
+        """Sums weighted divergences from teachers and log-probabilities.
 
         Args:
             batch: as in `hidden_states`.
-            weights: pair of float arrays of shape `(rows, length)`, those of
-                the divergences and of the log-probabilities; the second may
-                be `None`. Tokens where both are 0 are not projected.
+            weights: pair of float arrays of shape `(rows, length)`, the
+                weights of the divergences and of the log-probabilities; the
+                second may be `None`. Tokens where both are 0 are not
+                projected.
             teachers: sequence of `FullTeacher` and `TopTeacher`.
             teacher_weights: float array of shape
                 `(teachers, rows, length)`, or `None` for 1 everywhere.
             divergence, temperature, tail: as in
                 `models/divergence_head.py:divergence_sum`.
-            dropout_key: as in `hidden_states`.
-            hidden: what `hidden_states` gave, where it is known already.
-            needs: names of what is wanted: `divergences`,
-                `per_token_logps`, `agrees`, `teacher_per_token_logps`.
-            mask: bool array of shape `(rows, length)` or `None`: tokens to
-                project beside those with a weight, for their values.
+            dropout_key, hidden: as in `token_outputs`.
+            needs: names of the values to return, out of `divergences`,
+                `per_token_logps`, `agrees` and `teacher_per_token_logps`.
+            mask: bool array of shape `(rows, length)` or `None`: further
+                tokens to project, in addition to those with a weight.
 
         Returns:
-            `(sum, outputs)`: the sum differentiable, the outputs not; a dict
-            of float32 arrays of shape `(rows, length)`.
+            `(sum, outputs)`: the sum, which has gradients, and a dict of
+            float32 arrays of shape `(rows, length)` without gradients.
         """
         hidden = self._flat(batch, dropout_key, hidden)
         head, kernel, split = self._projection(hidden)
@@ -535,7 +535,7 @@ def _extras(needs):
 
 
 def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
-    """`sweep(kernel, hidden, batch, *rows)`, by device."""
+    """Runs `sweep(kernel, hidden, batch, *rows)` on each device's rows."""
     return sharding.over_rows(
         lambda kernels, *rows: sweep(*kernels, *rows),
         [kernel],
@@ -548,7 +548,7 @@ def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
 
 
 def _prefix_ids(batch):
-    """The segment that each token's own goes on from, -1 without one."""
+    """Returns the segment that each token's segment continues, or -1."""
     prefixes = batch.get("prefix_segments")
     if prefixes is None:
         return None
@@ -569,8 +569,6 @@ def _select(batch, mask):
 
 
 def _dropout_keys(batch, step_key):
-    from keras_posttrain.models.lora import DropoutKeys
-
     slot = jnp.maximum(batch["segment_ids"] - 1, 0)
     sequences = jnp.take_along_axis(batch["sequence_ids"], slot, axis=1)
     return DropoutKeys(

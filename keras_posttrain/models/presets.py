@@ -1,4 +1,4 @@
-"""Presets: a model and its tokenizer, in and out."""
+"""Loads and saves presets: a model and its tokenizer."""
 
 import pathlib
 import tempfile
@@ -8,12 +8,17 @@ import numpy as np
 
 from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import exchange, loading
-from keras_posttrain.models.hf.checkpoint_files import read_json, write_json
+from keras_posttrain.models.hf import directories, loading
+from keras_posttrain.models.hf.checkpoint_files import (
+    CONFIG,
+    read_json,
+    write_json,
+)
+from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import family_of
 
-# What KerasHub's preset has no place for lies in this folder beside it: the
-# model's config in Hugging Face's terms, and the tokenizer's own files.
+# This folder inside a preset holds what KerasHub's format has no place for:
+# the model's Hugging Face config and the tokenizer's files.
 OWN_FOLDER = "keras_posttrain"
 
 
@@ -23,28 +28,31 @@ def _own_folder(preset):
 
 
 def load_causal_lm(preset, *, dtype=None, load_weights=True):
-    """`loading.load_causal_lm`, and what `save_to_preset` wrote."""
+    """Loads a model as `hf/loading.py:load_causal_lm` does.
+
+    It also loads what `save_to_preset` wrote.
+    """
     own = _own_folder(preset)
     kwargs = {"dtype": dtype, "load_weights": load_weights}
-    if own is not None and (own / exchange.CONFIG).exists():
-        config = read_json(own / exchange.CONFIG)
+    if own is not None and (own / CONFIG).exists():
+        config = read_json(own / CONFIG)
         return loading.load_saved(own.parent, config, **kwargs)
     return loading.load_causal_lm(preset, **kwargs)
 
 
 def load_tokenizer(preset):
-    """The tokenizer of a preset.
+    """Loads the tokenizer of a preset.
 
     Args:
         preset: as in KerasHub's `from_preset`.
 
     Returns:
-        `Tokenizer`: the directory's own `tokenizer.json` where there is one,
-        else KerasHub's tokenizer in its form; `None` where a Hugging Face
-        directory or a saved preset has no tokenizer.
+        A `Tokenizer`, read from the directory's tokenizer files or converted
+        from KerasHub's tokenizer; `None` if a Hugging Face directory or a
+        saved preset has no tokenizer.
     """
     own = _own_folder(preset)
-    directory = own or exchange.resolve(preset)
+    directory = own or directories.resolve(preset)
     if directory is not None:
         files = ("tokenizer.json", "tokenizer.model")
         if not any((directory / f).exists() for f in files):
@@ -56,20 +64,23 @@ def load_tokenizer(preset):
 
 
 def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
-    """Writes a KerasHub preset that loads here with equal numbers.
+    """Writes a KerasHub preset that this library loads without loss.
 
-    Tensors come from the devices, and kernels are merged, one at a time. Of
-    several processes all must call it, and the first one writes.
+    Tensors are fetched from the devices, and kernels merged, one at a time.
+    With several processes all of them must call this; the first one writes.
 
-    KerasHub loads the preset too; settings that its config has no field for
-    (`causal_lm.kpt_repairs` lists them) are lost on it there, and kept here
-    by a folder of our own.
+    KerasHub can load the preset too, but its config has no field for some
+    settings (`causal_lm.kpt_repairs` lists them). They are stored in a
+    separate folder that only this library reads.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
         directory: str or path, new or empty.
         adapter: `Adapter` to merge, or `None`.
         tokenizer: `Tokenizer` or `None`.
+
+    Raises:
+        ValueError: if the directory is not empty.
     """
     directory = pathlib.Path(directory)
     device_transfer.on_first(lambda: _check_new(directory))
@@ -78,7 +89,7 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
     arrays = (device_transfer.to_host(values(variable)) for variable in order)
 
     def write():
-        with device_transfer.Values(lambda variable: next(arrays)):
+        with device_transfer.ValueScope(lambda variable: next(arrays)):
             causal_lm.save_to_preset(str(directory))
         _keep_tied(causal_lm.backbone, directory)
         own = directory / OWN_FOLDER
@@ -88,8 +99,8 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
             stop = {"eos_token_id": list(tokenizer.stop_token_ids)}
             write_json(own / "generation_config.json", stop)
         if family_of(causal_lm) is not None:
-            config = exchange.hf_config(causal_lm)
-            write_json(own / exchange.CONFIG, config)
+            config = hf_config(causal_lm)
+            write_json(own / CONFIG, config)
 
     device_transfer.on_first(write, arrays)
 
@@ -103,7 +114,7 @@ def _check_new(directory):
 
 
 def _order_of_saving(causal_lm):
-    """The variables in the order in which KerasHub asks for their values."""
+    """Returns the variables in the order in which KerasHub saves them."""
     order = []
 
     def value(variable):
@@ -112,14 +123,17 @@ def _order_of_saving(causal_lm):
 
     with (
         tempfile.TemporaryDirectory() as unused,
-        device_transfer.Values(value),
+        device_transfer.ValueScope(value),
     ):
         causal_lm.save_to_preset(unused)
     return order
 
 
 def _keep_tied(backbone, directory):
-    """Writes what `LlamaBackbone.get_config` of KerasHub 0.32 leaves out."""
+    """Adds `tie_word_embeddings` to the saved configs of a Llama.
+
+    `LlamaBackbone.get_config` of KerasHub 0.32 omits it.
+    """
     if not isinstance(backbone, keras_hub.models.LlamaBackbone):
         return
     tied = backbone.token_embedding.tie_weights

@@ -1,4 +1,4 @@
-"""A number for each sequence, and its place in files."""
+"""The score head of a reward model, and its tensor in files."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from keras_posttrain.models.hf import adapter_files, checkpoint_files
 
-# As transformers' models for sequence classification name it.
+# The names in transformers' models for sequence classification.
 TENSOR = "score.weight"
 MODULE = "score"
 
@@ -20,7 +20,8 @@ MODULE = "score"
 class ScoreHead(keras.layers.Layer):
     """A linear map from a sequence's last hidden state to its score.
 
-    It has no bias, which no comparison would see, and is kept in float32.
+    It has no bias, which would cancel in every comparison of two scores. The
+    weights are float32.
 
     Args:
         hidden_dim: int, features of a hidden state.
@@ -28,7 +29,7 @@ class ScoreHead(keras.layers.Layer):
     Call arguments:
         hidden: float array of shape `(rows, length, hidden_dim)`.
         segment_ids: int array of shape `(rows, length)`.
-        num_sequences: int, the most sequences of a row.
+        num_sequences: int, the maximum number of sequences in a row.
 
     Returns:
         A float32 array of shape `(rows, num_sequences)`, 0 at unused slots.
@@ -54,11 +55,11 @@ class ScoreHead(keras.layers.Layer):
         return jnp.where(member.any(axis=1), scores, 0.0)
 
     def tensor(self):
-        """The kernel as files hold it, `(1, hidden_dim)`."""
+        """Returns the kernel in the shape of files, `(1, hidden_dim)`."""
         return np.asarray(self.kernel.value, "float32")[None]
 
     def take(self, tensor, source):
-        """Sets the kernel from a file's tensor."""
+        """Sets the kernel to a tensor that was read from `source`."""
         wanted = (1, *self.kernel.shape)
         if tensor.shape != wanted:
             raise ValueError(
@@ -70,13 +71,13 @@ class ScoreHead(keras.layers.Layer):
 
 
 def read_score(directory):
-    """`score.weight` of a checkpoint, or `None` where it has none."""
+    """Reads `score.weight` of a checkpoint; `None` if it has none."""
     tensors = checkpoint_files.Reader(directory)
     return tensors.get(TENSOR) if TENSOR in tensors.names else None
 
 
 def add_to_adapter(directory, tensor):
-    """Puts the head into a PEFT adapter directory, where PEFT looks for it."""
+    """Adds the head to a PEFT adapter directory, in PEFT's format."""
     config, tensors = adapter_files.read_peft(directory)
     config |= {"task_type": "SEQ_CLS", "modules_to_save": [MODULE]}
     tensors[adapter_files.PREFIX + TENSOR] = tensor
@@ -84,14 +85,14 @@ def add_to_adapter(directory, tensor):
 
 
 def split_adapter(directory, without):
-    """Copies an adapter directory to `without`, less the head.
+    """Copies an adapter directory to `without`, leaving out the head.
 
     Returns:
-        The head's tensor, or `None` where the adapter has none.
+        The head's tensor, or `None` if the adapter has none.
     """
     config, tensors = adapter_files.read_peft(directory)
     tensor = tensors.pop(adapter_files.PREFIX + TENSOR, None)
-    # PEFT itself lists more names than a model has.
+    # PEFT lists both names whichever of them the model has.
     if set(config.get("modules_to_save") or ()) <= {MODULE, "classifier"}:
         config["modules_to_save"] = None
     _write_adapter(without, config, tensors)
@@ -109,7 +110,7 @@ def _write_adapter(directory, config, tensors):
 
 
 def add_to_export(directory, tensor):
-    """Makes an exported model one for sequence classification."""
+    """Turns an exported model into one for sequence classification."""
     directory = pathlib.Path(directory)
     config = checkpoint_files.read_json(directory / "config.json")
     config["architectures"] = [
@@ -130,7 +131,10 @@ def add_to_export(directory, tensor):
 
 
 def _rewrite(directory, tensor):
-    """Writes the one file of a model anew with the head, tensor by tensor."""
+    """Rewrites the single weight file of a model with the head added.
+
+    Tensors are copied one at a time.
+    """
     tensors = checkpoint_files.Reader(directory)
     shapes = {**tensors.shapes, TENSOR: tensor.shape}
     dtypes = {**tensors.dtypes, TENSOR: tensor.dtype.name}

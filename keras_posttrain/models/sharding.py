@@ -1,6 +1,7 @@
-"""How a model's arrays lie on the mesh of Keras's distribution.
+"""Layouts of a model's arrays on the mesh of Keras's distribution.
 
-Without a distribution, or where an axis does not divide, all is as it was.
+Without a distribution, or where a size is not divisible by the mesh's axis,
+arrays are left unchanged.
 """
 
 import contextlib
@@ -17,9 +18,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from keras_posttrain.models.linear import sublayers
+
 
 def layout_of(variable):
-    """Where Keras's distribution puts a variable.
+    """Returns the layout of a variable under Keras's distribution.
 
     Args:
         variable: `keras.Variable`.
@@ -34,12 +37,12 @@ def layout_of(variable):
 
 
 def factor_layouts(pair):
-    """Layouts of the LoRA factors of a layer, after its kernel's.
+    """Derives the layouts of a layer's LoRA factors from its kernel's.
 
-    `A`'s rows are split as the kernel's inputs and `B`'s columns as its
-    outputs, so that the products need no array moved that the layer's own
-    does not move. An axis of a matrix is made of several of the kernel's: it
-    is split where one of these is.
+    The rows of `A` are split like the kernel's inputs and the columns of `B`
+    like its outputs, so that the products need no more communication than the
+    layer itself. An axis of a factor may combine several axes of the kernel;
+    it is split if one of them is.
 
     Args:
         pair: `models/lora.py:Pair`.
@@ -64,14 +67,15 @@ def factor_layouts(pair):
     )
 
 
-# What a backward pass makes again and does not keep: gathered weights.
+# The name of gathered weights, which are recomputed in the backward pass.
 GATHERED = "kpt_gathered"
 
 
 def data_axis():
-    """The mesh and its axis of rows, as `(jax mesh, name, size)`.
+    """Returns the mesh and its axis of rows, `(jax mesh, name, size)`.
 
-    Without a distribution, or over one device, `(None, None, 1)`.
+    Without a distribution, or if the axis has one device, it returns
+    `(None, None, 1)`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -83,12 +87,12 @@ def data_axis():
 
 
 def axes():
-    """The mesh with both of its axes.
+    """Returns the mesh with both of its axes.
 
     Returns:
-        `(jax mesh, axis of rows, its size, the other axis, its size)`; the
-        other axis is `None`, of size 1, where the mesh has one axis alone.
-        The mesh is `None` without a distribution.
+        `(jax mesh, axis of rows, its size, other axis, its size)`. On a mesh
+        of one axis the other axis is `None` with size 1. Without a
+        distribution the mesh is `None`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -99,11 +103,11 @@ def axes():
     return mesh, data, mesh.shape[data], model, mesh.shape.get(model, 1)
 
 
-def by_rows(x):
-    """`x` with its first axis, rows or their tokens, over the data axis.
+def shard_rows(x):
+    """Splits the first axis of `x`, rows or their tokens, over the data axis.
 
-    Said of what flows from layer to layer, so that weights come to the
-    activations and not the other way round.
+    Applied to the activations between layers, this makes XLA gather weights
+    and not activations.
     """
     mesh, name, size = data_axis()
     if mesh is None or x.shape[0] % size:
@@ -113,12 +117,13 @@ def by_rows(x):
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """An axis of a mesh as two, one after the other on the way.
+    """An axis of a mesh divided into two, for communication in two stages.
 
     Args:
         mesh: `jax.sharding.Mesh` of the same devices in the same order.
-        names: tuple of the two axes' names, the outer first.
-        to_gather: bool, whether gathering needs them too.
+        names: tuple of the names of the two axes, the outer one first.
+        to_gather: bool, whether gathering uses two stages too; scattering
+            always does.
     """
 
     mesh: jax.sharding.Mesh
@@ -126,37 +131,42 @@ class Stages:
     to_gather: bool
 
     def groups(self):
-        """Places along the axis that exchange: in the inner, the outer."""
+        """Returns the groups of devices that communicate in each stage.
+
+        Returns:
+            A pair of lists of lists of indices along the original axis: the
+            groups along the inner axis and those along the outer one.
+        """
         outer, inner = (self.mesh.shape[name] for name in self.names)
         places = np.arange(outer * inner).reshape(outer, inner)
         return places.tolist(), places.T.tolist()
 
 
-# Over more chips at once the TPU compiler makes an all-reduce of the whole, of
-# twice the bytes, of what scatters, and where they lie along three axes of the
-# network of what gathers too.
-MOST_AT_ONCE = 32
+# Over more chips the TPU compiler replaces a reduce-scatter by an all-reduce,
+# which sends twice the bytes. If the chips span three axes of the network it
+# replaces an all-gather as well.
+MAX_CHIPS_PER_STAGE = 32
 
 
 @functools.lru_cache(maxsize=16)
 def two_stages(mesh, name):
-    """How to go along an axis of the mesh that is too long for one go.
+    """Divides an axis of the mesh that is too long for one collective.
 
     Args:
         mesh: `jax.sharding.Mesh`.
         name: str, one of its axes.
 
     Returns:
-        `Stages`, the inner of them along one axis of the TPUs' network; or
-        `None`, where one go does, or the devices are no TPUs.
+        `Stages`, whose inner axis is along one axis of the TPUs' network; or
+        `None`, if one stage is enough or the devices are not TPUs.
     """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
-    if mesh.shape[name] <= MOST_AT_ONCE or not is_tpu:
+    if mesh.shape[name] <= MAX_CHIPS_PER_STAGE or not is_tpu:
         return None
     place = mesh.axis_names.index(name)
     line = np.moveaxis(mesh.devices, place, 0).reshape(mesh.shape[name], -1)
     at = np.array([device.coords for device in line[:, 0]])
-    # Along how many axes of the network the first of them, 1 to all, lie.
+    # For each n, the number of network axes that the first n chips span.
     moved = at != at[0]
     across = np.logical_or.accumulate(moved).sum(axis=1)
     inner = int((across <= 1).sum())
@@ -172,13 +182,13 @@ def two_stages(mesh, name):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a weight is split over the mesh.
+    """The layout of a weight on the mesh.
 
     Args:
         axes: tuple of names of axes of the mesh, or `None`, one for each
             axis of the weight.
-        to_save_memory: frozenset of those over which it is split only to
-            save memory: it is whole along them while it is used.
+        to_save_memory: frozenset of the names over which the weight is split
+            only to save memory: it is gathered along them for use.
     """
 
     axes: tuple
@@ -186,11 +196,11 @@ class Split:
 
 
 def split_of(variable):
-    """The `Split` of a variable; `None` without a distribution.
+    """Returns the `Split` of a variable; `None` without a distribution.
 
-    To save memory are the weights split over the data axis, and over what
-    else the distribution's `gathered_axes(variable)` names, if it has that
-    method.
+    Weights are split to save memory over the data axis, or over the axes that
+    the distribution's method `gathered_axes(variable)` returns, if it has
+    one.
 
     Args:
         variable: `keras.Variable`.
@@ -207,15 +217,16 @@ def split_of(variable):
 
 
 def gather(variables, dtype):
-    """How to have weights at hand that are split only to save memory.
+    """Returns functions that gather weights split only to save memory.
 
     Args:
         variables: list of `keras.Variable`.
-        dtype: that of the activations; weights kept in more are sent so.
+        dtype: the dtype of the activations. Weights of a wider dtype are
+            cast to it before they are sent.
 
     Returns:
-        A list: for each variable that is split so, a function of its array,
-        `None` for the others.
+        A list with, for each variable, a function of its array, or `None` if
+        it is not split to save memory.
     """
     return [_gather(split_of(variable), dtype) for variable in variables]
 
@@ -242,15 +253,20 @@ def _gather(split, dtype):
         if stages.to_gather:
             parts = P(*(outer if axis == rows else axis for axis in summed))
             gathered.insert(0, NamedSharding(stages.mesh, parts))
-    way = _Way(tuple(gathered), tuple(scattered), place, kept)
-    return functools.partial(_cast_and_gather, way, dtype)
+    layouts = _GatherLayouts(tuple(gathered), tuple(scattered), place, kept)
+    return functools.partial(_cast_and_gather, layouts, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
-    """The layouts of a weight on its way to where it is used, and back.
+class _GatherLayouts:
+    """The sequence of layouts of a gathered weight and of its gradient.
 
-    `scattered` are those of its gradient with the axis `place` first.
+    Args:
+        gathered: tuple of layouts of the weight, the last of them for use.
+        scattered: tuple of layouts of the gradient with the axis `place`
+            moved to the front.
+        place: int, the axis of the weight that is split over rows.
+        kept: tuple of layouts of the gradient, the last that of the variable.
     """
 
     gathered: tuple
@@ -259,69 +275,71 @@ class _Way:
     kept: tuple
 
 
-def _cast_and_gather(way, dtype, x):
+def _cast_and_gather(layouts, dtype, x):
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     if is_float and jnp.dtype(dtype).itemsize < x.dtype.itemsize:
         x = x.astype(dtype)
-    return _gathered(way, x)
+    return _gathered(layouts, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(way, x):
-    for layout in way.gathered:
+def _gathered(layouts, x):
+    for layout in layouts.gathered:
         x = jax.lax.with_sharding_constraint(x, layout)
         x = checkpoint_name(x, GATHERED)
     return x
 
 
-def _gathered_forward(way, x):
-    return _gathered(way, x), None
+def _gathered_forward(layouts, x):
+    return _gathered(layouts, x), None
 
 
-def _gathered_backward(way, _, gradient):
-    # Of an axis that is not the first the TPU compiler scatters only what
-    # divides into pairs of its tiles.
-    gradient = jnp.moveaxis(gradient, way.place, 0)
-    for layout in way.scattered:
+def _gathered_backward(layouts, _, gradient):
+    # Along an axis other than the first, the TPU compiler scatters only sizes
+    # that are divisible into pairs of its tiles.
+    gradient = jnp.moveaxis(gradient, layouts.place, 0)
+    for layout in layouts.scattered:
         gradient = jax.lax.with_sharding_constraint(gradient, layout)
-    gradient = jnp.moveaxis(gradient, 0, way.place)
-    # Only its own part of the sum over rows comes to each device. Of another
-    # axis the part is cut out afterwards: wanting no more than it, XLA would
-    # split the activations as well.
-    for layout in way.kept:
+    gradient = jnp.moveaxis(gradient, 0, layouts.place)
+    # Each device receives only its part of the sum over rows. Parts along
+    # another axis are cut out afterwards: if only they were requested, XLA
+    # would split the activations as well.
+    for layout in layouts.kept:
         gradient = jax.lax.with_sharding_constraint(gradient, layout)
-    # XLA may make it an all-reduce and a cut, and would fuse the cut into
-    # what uses it: the whole of all gradients would wait for their norm and
-    # the update, 16 GiB of an 8B model over 64 chips.
+    # XLA may turn this into an all-reduce and a slice, and fuse the slice with
+    # its consumers. All full gradients would then stay in memory until their
+    # norm and the update: 16 GiB for an 8B model on 64 chips.
     return (jax.lax.optimization_barrier(gradient),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-# Outputs that devices along the model axis have added up.
+# The name of outputs that are sums over the devices of the model axis.
 SUMMED = "kpt_summed"
 
 
-def summing(layer):
-    """The linear layers whose outputs devices add up, within a layer.
+def layers_with_summed_outputs(layer):
+    """Finds the linear layers whose outputs are sums over devices.
 
     Each device along the mesh's other axis has a part of such a layer's
-    inputs: an attention's output, a feed-forward layer's.
+    inputs. Examples are the output projections of attention and feed-forward
+    layers.
 
     Args:
         layer: a Keras layer, built.
 
     Returns:
-        A list of Keras layers, empty where the mesh has one axis alone.
+        A list of the Keras layers inside `layer`, empty on a mesh of one
+        axis.
     """
     *_, model, size = axes()
     if size == 1:
         return []
-    return [part for part in layer._flatten_layers() if _sums(part, model)]
+    return [x for x in sublayers(layer) if _has_summed_output(x, model)]
 
 
-def _sums(layer, model):
+def _has_summed_output(layer, model):
     kernel = getattr(layer, "kernel", None)
     if not isinstance(kernel, keras.Variable):
         return False
@@ -335,8 +353,8 @@ def _sums(layer, model):
 
 
 @contextlib.contextmanager
-def naming(layers):
-    """Names what these layers put out `SUMMED`, while it lasts."""
+def name_outputs(layers):
+    """Gives the outputs of layers the name `SUMMED` inside the scope."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             own = vars(layer)
@@ -356,15 +374,15 @@ def _named(call):
 
 
 def shared_axis(split, rows):
-    """The axis over which a kernel stays split while `over_rows` runs.
+    """Returns the axis over which a kernel stays split in `over_rows`.
 
     Args:
         split: `Split` of the kernel, or `None`.
         rows: int, the rows of the batch.
 
     Returns:
-        The name of the mesh's axis beside that of rows, where the kernel is
-        split over it to share out work; else `None`.
+        The name of the mesh's axis other than that of rows, if the kernel is
+        split over it to divide the work; else `None`.
     """
     mesh, _, size, model, model_size = axes()
     if split is None or model_size == 1 or rows % size:
@@ -374,26 +392,28 @@ def shared_axis(split, rows):
 
 
 def over_rows(function, kernels, splits, *rows, shared=None):
-    """`function(kernels, *rows)`, each device on its own rows.
+    """Runs `function(kernels, *rows)` on each device with its own rows.
 
-    What gathers tokens out of a batch would have XLA bring all of them to
-    every device. Here the kernels come to the rows, once, and their gradients
-    are added up once.
+    If a function selects tokens of a batch, XLA would gather the tokens of
+    all rows on every device. Here the kernels are gathered instead, once, and
+    their gradients are summed once.
 
     Args:
-        function: of a list of kernels and of pytrees of arrays with a leading
-            `rows` axis; gives `(sums, values)`: scalars, of which those of
-            all devices are added up, and arrays with a leading `rows` axis.
+        function: function of a list of kernels and of pytrees of arrays with
+            a leading `rows` axis. It returns `(sums, values)`: scalars, which
+            are added up over devices, and arrays with a leading `rows` axis.
         kernels: list of arrays.
-        splits: list, the `Split` of each, or `None` where it is whole.
+        splits: list with the `Split` of each kernel, or `None` if it is not
+            split.
         *rows: pytrees of arrays.
-        shared: what `shared_axis` gave, or `None`: along it each device has
-            its own part of the kernels, and `function` sees to the rest.
+        shared: name returned by `shared_axis`, or `None`. Along this axis
+            each device keeps its part of the kernels, and `function` has to
+            combine the results.
 
     Returns:
         `(sums, values)`.
     """
-    kernels, rows = finished_together((kernels, rows))
+    kernels, rows = synchronize_gradients((kernels, rows))
     mesh, name, size = data_axis()
     leading = {x.shape[0] for x in jax.tree.leaves(rows)}
     if shared is not None:
@@ -403,31 +423,32 @@ def over_rows(function, kernels, splits, *rows, shared=None):
     stages = two_stages(mesh, name)
     groups = stages.groups() if stages and stages.to_gather else (None,)
     dtypes = [kernel.dtype for kernel in kernels]
-    lie = [_along({name, shared}, split) for split in splits]
+    specs = [_axes_among({name, shared}, split) for split in splits]
     manual = {name, shared} - {None}
     if mesh.size > size and shared is None:
-        # XLA would undo the split over the mesh's other axis to do it inside,
-        # and its CPU backend cannot add up bfloat16 on a part of the axes.
+        # The kernels are gathered here because inside `shard_map` XLA would
+        # first undo their split over the mesh's other axis. They are float32
+        # because XLA's CPU backend cannot sum bfloat16 over some of the axes.
         whole = [_gather(*pair) for pair in zip(splits, dtypes)]
         kernels = [k if f is None else f(k) for f, k in zip(whole, kernels)]
         kernels = [kernel.astype("float32") for kernel in kernels]
-        lie = [()] * len(kernels)
+        specs = [()] * len(kernels)
 
-    def at_hand(kernel, dtype, axes):
+    def gathered(kernel, dtype, axes):
         kernel = kernel.astype(dtype)
         if name not in axes:
             return kernel
         return _gather_along(name, axes.index(name), groups, kernel)
 
     def local(kernels, *rows):
-        kernels = [at_hand(*parts) for parts in zip(kernels, dtypes, lie)]
+        kernels = [gathered(*parts) for parts in zip(kernels, dtypes, specs)]
         sums, values = function(kernels, *rows)
         return jax.tree.map(lambda x: x[None], sums), values
 
     sums, values = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=([P(*a) for a in lie], *(P(name) for _ in rows)),
+        in_specs=([P(*axes) for axes in specs], *(P(name) for _ in rows)),
         out_specs=P(name),
         axis_names=manual,
         check_vma=False,
@@ -435,33 +456,36 @@ def over_rows(function, kernels, splits, *rows, shared=None):
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
 
 
-def finished_together(arrays):
-    """`arrays`, whose gradients are all there before one of them is used.
+def synchronize_gradients(arrays):
+    """Returns `arrays`; their gradients are used only when all are computed.
 
-    Nothing waits for the gradient of the head's kernel but the update: XLA
-    would leave its sum over chunks in float32 and whole, 2 GiB for Llama-3,
-    beside the backward pass of all layers, and then send it to the devices
-    that keep it.
+    Only the update uses the gradient of the head's kernel. XLA would keep its
+    float32 sum over chunks (2 GiB for Llama-3) on every device during the
+    backward pass of all layers, and scatter it afterwards.
 
     Args:
         arrays: a pytree of arrays.
+
+    Returns:
+        The same pytree.
     """
     leaves, structure = jax.tree.flatten(arrays)
-    return jax.tree.unflatten(structure, _finished_together(*leaves))
+    return jax.tree.unflatten(structure, _synchronize(*leaves))
 
 
 @jax.custom_vjp
-def _finished_together(*arrays):
+def _synchronize(*arrays):
     return arrays
 
 
-def _finished_together_forward(*arrays):
-    # Of what is not trained nobody reads the gradient, nor should it be made.
+def _synchronize_forward(*arrays):
+    # Gradients of arrays that are not trained are not used and must not be
+    # computed.
     is_read = tuple(() if x.perturbed else None for x in arrays)
     return tuple(x.value for x in arrays), is_read
 
 
-def _finished_together_backward(is_read, gradients):
+def _synchronize_backward(is_read, gradients):
     read = {
         i: gradient
         for i, gradient in enumerate(gradients)
@@ -471,9 +495,9 @@ def _finished_together_backward(is_read, gradients):
     return tuple(read.get(i) for i in range(len(gradients)))
 
 
-_finished_together.defvjp(
-    _finished_together_forward,
-    _finished_together_backward,
+_synchronize.defvjp(
+    _synchronize_forward,
+    _synchronize_backward,
     symbolic_zeros=True,
 )
 
@@ -492,9 +516,9 @@ def _gather_along_forward(name, axis, groups, x):
 
 
 def _gather_along_backward(name, axis, groups, _, gradient):
-    # Each device is sent its part by all others and adds up in float32. The
-    # bytes are those of a reduce-scatter, which the TPU compiler makes an
-    # all-reduce, of twice as many, on grids such as 4x4.
+    # Each device receives its part from all others and sums in float32. This
+    # sends as many bytes as a reduce-scatter, which on grids such as 4x4 the
+    # TPU compiler replaces by an all-reduce with twice the bytes.
     count = jax.lax.axis_size(name)
     shape = gradient.shape
     cut = (*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
@@ -506,22 +530,25 @@ def _gather_along_backward(name, axis, groups, _, gradient):
 _gather_along.defvjp(_gather_along_forward, _gather_along_backward)
 
 
-def _along(names, split):
-    """How a kernel lies along some axes of the mesh."""
+def _axes_among(names, split):
+    """Returns a kernel's axes, with `None` for those not in `names`."""
     axes = () if split is None else split.axes
     return tuple(axis if axis in names else None for axis in axes)
 
 
-def looked_up(x, embeddings):
-    """Rows of an embedding that were looked up, brought to their devices.
+def shard_embedded(x, embeddings):
+    """Splits embedded tokens over the data axis.
 
-    Where each device has some columns of the embedding, it looks up those of
-    all tokens, of which each token's own device is sent its share: what is
-    sent is the tokens' activations, however large the vocabulary.
+    If each device has some columns of the embedding, it looks up these
+    columns for all tokens and sends them to the tokens' devices. The bytes
+    sent are those of the activations and do not depend on the vocabulary.
 
     Args:
         x: array of shape `(tokens, ..., hidden_dim)`.
         embeddings: `keras.Variable` of shape `(vocabulary, hidden_dim)`.
+
+    Returns:
+        `x` with the layout of activations.
     """
     mesh, name, size = data_axis()
     if mesh is None or x.shape[0] % size:
@@ -529,4 +556,4 @@ def looked_up(x, embeddings):
     if layout_of(embeddings).axes[1] == name:
         spec = P(*[None] * (x.ndim - 1), name)
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    return by_rows(x)
+    return shard_rows(x)

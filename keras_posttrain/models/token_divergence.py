@@ -1,4 +1,4 @@
-"""A student's distributions beside its teachers', for some tokens."""
+"""Compares a student's distributions with its teachers' for some tokens."""
 
 import functools
 
@@ -7,18 +7,18 @@ import jax.numpy as jnp
 
 from keras_posttrain.losses.divergence import with_tail
 
-# What is computed beside the divergence, where asked for.
+# Optional values in addition to the divergence.
 COMPANIONS = ("per_token_logps", "agrees", "teacher_per_token_logps")
 
-# On a CPU so many tokens at a time are compared.
+# Tokens that are compared at a time on a CPU.
 BLOCK = 8
 
 
-class _Normalised:
-    """Logits of a chunk, and what normalises them at a temperature.
+class _Distribution:
+    """Logits of a chunk with their normalizers at a temperature.
 
-    All is measured from the top: near certainty, differences of large
-    logits would leave nothing but their rounding.
+    Logits are taken relative to the largest: for a nearly certain token the
+    difference of two large logits would be mostly rounding error.
     """
 
     def __init__(self, logits, temperature):
@@ -41,7 +41,11 @@ class _Normalised:
         return self._log_total(1.0)
 
     def logps(self, logits=None):
-        """At the temperature; of all, or of some of the logits."""
+        """Returns log-probabilities at the temperature.
+
+        Args:
+            logits: some of the logits, or `None` for all.
+        """
         logits = self.logits if logits is None else logits
         return self._scaled(logits, self.temperature) - self.log_total
 
@@ -50,15 +54,20 @@ class _Normalised:
         return logits - self.top - self.log_total_at_1
 
     def of(self, targets):
-        """Log-probability of each token's target, at temperature 1."""
+        """Returns each target's log-probability at temperature 1."""
         chosen = _at(self.logits, targets[:, None])
         return self.logps_at_1(chosen)[:, 0]
 
 
-def by_block(function, rows):
-    """`function` of `rows`, arrays of a chunk's tokens, a few at a time.
+def map_blocks(function, rows):
+    """Applies `function` to the rows of a chunk, on a CPU in small blocks.
 
-    On a CPU, some ten passes over their logits then run in its cache.
+    The function reads the logits about ten times; those of a small block
+    stay in the CPU's cache.
+
+    Args:
+        function: function of a pytree of arrays with a leading axis.
+        rows: pytree of arrays with a leading `tokens` axis.
     """
     size, block = rows[0].shape[0], BLOCK
     if jax.default_backend() != "cpu" or size % block or size == block:
@@ -72,25 +81,24 @@ def compare(soft_cap, settings, names, gradients, rows):
     """Compares a student with its teachers on some tokens.
 
     Args:
-        soft_cap: float or `None`, that of the student's logits.
+        soft_cap: float or `None`, the cap of the student's logits.
         settings: `(divergence, temperature, tail, needs)`, as in
             `models/divergence_head.py:divergence_sum`.
-        names: names of the values wanted.
-        gradients: bool.
+        names: names of the values to return.
+        gradients: bool, whether to compute the gradient.
         rows: `(logits, teachers, targets, weights, shares)`: the student's
             logits; for each teacher its logits, or `(ids, logps)` of its
-            most probable tokens; the tokens' ids; the weights of
-            divergences and (or `None`) of log-probabilities; and for each
-            teacher what it counts. The leading axis is the tokens.
+            top tokens; the token ids; the pair of weights of divergences and
+            of log-probabilities (or `None`); and the weight of each teacher.
+            The leading axis is the tokens.
 
     Returns:
         `(values, gradient)`: a dict of `names` and `sum`, float32 arrays of
-        shape `(tokens,)`, and d(sum) / d(logits before the cap), `None`
-        unless wanted.
+        shape `(tokens,)`; and d(sum) / d(logits before the cap), or `None`.
     """
     logits, theirs, targets, weights, shares = rows
     divergence, temperature, tail, needs = settings
-    student = _Normalised(logits, temperature)
+    student = _Distribution(logits, temperature)
     found, parts = [], []
     for rows_of_one, share in zip(theirs, shares):
         of_kind = _with_top if isinstance(rows_of_one, tuple) else _with_full
@@ -104,7 +112,7 @@ def compare(soft_cap, settings, names, gradients, rows):
         found.append({**of_one, "divergences": value})
         cotangent = weights[0] * share
         (part,) = pull(cotangent)
-        # A token that the teacher says nothing of may hold anything.
+        # Tokens without a weight may have infinite or NaN gradients.
         part = jnp.where(cotangent[:, None] != 0, part, 0.0)
         parts.append((ids, part))
     values = _values(student, found, shares, names, targets, weights)
@@ -118,10 +126,10 @@ def compare(soft_cap, settings, names, gradients, rows):
 
 def _with_full(student, logits, targets, settings):
     divergence, temperature, _, needs = settings
-    teacher = _Normalised(logits, temperature)
+    teacher = _Distribution(logits, temperature)
     found = {}
     if "agrees" in needs:
-        # One pass, where the index of a maximum is a loop of its own.
+        # A single pass over the logits; an argmax would be a separate loop.
         at_best = jnp.where(logits >= teacher.top, student.logits, -jnp.inf)
         agrees = jnp.max(at_best, axis=-1) >= student.top[:, 0]
         found["agrees"] = agrees.astype("float32")
@@ -152,13 +160,13 @@ def _with_top(student, rows, targets, settings):
 
 
 def _gradient(student, parts, targets, by_logp):
-    """d(sum) / d(logits).
+    """Computes d(sum) / d(logits).
 
     Args:
-        student: `_Normalised`.
+        student: `_Distribution`.
         parts: list of `(ids, by_logps)`, cotangents of the log-probabilities
-            at the temperature: of all, where `ids` is `None`, or of those of
-            `ids`.
+            at the temperature: of the tokens `ids`, or of all if `ids` is
+            `None`.
         targets: int32 array of shape `(tokens,)`.
         by_logp: float32 array of shape `(tokens,)` or `None`, the cotangent
             of the targets' log-probabilities.
@@ -186,7 +194,7 @@ def _at(values, ids):
 
 
 def _values(student, found, shares, names, targets, weights):
-    """The values of some tokens, and their parts of the sum."""
+    """Returns the values of some tokens and their terms of the sum."""
 
     def weighted(name):
         return sum(
@@ -195,11 +203,13 @@ def _values(student, found, shares, names, targets, weights):
         )
 
     values = {"divergences": weighted("divergences")}
-    whole = sum(shares)
+    total_share = sum(shares)
     for name in ("agrees", "teacher_per_token_logps"):
         if name in names:
-            mean = weighted(name) / jnp.where(whole == 0, 1.0, whole)
-            values[name] = jnp.where(whole == 0, 0.0, mean)
+            mean = weighted(name) / jnp.where(
+                total_share == 0, 1.0, total_share
+            )
+            values[name] = jnp.where(total_share == 0, 0.0, mean)
     by_divergence, by_logp = weights
     total = jnp.where(
         by_divergence != 0, by_divergence * values["divergences"], 0.0

@@ -1,27 +1,27 @@
-"""The most probable tokens at each place, a chunk of logits at a time."""
+"""Top-k tokens at selected positions, in chunks of tokens."""
 
 import jax
 import jax.numpy as jnp
 
 
 def top_tokens(head, hidden, kernel, tokens, k):
-    """The `k` most probable tokens, and their log-probabilities.
+    """Computes the `k` most probable tokens and their log-probabilities.
 
     Args:
         head, hidden, kernel, tokens: as in `models/head.py:token_values`.
         k: int.
 
     Returns:
-        Dict of `top_ids` (int32) and `top_logps` (float32) of shape
-        `(rows * length, k)`, best first, 0 where no token was asked for.
+        A dict of `top_ids` (int32) and `top_logps` (float32) of shape
+        `(rows * length, k)`, best first, 0 for tokens not selected.
     """
     slots = tokens.index.shape[0]
-    size = head.chunk(kernel.shape[0 if head.transposed else 1], slots)
+    size = head.chunk(head.vocabulary_size(kernel), slots)
     pad = -slots % size
     index, source = (
         jnp.pad(x, (0, pad)) for x in (tokens.index, tokens.source)
     )
-    # Slots without a token write to a place behind the last, cut off below.
+    # Unused slots write to one more element at the end, removed below.
     out = (
         jnp.zeros((slots + 1, k), "int32"),
         jnp.zeros((slots + 1, k), "float32"),

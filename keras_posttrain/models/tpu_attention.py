@@ -1,7 +1,7 @@
-"""Attention on TPUs: JAX's splash kernel, in which no scores leave the chip.
+"""Attention on TPUs by JAX's splash kernel, which stores no scores in memory.
 
-XLA does not partition such a kernel: on a mesh it runs in `jax.shard_map`,
-each device with its own rows and its own heads.
+XLA cannot partition the kernel. On a mesh it runs in `jax.shard_map`, each
+device with its rows and its heads.
 """
 
 import jax
@@ -11,23 +11,25 @@ from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.models import sharding
 
-# A block of scores is (block, block); it must divide the length, and the
-# vector units of a TPU want a multiple of the smallest.
+# Possible sizes of the square blocks of scores. The size must divide the
+# length and, for the vector units of a TPU, be a multiple of the smallest.
 BLOCKS = (512, 256, 128)
-# Of `jax_default_matmul_precision`: one pass over 16-bit numbers.
+# Values of `jax_default_matmul_precision` that use one pass over 16-bit
+# numbers.
 PRECISIONS = (None, "default", "bfloat16", "fastest")
 
 
-def fits(query, prefix_ids=None):
-    """Whether the kernel takes these arrays, where the program will run.
+def is_supported(query, prefix_ids=None):
+    """Returns whether the kernel supports these arrays on the devices used.
 
     Args:
         query: float array of shape `(rows, length, heads, head_dim)`.
-        prefix_ids: as in `models/attention.py:attention_scope`; the kernel
-            knows no tokens that see a second segment.
+        prefix_ids: as in `models/attention.py:attention_scope`; must be
+            `None`, as the kernel has no shared prefixes.
     """
     length, head_dim = query.shape[1], query.shape[3]
-    # Its compiler refuses products of 16-bit numbers of any other precision.
+    # The kernel's compiler rejects products of 16-bit numbers of any other
+    # precision.
     precision = jax.config.jax_default_matmul_precision
     return (
         _platform() == "tpu"
@@ -39,7 +41,10 @@ def fits(query, prefix_ids=None):
 
 
 def _platform():
-    """The kind of device that a program is made for, also one not here."""
+    """Returns the platform that a program is compiled for.
+
+    When planning, the devices of the mesh may not exist on this machine.
+    """
     distribution = keras.distribution.distribution()
     if distribution is None:
         return jax.default_backend()
@@ -50,20 +55,20 @@ def splash_attention(
     query, key, value, segment_ids, *, scale, sliding_window=None,
     soft_cap=None, interpret=False,
 ):  # fmt: skip
-    """`models/attention.py:segment_attention`, by a kernel for TPUs.
+    """Computes `models/attention.py:segment_attention` by a TPU kernel.
 
-    Tokens of a segment are neighbours in the order of their positions, so
-    that what is causal by positions is causal by columns.
+    The tokens of a segment are adjacent and in the order of their positions.
+    A mask that is causal by column is therefore causal by position.
 
     Args:
         query, key, value, segment_ids, scale, sliding_window, soft_cap: as
             in `segment_attention`.
-        interpret: bool, run the kernel without a TPU, for tests.
+        interpret: bool, whether to run the kernel without a TPU, for tests.
 
     Returns:
         An array of the shape and dtype of `query`.
     """
-    # The kernel has no scale of its own.
+    # The kernel does not scale the scores.
     query = (query * jnp.asarray(scale, "float32")).astype(query.dtype)
 
     def local(query, key, value, segment_ids):
@@ -76,21 +81,21 @@ def splash_attention(
     if mesh is None:
         return local(query, key, value, segment_ids)
     key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    lies = P(rows, None, heads)
+    spec = P(rows, None, heads)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(lies, lies, lies, P(rows)),
-        out_specs=lies,
+        in_specs=(spec, spec, spec, P(rows)),
+        out_specs=spec,
         check_vma=False,
     )(query, key, value, segment_ids)
 
 
 def _split(shape, kv_heads):
-    """How rows and heads lie: `(mesh, axis, axis, repeats)`.
+    """Returns `(mesh, axis of rows, axis of heads, repeats)`.
 
-    Fewer heads of keys than devices are repeated, so that each device has
-    the one that its queries read.
+    If there are fewer key heads than devices, they are repeated so that each
+    device has the one that its queries need.
     """
     mesh, data, data_size, model, size = sharding.axes()
     if mesh is None or mesh.size == 1:
@@ -104,12 +109,14 @@ def _split(shape, kv_heads):
 
 
 def _ids(segment_ids):
+    # Importing Pallas's TPU kernels is slow, and only needed on TPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return splash.SegmentIds(segment_ids, segment_ids)
 
 
 def _kernel(shape, sliding_window, soft_cap, interpret):
+    # See `_ids`.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, length, heads, _ = shape

@@ -1,4 +1,4 @@
-"""A number for each token: what is to be expected from it on."""
+"""A value head: the expected return before each token."""
 
 import jax.numpy as jnp
 import keras
@@ -13,18 +13,19 @@ from keras_posttrain.models.policy import Policy
 class ValueHead(keras.layers.Layer):
     """A linear map from hidden states to values, in float32.
 
-    It starts at 0: until it has learned, nothing is expected, and an
-    advantage is what was earned. The hidden states are those that the policy
-    has anyway, or those of a model of its own.
+    The weights start at 0, so that the first values are 0 and the first
+    advantages are the returns. The hidden states are the policy's, or those
+    of a separate model.
 
     Args:
         hidden_dim: int, features of a hidden state.
-        causal_lm: a KerasHub `CausalLM` whose hidden states are read, or
-            `None` for the policy's. Its own head is neither used nor
-            trained.
-        lora: `LoRA`, to train an adapter of that model in place of its
+        causal_lm: a KerasHub `CausalLM` that computes the hidden states, or
+            `None` to use the policy's. Its language model head is neither
+            used nor trained.
+        lora: `LoRA`, to train an adapter of that model instead of its
             weights, or `None`.
-        sequence_length, remat: of the task.
+        sequence_length: int, the most tokens of a row.
+        remat: str, as in `Policy`.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class ValueHead(keras.layers.Layer):
         loading.repair(causal_lm)
         flatten_linear_layers(causal_lm.backbone)
         for variable in causal_lm.variables:
-            # The policy's variables most often have the same paths, and
-            # Optax tells variables apart by them.
+            # Optimizer state is keyed by a variable's path, and the policy's
+            # variables usually have the same paths. Keras has no public way
+            # to rename a variable.
             variable._path = f"{self.name}/{variable.path}"
         embedding = causal_lm.backbone.token_embedding
         if not embedding.tie_weights:
@@ -65,25 +67,27 @@ class ValueHead(keras.layers.Layer):
         self.policy = Policy(causal_lm, adapter=self.adapter, remat=remat)
 
     def values(self, batch, hidden, dropout_key=None):
-        """What is expected before each token is drawn.
+        """Computes the expected return before each token is sampled.
 
         Args:
             batch: as in `Policy.hidden_states`, and `predicted_by` where
                 sequences share a prompt.
             hidden: float array of shape `(rows, length, hidden_dim)`, the
-                policy's hidden states. Not read by a model of its own.
+                policy's hidden states. Unused with a separate model.
             dropout_key: as in `Policy.hidden_states`.
 
         Returns:
-            A float32 array of shape `(rows, length)`, in line with the
-            tokens as `per_token_logps` is; 0 where a sequence begins.
+            A float32 array of shape `(rows, length)`, aligned with the
+            tokens as `per_token_logps` is; 0 at the first token of a
+            sequence.
         """
         if self.policy is not None:
             hidden = self.policy.hidden_states(batch, dropout_key)
         kernel = self.kernel.value
         values = jnp.einsum("rth,h->rt", hidden.astype("float32"), kernel)
         values = values + self.bias.value
-        # What is known before a token lies where it is predicted.
+        # The value before a token comes from the hidden state that predicts
+        # the token.
         if "predicted_by" in batch:
             values = jnp.take_along_axis(values, batch["predicted_by"], axis=1)
         else:

@@ -41,7 +41,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             adapted = task.adapter is not None
             program = decoder._decode.lower(adapted, *given, limits)
             return measure(
-                topology.compiled(program),
+                topology.compile(program),
                 len(hardware.devices),
                 decoding.STEPS,
             )
@@ -83,7 +83,11 @@ def _arguments(planned, num_slots, num_tokens):
     )
     shapes = [k.shape[1:] for k, _ in kept]
     decoder = decoding.SlotDecoder(
-        task, shapes, kept[0][0].dtype, lambda text: None
+        task.policy,
+        task.using_weights,
+        shapes,
+        kept[0][0].dtype,
+        lambda text: None,
     )
     place = decoder.placement
     if num_slots % place.shards:

@@ -14,7 +14,7 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
         distribution: `keras.distribution.Distribution`.
         layers: int, those of the model.
         depths: tuple of one or two ints, the layers to compile.
-        compiled: function of a number of layers to a `Measured`.
+        compiled: function of a number of layers to a `Measurement`.
         **fields: further fields of `Plan`.
 
     Returns:
@@ -45,7 +45,7 @@ def measured(compiled, layers, depths):
         compiled, layers, depths: as in `assemble`.
 
     Returns:
-        `(Measured or None, refusal)`: a dict of the fields of a `Plan` that
+        `(Measurement or None, refusal)`: a dict of the fields of a `Plan` that
         say why the compiler refused.
     """
     try:

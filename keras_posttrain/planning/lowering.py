@@ -11,7 +11,7 @@ distribution = kpt.distribution.fsdp(devices=hardware.devices)
 with planned(task, distribution, remat="full") as whole:
     batch = whole.task.example_batch(16)
     lowered = whole.with_layers(2).lower(batch)
-    compiled = topology.compiled(lowered)
+    compiled = topology.compile(lowered)
 counts = hlo.count(compiled.as_text(), num_devices=16)
 counts.collectives, counts.flops, compiled.memory_analysis()
 ```
@@ -316,7 +316,7 @@ def _optimizer(task, variables):
     layouts = [sharding.layout_of(variable) for variable in variables]
     # Its scalars have values, which no planned device can hold.
     with _distribution(None), shapes_only():
-        optimizer = optimizers.renewed(task.optimizer)
+        optimizer = optimizers.unbuilt_copy(task.optimizer)
         shapes = [_shape_alone(*pair) for pair in zip(variables, layouts)]
         return optimizer, optimizers.build(optimizer, shapes)
 

@@ -54,7 +54,7 @@ def make_plan(
 
         def one(layers, others):
             lowered = every.with_layers(layers, others).lower(batch)
-            program = topology.compiled(lowered)
+            program = topology.compile(lowered)
             return measure(program, len(hardware.devices), trips)
 
         def compiled(layers):

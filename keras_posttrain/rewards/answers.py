@@ -1,4 +1,4 @@
-"""Rewards that compare a completion with the answer in a column."""
+"""Rewards that compare completions with the answers in a column."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from keras_posttrain.rewards.reward import Reward, completion_text
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerReward(Reward):
-    """1 where the completion's answer is that of a column, 0 elsewhere."""
+    """Base class for rewards of 1 for a correct answer and 0 for others."""
 
     column: str = "answer"
     extract: str | None = None
@@ -27,15 +27,13 @@ class _AnswerReward(Reward):
     def __call__(self, prompts=None, completions=None, **columns):
         answers = columns[self.column]
         return [
-            None if answer is None else self.compare(self.found(text), answer)
+            None
+            if answer is None
+            else self.compare(last_match(self.extract, text), answer)
             for text, answer in zip(
                 map(completion_text, completions), answers, strict=True
             )
         ]
-
-    def found(self, text):
-        """The part of a completion that is the answer, or `None`."""
-        return last_match(self.extract, text)
 
     def compare(self, text, answer):
         raise NotImplementedError
@@ -43,17 +41,17 @@ class _AnswerReward(Reward):
 
 @dataclasses.dataclass(frozen=True)
 class ExactMatchReward(_AnswerReward):
-    """1 for a completion that is the answer, 0 for any other.
+    """A reward of 1 for a completion equal to the answer, 0 for others.
 
-    Spaces at both ends do not count. `None` where the row has no answer.
+    Whitespace at both ends is ignored. `None` if the row has no answer.
 
     Args:
-        column: string, the column of the answers: strings, or numbers, or
-            lists of those that are accepted.
+        column: string, the column of the answers: strings, numbers, or lists
+            of accepted answers.
         extract: string, a regular expression whose last match in the
-            completion is its answer (its first group, where it has one), or
-            `None` for the whole text. No match earns 0.
-        ignore_case: bool.
+            completion is its answer (its first group, if it has one), or
+            `None` for the whole text. Without a match the reward is 0.
+        ignore_case: bool, whether to ignore upper and lower case.
 
     Example:
 
@@ -79,7 +77,7 @@ class ExactMatchReward(_AnswerReward):
 
 
 # Thousands with commas, decimals, powers of ten and simple fractions. A
-# hyphen after a word, a digit or a bracket is no sign.
+# hyphen after a word, a digit or a bracket is not a minus sign.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"(?<![\w).])(?P<sign>[-+]\s?)?[$€£]?(?P<top>(?:{_DIGITS})"
@@ -89,14 +87,14 @@ _NUMBER = re.compile(
 
 
 def last_number(text):
-    """The last number that a text states, as a float, or `None`.
+    """Parses the last number in a text.
 
     Args:
         text: string. `"1,234.5"`, `"-3"`, `"$5"`, `"2e-3"` and `"1/2"` are
-            numbers; the hyphen of `"17-25"` is no sign.
+            numbers; the hyphen of `"17-25"` is not a minus sign.
 
     Returns:
-        Float, or `None` where there is none or it is not finite.
+        Float, or `None` if there is no number or it is not finite.
     """
     matches = list(_NUMBER.finditer(str(text).replace("\u2212", "-")))
     if not matches:
@@ -119,21 +117,22 @@ def _read(digits):
 
 @dataclasses.dataclass(frozen=True)
 class NumericReward(_AnswerReward):
-    """1 where the last number of the completion is that of the answer.
+    """A reward of 1 if a completion's last number is the answer, else 0.
 
-    `None` where the row has no answer or no number in it, so that GSM8K's
-    answers, whose last number follows `####`, can be used as they are.
-    Numbers are compared in double precision: `|x - answer| <= tolerance +
+    `None` if the row has no answer or its answer contains no number. GSM8K's
+    answers, whose last number follows `####`, need no preparation. Numbers
+    are compared in double precision: `|x - answer| <= tolerance +
     relative_tolerance * |answer|`.
 
     Args:
-        column: string, the column of the answers: numbers, or strings whose
-            last number counts.
-        extract: string, a regular expression whose last match the number is
-            looked for in (its first group, where it has one), or `None` for
-            the whole text. No match earns 0.
-        tolerance: float, the largest difference.
-        relative_tolerance: float, in shares of the answer.
+        column: string, the column of the answers: numbers, or strings, of
+            which the last number is used.
+        extract: string, a regular expression whose last match contains the
+            number (its first group, if it has one), or `None` for the whole
+            text. Without a match the reward is 0.
+        tolerance: float, the largest absolute difference.
+        relative_tolerance: float, the largest difference relative to the
+            answer.
 
     Example:
 
@@ -169,22 +168,22 @@ class NumericReward(_AnswerReward):
 
 @dataclasses.dataclass(frozen=True)
 class MathReward(_AnswerReward):
-    r"""1 where the completion states a formula equal to the answer.
+    r"""A reward of 1 for a formula equal to the answer, 0 for others.
 
     `\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `x + 1` and `1 + x`.
-    Needs the package `math-verify`: `pip install keras_posttrain[math]`.
-    `None` where the row has no answer or none that can be read.
+    This needs the package `math-verify`: `pip install keras_posttrain[math]`.
+    `None` if the row has no answer or its answer cannot be parsed.
 
-    A formula that takes long to compare earns 0 after five seconds where
-    rewards run in the main thread, that is without a `timeout`; with one,
-    the `timeout` alone ends it.
+    Without a `timeout`, rewards run in the main thread, and a formula that
+    takes more than five seconds to compare gets 0. With a `timeout`, only
+    that ends the comparison.
 
     Args:
         column: string, the column of the answers: strings such as
             `"\\frac{1}{2}"`, with or without `$`, or numbers.
         extract: string, a regular expression whose last match holds the
-            formula (its first group, where it has one), or `None` for the
-            whole text. No match earns 0.
+            formula (its first group, if it has one), or `None` for the whole
+            text. Without a match the reward is 0.
 
     Example:
 
@@ -203,9 +202,10 @@ class MathReward(_AnswerReward):
             )
 
     def compare(self, text, answer):
+        # An optional dependency.
         import math_verify
 
-        # Its limits are signals, which only the main thread can have.
+        # Its time limits are signals, which only the main thread receives.
         main = threading.current_thread() is threading.main_thread()
         seconds = 5 if main else None
         parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
@@ -214,21 +214,21 @@ class MathReward(_AnswerReward):
             return None
         if text is None:
             return 0.0
-        found = parse(_as_formula(text) if self.extract else text)
+        parsed = parse(_as_formula(text) if self.extract else text)
         return float(
-            math_verify.verify(expected, found, timeout_seconds=seconds)
+            math_verify.verify(expected, parsed, timeout_seconds=seconds)
         )
 
 
 def _as_formula(text):
-    """Marks a bare formula as one, so that all of it is read."""
+    """Adds `$` around a bare formula, so that all of it is parsed."""
     is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
     has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
     return text if is_marked or has_words else f"${text}$"
 
 
 def check_pattern(name, pattern):
-    """Raises a `ValueError` for what is no regular expression."""
+    """Raises a `ValueError` if a value is not a regular expression."""
     if pattern is None:
         return
     try:
@@ -241,7 +241,7 @@ def check_pattern(name, pattern):
 
 
 def last_match(pattern, text):
-    """The last match, or its first group; all of the text for `None`."""
+    """Returns the last match or its first group, the text for `None`."""
     if pattern is None:
         return text
     matches = list(re.finditer(pattern, text, re.DOTALL))

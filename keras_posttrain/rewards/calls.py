@@ -1,4 +1,4 @@
-"""Calls of user code with a limit of time, sync or async."""
+"""Calls of user functions, sync or async, with a time limit."""
 
 import asyncio
 import concurrent.futures
@@ -10,7 +10,7 @@ import keras
 
 from keras_posttrain.rewards import reward
 
-# How long an event loop may take to say that a call is cancelled, in seconds.
+# Seconds in which an event loop must report that a call is cancelled.
 GRACE = 1.0
 
 
@@ -19,13 +19,13 @@ class OutOfTime(Exception):
 
 
 class Call:
-    """A call under way, or done.
+    """A call that is running or done.
 
-    Async functions run in an event loop of a thread of ours, the same one
-    for all calls, so that a client or a lock outlives a batch. Sync functions
-    are done when this returns. They run in the calling thread without a
-    limit, in a thread of their own with one: Python cannot end a thread, so
-    that one that never returns goes on in the background.
+    All async functions run in one event loop in a background thread, so that
+    a client or a lock can be used in several batches. Sync functions are done
+    when the constructor returns. Without a time limit they run in the calling
+    thread, with one in a new thread: Python cannot end a thread, so a function
+    that never returns keeps running in the background.
 
     Args:
         function: callable.
@@ -42,7 +42,7 @@ class Call:
         else:
             self._future = _call(function, values, timeout)
             if self._future.done() and not self._future.exception():
-                # An object that is called like a function may be async too.
+                # The `__call__` of an object may be async too.
                 result = self._future.result()
                 if inspect.isawaitable(result):
                     self._future = _submit(result, timeout)
@@ -52,7 +52,7 @@ class Call:
         self.seconds = time.perf_counter() - self._start
 
     def result(self):
-        """What the function returned; raises what it raised or OutOfTime."""
+        """Returns the result, or raises the function's error or OutOfTime."""
         left = None
         if self._timeout is not None:
             passed = time.perf_counter() - self._start
@@ -61,8 +61,8 @@ class Call:
             return self._future.result(left)
         except concurrent.futures.TimeoutError:
             if self._future.done():
-                raise  # the function's own
-            # Something blocks the event loop: the next call gets another.
+                raise  # The function raised it.
+            # A call blocks the event loop, so the next one gets a new loop.
             _forget_loop()
             raise OutOfTime from None
 
@@ -71,7 +71,7 @@ class Call:
 
 
 def _call(function, values, timeout):
-    """A finished future of a sync call."""
+    """Runs a sync call; returns a finished future."""
     future = concurrent.futures.Future()
     if timeout is None:
         try:
@@ -83,7 +83,7 @@ def _call(function, values, timeout):
 
     def work():
         try:
-            # Keras keeps the distribution by thread.
+            # Keras's distribution is thread-local.
             if distribution is not None:
                 with distribution.scope():
                     future.set_result(function(**values))
@@ -96,7 +96,8 @@ def _call(function, values, timeout):
     try:
         future.exception(timeout)
     except concurrent.futures.TimeoutError:
-        future = concurrent.futures.Future()  # the other may still be set
+        # The thread may still set the first future.
+        future = concurrent.futures.Future()
         future.set_exception(OutOfTime())
     return future
 

@@ -1,4 +1,4 @@
-"""Rewards for the form of a completion."""
+"""Rewards for the format of a completion."""
 
 import dataclasses
 import re
@@ -9,12 +9,12 @@ from keras_posttrain.rewards.reward import Reward, completion_text
 
 @dataclasses.dataclass(frozen=True)
 class RegexReward(Reward):
-    """1 for a completion that a regular expression matches, 0 for others.
+    """A reward of 1 if a regular expression matches, 0 otherwise.
 
     Args:
-        pattern: string; `.` matches line ends too.
-        full: bool, whether the whole completion must match; a match
-            anywhere in it will do otherwise.
+        pattern: string, a regular expression; `.` also matches newlines.
+        full: bool, whether the whole completion must match instead of any
+            part of it.
 
     Example:
 
@@ -32,7 +32,7 @@ class RegexReward(Reward):
         if not self.pattern:
             raise ValueError(
                 "`pattern` must be a regular expression. Received: "
-                f"pattern={self.pattern!r}, which says nothing."
+                f"pattern={self.pattern!r}."
             )
 
     def __call__(self, prompts=None, completions=None, **columns):
@@ -45,16 +45,16 @@ class RegexReward(Reward):
 
 @dataclasses.dataclass(frozen=True)
 class ThinkFormatReward(Reward):
-    """1 for a completion that thinks first, in `<think>` and `</think>`.
+    """A reward of 1 for reasoning in `<think>` and `</think>`, else 0.
 
-    The completion starts with `<think>`, which it has once, and ends the
-    thoughts with `</think>`, as TRL's `think_format_reward` wants it.
+    The completion must start with `<think>`, contain it once, and contain
+    `</think>`, as in TRL's `think_format_reward`.
 
     Args:
         answer: bool, whether the rest must be one `<answer>…</answer>`, with
-            nothing but space around it.
-        opened: bool, whether the chat template has written `<think>` at the
-            end of the prompt, so that the completion starts within.
+            only whitespace around it.
+        opened: bool, whether the chat template adds `<think>` to the end of
+            the prompt, so that the completion starts inside it.
 
     Example:
 

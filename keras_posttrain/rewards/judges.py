@@ -1,4 +1,4 @@
-"""Rewards that another model gives."""
+"""Rewards from other models."""
 
 import asyncio
 import concurrent.futures
@@ -35,21 +35,22 @@ line with the grade alone, from {low} (useless) to {high} (perfect)."""
 
 @dataclasses.dataclass(frozen=True)
 class JudgeReward(Reward):
-    """The grade that a language model of the user's gives, from 0 to 1.
+    """A grade from 0 to 1 that another language model gives.
 
     The last number of the reply is the grade, scaled from `low … high` to
-    `0 … 1`. A reply without one, or with one outside, is `None`: not judged.
+    `0 … 1`. A reply without a number in this range gives `None`, no score.
 
     Args:
-        ask: function of a text that returns the reply, async or not: a call
-            of an API, with a time limit of its own. Sync ones run in threads.
+        ask: function from the text of a question to the reply, sync or async,
+            such as a call of an API, with its own time limit. Sync functions
+            run in threads.
         template: string with `{prompt}`, `{completion}`, `{low}`, `{high}`
             and the names of columns in braces; other braces are doubled.
         low, high: numbers, the ends of the scale.
         grade: string, a regular expression whose last match in the reply
-            holds the grade (its first group, where it has one), or `None`
-            for all of the reply.
-        max_concurrency: int, the most questions at a time.
+            contains the grade (its first group, if it has one), or `None`
+            for the whole reply.
+        max_concurrency: int, the largest number of concurrent questions.
 
     Example:
 
@@ -91,12 +92,12 @@ class JudgeReward(Reward):
     async def __call__(self, prompts=None, completions=None, **columns):
         scale = {"low": self.low, "high": self.high}
         texts = render(self.template, prompts, completions, columns, scale)
-        places = asyncio.Semaphore(self.max_concurrency)
+        semaphore = asyncio.Semaphore(self.max_concurrency)
         threads = concurrent.futures.ThreadPoolExecutor(self.max_concurrency)
         loop = asyncio.get_running_loop()
 
-        async def judge(text):
-            async with places:
+        async def grade(text):
+            async with semaphore:
                 if reward.is_async(self.ask):
                     return self._scaled(await self.ask(text))
                 reply = await loop.run_in_executor(threads, self.ask, text)
@@ -104,11 +105,11 @@ class JudgeReward(Reward):
                     reply = await reply
             return self._scaled(reply)
 
-        tasks = [asyncio.create_task(judge(text)) for text in texts]
+        tasks = [asyncio.create_task(grade(text)) for text in texts]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            # Where one fails, the rest need not be asked.
+            # After an error the others need not be asked.
             for task in tasks:
                 task.cancel()
             threads.shutdown(wait=False, cancel_futures=True)
@@ -128,21 +129,21 @@ class JudgeReward(Reward):
 
 @dataclasses.dataclass(frozen=True)
 class ModelReward(Reward):
-    """The score that a model gives to prompt and completion.
+    """The score of a reward model or classifier.
 
     Args:
-        model: an object whose `score(rows)` gives a number for each row, a
+        model: an object whose `score(rows)` returns a number for each row, a
             dict with `prompt` and `completion`, such as a `RewardTask`; or
             a KerasHub `TextClassifier` with a preprocessor, such as a
             `RobertaTextClassifier`.
         label: int, the class whose logit is the score; not needed for a
             classifier with one class.
-        template: string, the text that a classifier reads.
-        batch_size: int, texts at a time, for a classifier.
+        template: string, the classifier's input text, as in `JudgeReward`.
+        batch_size: int, the batch size of a classifier.
 
     Raises:
         ValueError: when called with a text that is longer than the
-            classifier's `sequence_length`, which would be cut.
+            classifier's `sequence_length`, which would truncate it.
 
     Example:
 
@@ -208,7 +209,7 @@ class ModelReward(Reward):
             return [float(score) for score in self.model.score(rows)]
         texts = render(self.template, prompts, completions, columns)
         self._check_lengths(texts)
-        # A last batch of another size would be compiled anew.
+        # Padded, as a last batch of another size would be compiled again.
         short = -len(texts) % self.batch_size
         logits = self.model.predict(
             texts + [""] * short, batch_size=self.batch_size, verbose=0
@@ -218,19 +219,19 @@ class ModelReward(Reward):
     def _check_lengths(self, texts):
         preprocessor = self.model.preprocessor
         for i, text in enumerate(texts):
-            # The start and the end token are added to these.
+            # The preprocessor adds a start and an end token.
             count = len(preprocessor.tokenizer(text)) + 2
             if count > preprocessor.sequence_length:
                 raise ValueError(
                     "Texts must fit into the classifier's sequence_length, "
                     f"{preprocessor.sequence_length}, or their ends would not "
-                    f"be judged. Received: {count} tokens for completion {i}. "
+                    f"be scored. Received: {count} tokens for completion {i}. "
                     "Set `model.preprocessor.sequence_length`, or limit the "
                     "completions."
                 )
 
 
-# What a template calls a prompt, a completion and other arguments.
+# Fields of a template whose argument is in the plural.
 _SINGULAR = {"prompt": "prompts", "completion": "completions"}
 
 
@@ -240,31 +241,31 @@ def _fields(template):
 
 
 def check_template(template):
-    """Raises a `ValueError` for what cannot be filled in."""
+    """Raises a `ValueError` for a template that cannot be filled in."""
     try:
         fields = _fields(template)
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`template` must be a string with names in braces; other braces "
-            f"are doubled. Received: template={template!r} ({error})."
+            f"must be doubled. Received: template={template!r} ({error})."
         ) from None
     wrong = [field for field in fields if not field.isidentifier()]
     if wrong or "completion" not in fields:
         raise ValueError(
             "`template` must have `{completion}`, and in braces nothing but "
-            "names; other braces are doubled. Received: "
+            "names; other braces must be doubled. Received: "
             f"template={template!r}."
         )
 
 
 def needed(template, known=()):
-    """The arguments of a reward that a template has the fields of."""
+    """Returns the names of a reward's arguments that a template uses."""
     fields = dict.fromkeys(_fields(template))
     return tuple(_SINGULAR.get(f, f) for f in fields if f not in known)
 
 
 def render(template, prompts, completions, columns, known=None):
-    """The template filled in for each completion."""
+    """Fills in the template for each completion."""
     fields = [f for f in dict.fromkeys(_fields(template)) if f != "completion"]
     texts = []
     for i, completion in enumerate(completions):

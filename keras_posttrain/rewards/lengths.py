@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion in tokens, and for repetition."""
+"""Rewards for the length of completions, and for repetition."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from keras_posttrain.rewards.reward import Reward
 
 
 class _TokenReward(Reward):
-    """A reward of the tokens of each completion alone."""
+    """Base class for rewards that depend on a completion's tokens only."""
 
     @property
     def needs(self):
@@ -23,11 +23,11 @@ class _TokenReward(Reward):
 
 @dataclasses.dataclass(frozen=True)
 class LengthReward(_TokenReward):
-    """1 for a completion whose length is within bounds, 0 for others.
+    """A reward of 1 for a completion with a length in a range, else 0.
 
     Args:
-        minimum: int, the fewest tokens.
-        maximum: int, the most tokens, or `None`.
+        minimum: int, the smallest number of tokens.
+        maximum: int, the largest number of tokens, or `None`.
 
     Example:
 
@@ -52,13 +52,13 @@ class LengthReward(_TokenReward):
 
 @dataclasses.dataclass(frozen=True)
 class SoftOverlongReward(_TokenReward):
-    """A penalty for completions close to the longest that there can be.
+    """A penalty for completions close to the maximum length.
 
-    0 up to `max_completion_length - buffer` tokens, from there linearly down
-    to `max_penalty` at `max_completion_length`, and no lower beyond it. The
-    paper has 20480 tokens, a buffer of 4096 and a penalty of -1. Lengths are
-    tokens, and the penalty has a floor, as in the paper and in TRL; Tunix
-    counts characters and goes on falling.
+    The reward is 0 up to `max_completion_length - buffer` tokens, falls
+    linearly to `max_penalty` at `max_completion_length`, and stays there. The
+    paper uses 20480 tokens, a buffer of 4096 and a penalty of -1. As in the
+    paper and in TRL, the length is in tokens and the penalty is bounded; in
+    Tunix the length is in characters and the penalty unbounded.
 
     Args:
         max_completion_length: int, tokens.
@@ -94,17 +94,17 @@ class SoftOverlongReward(_TokenReward):
     def score(self, ids):
         start = self.max_completion_length - self.buffer
         share = (len(ids) - start) / self.buffer
-        # Plus 0.0, which makes a 0 of minus 0.
+        # Adding 0.0 turns -0.0 into 0.0.
         return self.max_penalty * min(max(share, 0.0), 1.0) + 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RepetitionReward(_TokenReward):
-    """A penalty for tokens that come again in the same order.
+    """A penalty for repeated n-grams of tokens.
 
-    `max_penalty * (1 - distinct / all)` over the n-grams of the tokens; 0
-    for fewer tokens than an n-gram has. The paper has words where this has
-    tokens, as TRL does.
+    The reward is `max_penalty * (1 - distinct / total)` over the n-grams, and
+    0 if there are fewer tokens than an n-gram has. The paper and TRL use words
+    instead of tokens.
 
     Args:
         ngram_size: int, tokens.
@@ -140,20 +140,20 @@ class RepetitionReward(_TokenReward):
 
 @dataclasses.dataclass(frozen=True)
 class CosineLengthReward(Reward):
-    """Makes right answers earn less, and wrong ones more, the longer they are.
+    """A cosine length reward: longer right answers get less, wrong ones more.
 
-    The reward goes along half a cosine from the value at 0 tokens to the one
-    at `max_completion_length`, and stays there beyond it: short right answers
-    earn most, and a wrong one is better long, having tried. The paper takes
-    2 to 1 and -10 to 0, and -10 beyond the length; the defaults are TRL's.
+    The reward follows half a cosine from its value at 0 tokens to its value
+    at `max_completion_length`, and is constant beyond it. Short right answers
+    get the most, and of wrong answers the long ones. The paper uses 2 to 1
+    and -10 to 0, and -10 beyond the length; the defaults are TRL's.
 
     Args:
-        correct: reward function that says what is right: a reward above 0 is,
-            `None` is not judged here either. Not async.
+        correct: reward function, not async. An answer is right if its reward
+            is above 0; `None` gives `None` here as well.
         max_completion_length: int, tokens.
-        right: pair of floats, the rewards of a right answer of no length and
-            of the full length.
-        wrong: pair of floats, those of a wrong one.
+        right: pair of floats, the rewards of a right answer with 0 tokens and
+            with `max_completion_length` tokens.
+        wrong: pair of floats, the same for a wrong answer.
 
     Reference:
         - [Yeo et al., 2025](https://arxiv.org/abs/2502.03373).
@@ -202,10 +202,10 @@ class CosineLengthReward(Reward):
             "completion_ids": completion_ids,
             **columns,
         }
-        judged = self.correct(**reward.arguments(self.correct).choose(values))
+        scores = self.correct(**reward.arguments(self.correct).choose(values))
         return [
             None if right is None else self._score(right > 0, len(ids))
-            for right, ids in zip(judged, completion_ids, strict=True)
+            for right, ids in zip(scores, completion_ids, strict=True)
         ]
 
     def _score(self, is_right, length):
@@ -215,7 +215,7 @@ class CosineLengthReward(Reward):
 
 
 def check_count(name, value, least):
-    """Raises a `ValueError` for what is no int of at least `least`."""
+    """Raises a `ValueError` unless a value is an int of at least `least`."""
     is_int = isinstance(value, numbers.Integral)
     if isinstance(value, bool) or not is_int or value < least:
         raise ValueError(
@@ -225,7 +225,7 @@ def check_count(name, value, least):
 
 
 def check_penalty(value):
-    """Raises a `ValueError` for what is no finite number of at most 0."""
+    """Raises a `ValueError` unless a value is finite and at most 0."""
     if not (math.isfinite(value) and value <= 0):
         raise ValueError(
             "`max_penalty` must be a finite number of at most 0. Received: "

@@ -1,19 +1,19 @@
-"""What a reward function returned, as float32 with NaN for `None`."""
+"""Conversion of a reward function's result to float32."""
 
 import numbers
 
 import numpy as np
 
-# The most characters of a value in an error.
+# The most characters of a value that an error shows.
 SHOWN = 80
 
 
 class WrongResult(Exception):
-    """A result that is no list with an entry for each completion."""
+    """A result that is not a list with an entry for each completion."""
 
 
 def to_floats(result, count):
-    """Rewards as float32 with NaN for None, and the wrong ones."""
+    """Returns rewards as float32, NaN for `None`, and the invalid ones."""
     is_array = hasattr(result, "__array__") and np.ndim(result) == 1
     if not is_array and not isinstance(result, (list, tuple)):
         shown = " ".join(repr(result).split())[:SHOWN]
@@ -21,20 +21,20 @@ def to_floats(result, count):
     if len(result) != count:
         raise WrongResult(f"{len(result)} rewards")
     column = np.full(count, np.nan, "float32")
-    wrong = []
+    invalid = []
     for i, value in enumerate(result):
         if value is None:
             continue
         number = to_float(value)
         if number is None:
-            wrong.append((i, value))
+            invalid.append((i, value))
         else:
             column[i] = number
-    return column, wrong
+    return column, invalid
 
 
 def to_float(value):
-    """A finite float32, or `None`; numbers in strings are none."""
+    """Converts a value to a finite float32; `None` if it is no number."""
     is_scalar = hasattr(value, "__array__") and np.ndim(value) == 0
     if not isinstance(value, numbers.Real) and not is_scalar:
         return None

@@ -1,4 +1,4 @@
-"""What a reward function is: which arguments it takes, and its name."""
+"""The base class of rewards; arguments and names of reward functions."""
 
 import dataclasses
 import difflib
@@ -6,25 +6,26 @@ import functools
 import inspect
 import re
 
-# What a batch of completions always has; all else are columns of the rows.
+# The arguments of every batch; all others are columns of the rows.
 GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids")
 
 
 class Reward:
-    """A reward with settings; a plain function will do as well.
+    """Base class for rewards with settings.
 
-    A reward function is called once for a whole batch of completions, with
-    keywords: those of `prompts`, `completions`, `prompt_ids`,
-    `completion_ids` and the columns of the rows that it names, all of them
-    where it takes `**columns`. It may be `async`. It returns a number for
-    each completion, `None` for one that it does not judge.
+    A plain function can be a reward too. A reward function is called once for
+    a whole batch of completions, with keyword arguments: those of `prompts`,
+    `completions`, `prompt_ids`, `completion_ids` and the columns of the rows
+    that its signature names, or all of them if it takes `**columns`. It may be
+    `async`. It returns a number for each completion, or `None` for one that it
+    does not score.
 
-    Subclasses define `__call__`, which takes `**columns`, and `needs` where
-    they cannot do without certain arguments.
+    Subclasses define `__call__`, which takes `**columns`, and `needs` if they
+    require certain arguments.
 
     Call arguments:
         prompts: list of the rows' prompts, each a string or messages.
-        completions: list of the sampled texts; of prompts that are messages
+        completions: list of the sampled texts; for prompts that are messages,
             each is a list of messages as well.
         prompt_ids, completion_ids: lists of lists of ints, the tokens.
         **columns: lists, the other columns of the rows.
@@ -44,7 +45,7 @@ class Reward:
 
     @property
     def needs(self):
-        """Names of the arguments that must be there."""
+        """Tuple of strings, the names of the required arguments."""
         return ("completions",)
 
     def __call__(self, prompts=None, completions=None, **columns):
@@ -53,7 +54,7 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The names of what a function takes.
+    """The names of a function's arguments.
 
     Args:
         required: tuple of strings.
@@ -66,13 +67,13 @@ class Arguments:
     rest: bool = False
 
     def choose(self, values):
-        """Those of a dict of values that the function is called with."""
+        """Selects the arguments of the function from a dict of values."""
         named = (*self.required, *self.optional)
         return {k: v for k, v in values.items() if self.rest or k in named}
 
 
 def arguments(function):
-    """The `Arguments` of a reward function, or a `ValueError`."""
+    """Reads the `Arguments` of a reward function; may raise `ValueError`."""
     if isinstance(function, Reward):
         return Arguments(tuple(function.needs), rest=True)
     try:
@@ -103,7 +104,7 @@ def arguments(function):
 
 
 def name(function):
-    """The name of a reward in metrics and errors."""
+    """Returns the name of a reward in metrics and errors."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, Reward):
@@ -113,7 +114,7 @@ def name(function):
 
 
 def names(functions):
-    """A name for each reward; the second of a name is given `_2`, and on."""
+    """Returns unique names of rewards; a second `correct` is `correct_2`."""
     given = []
     for function in functions:
         base = unique = name(function)
@@ -126,7 +127,7 @@ def names(functions):
 
 
 def is_async(function):
-    """Whether calling it gives an awaitable."""
+    """Returns `True` if a call of the function returns an awaitable."""
     while isinstance(function, functools.partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004
@@ -136,7 +137,7 @@ def is_async(function):
 
 
 def check_function(function, label, columns, where):
-    """Raises a `ValueError` where a reward cannot be called on such rows."""
+    """Raises a `ValueError` if a reward cannot be called on the columns."""
     check_callable(function)
     known = (*GIVEN, *columns)
     for column in arguments(function).required:
@@ -152,7 +153,7 @@ def check_function(function, label, columns, where):
 
 
 def check_callable(function, what="A reward"):
-    """Raises a `ValueError` for what is no function, or a class of them."""
+    """Raises a `ValueError` for a class or an object without a call."""
     if isinstance(function, type):
         raise ValueError(
             f"{what} must be a function or an object that can be called. "
@@ -167,14 +168,14 @@ def check_callable(function, what="A reward"):
 
 
 def completion_text(completion):
-    """The text of a completion, or of the last message of one.
+    """Returns the text of a completion, or of its last message.
 
     Args:
         completion: string, or a list of messages, whose `"content"` is a
             string or a list of parts.
 
     Returns:
-        String; empty where there is no message or no content.
+        String, empty if there is no message or no content.
 
     Example:
 
@@ -190,7 +191,7 @@ def completion_text(completion):
 
 
 def readable(value):
-    """A prompt, a completion or any other column as one text."""
+    """Converts a prompt, a completion or another column to text."""
     if isinstance(value, (list, tuple)) and all(
         isinstance(message, dict) and "role" in message for message in value
     ):

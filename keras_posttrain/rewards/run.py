@@ -1,4 +1,4 @@
-"""All rewards of a batch: called, checked, and what failed told."""
+"""Calls and checks a batch's reward functions and reports failures."""
 
 import numbers
 
@@ -11,20 +11,20 @@ ON_ERROR = ("raise", "skip")
 
 
 def check_rewards(functions, column_names, where="the dataset"):
-    """Checks before the first rollout that rewards can be called.
+    """Checks that rewards can be called, before the first rollout.
 
     Args:
         functions: list of reward functions.
         column_names: names of the columns of the rows.
-        where: string, what to call the rows in errors.
+        where: string, the name of the rows in errors.
 
     Returns:
         List of strings, a name for each reward in metrics: its `__name__`,
-        with `_2` and so on where two would be the same.
+        with `_2` and so on if several have the same name.
 
     Raises:
-        ValueError: there is no reward, one is no function, or one needs a
-            column that is not there.
+        ValueError: if there is no reward, one is not a function, or one
+            needs a column that is missing.
 
     Example:
 
@@ -45,8 +45,8 @@ def check_rewards(functions, column_names, where="the dataset"):
     for column in ("prompts", "completions", "completion_ids"):
         if column in columns:
             raise ValueError(
-                f"Rows must have no column {column!r}: rewards get what was "
-                f"sampled under that name. Received: {where} with "
+                f"Rows must have no column {column!r}: rewards get the "
+                f"samples under that name. Received: {where} with "
                 f"columns={columns}. Rename the column."
             )
     names = reward.names(functions)
@@ -69,39 +69,40 @@ def run_rewards(
 ):
     """Calls every reward once for a whole batch of completions.
 
-    Async functions run side by side while the sync ones run in turn. To name
-    the row that an exception or a time-out came from, a failing function is
-    called again on parts of the batch, unless `on_error="skip"`.
+    Async functions run concurrently while the sync ones run one by one. A
+    function that fails is called again on parts of the batch to find the row
+    that causes the error, unless `on_error="skip"`.
 
     Args:
         functions: list of reward functions, see `Reward`.
-        prompts: list of strings or messages, one a completion.
+        prompts: list of strings or messages, one per completion.
         completions: list of strings or messages.
         columns: dict of lists, the other columns of the rows, or `None`.
         prompt_ids, completion_ids: lists of lists of ints, or `None`.
         rows: list of ints, the dataset row of each completion for errors, or
             `None`.
-        timeout: float, seconds that a call of a function may take, or
-            `None`. A sync function with a limit runs in a thread; one that
-            never returns cannot be ended there, but the run goes on without
-            it or stops with an error. An async function that blocks its
-            event loop holds up the other async ones.
-        on_error: `"raise"`, or `"skip"`: an exception, a time-out or a wrong
-            number of rewards leaves out the function's rewards of the batch,
-            a reward that is no finite number this one.
+        timeout: float, the time limit in seconds of a function's call, or
+            `None`. A sync function with a limit runs in a thread. If it never
+            returns, the thread cannot be ended, but the run continues without
+            its rewards or stops with an error. An async function that blocks
+            the event loop delays the other async ones.
+        on_error: `"raise"`, or `"skip"`. On an exception, a timeout or a
+            wrong number of rewards, `"skip"` leaves out the function's
+            rewards of the batch; a reward that is not a finite number is
+            left out alone.
 
     Returns:
         Tuple `(rewards, report)`: a float32 array of shape
-        `(completions, functions)`, NaN where a function did not judge or was
-        skipped, and a dict by name of dicts with `seconds`, `not_judged` and
-        `skipped` (numbers of completions), and `error` (the first message,
-        or `None`).
+        `(completions, functions)`, NaN for completions that a function did
+        not score or that were skipped, and a dict by name of dicts with
+        `seconds`, `not_judged` and `skipped` (numbers of completions), and
+        `error` (the first message, or `None`).
 
     Raises:
-        ValueError: a function raised, or returned something else than a
+        ValueError: if a function raises an exception, or does not return a
             finite number or `None` for each completion; the message names
             the function and the row.
-        TimeoutError: a function ran out of time.
+        TimeoutError: if a function exceeds the time limit.
 
     Example:
 
@@ -125,7 +126,7 @@ def run_rewards(
         return rewards, report
     calls = {}
     try:
-        # Async ones first: they wait for others while the sync ones work.
+        # Async functions first, as they run while the sync ones do.
         for i in sorted(
             range(len(names)), key=lambda i: not reward.is_async(functions[i])
         ):
@@ -143,13 +144,13 @@ def run_rewards(
 
 
 class Batch:
-    """What rewards are called on, and how its rows are named in errors."""
+    """The arguments of rewards, and the descriptions of rows in errors."""
 
     def __init__(self, prompts, completions, columns, prompt_ids, ids, rows):
         given = zip(reward.GIVEN, (prompts, completions, prompt_ids, ids))
         self.size = len(completions)
         self.values = {k: v for k, v in given if v is not None}
-        # Prompts of tokenised rows are a column as well.
+        # Tokenised rows have prompts as a column as well.
         self.values = {**(columns or {}), **self.values}
         self.rows = rows
         for name, value in (*self.values.items(), ("rows", rows)):
@@ -160,7 +161,7 @@ class Batch:
                 )
 
     def choose(self, function, name, part=None):
-        """The keyword arguments of a function, on a slice of the batch."""
+        """Returns a function's arguments, for a slice of the batch."""
         arguments = reward.arguments(function)
         for needed in arguments.required:
             if needed not in self.values:
@@ -174,7 +175,7 @@ class Batch:
         return {k: v[part] for k, v in values.items()}
 
     def describe(self, index):
-        """A completion in words: its place, its row and how it starts."""
+        """Describes a completion: its index, its row and its first words."""
         row = "" if self.rows is None else f" (dataset row {self.rows[index]})"
         return (
             f"completion {index} of {self.size}{row}, "
@@ -219,10 +220,10 @@ def check_settings(timeout, on_error):
 
 
 def _collect(call, function, name, batch, timeout, on_error):
-    """A function's rewards of the batch, and its entry of the report."""
+    """Returns a function's rewards and its entry of the report."""
     try:
         result = call.result()
-        column, wrong = results.to_floats(result, batch.size)
+        column, invalid = results.to_floats(result, batch.size)
     except Exception as error:
         message = _whole_batch_message(error, name, batch, timeout)
         if on_error == "raise":
@@ -232,8 +233,8 @@ def _collect(call, function, name, batch, timeout, on_error):
         skipped = np.full(batch.size, np.nan, "float32")
         return skipped, _entry(call.seconds, 0, batch.size, message)
     message = None
-    if wrong:
-        index, value = wrong[0]
+    if invalid:
+        index, value = invalid[0]
         message = (
             f"The reward function {name!r} must return a finite number or "
             f"None for each completion. Received: {value!r} for "
@@ -241,8 +242,8 @@ def _collect(call, function, name, batch, timeout, on_error):
         )
         if on_error == "raise":
             raise ValueError(message + _ADVICE)
-    not_judged = int(np.isnan(column).sum()) - len(wrong)
-    return column, _entry(call.seconds, not_judged, len(wrong), message)
+    not_judged = int(np.isnan(column).sum()) - len(invalid)
+    return column, _entry(call.seconds, not_judged, len(invalid), message)
 
 
 _ADVICE = ' Correct the function, or leave such rewards out: on_error="skip".'
@@ -266,10 +267,10 @@ def _whole_batch_message(error, name, batch, timeout):
 
 
 def _culprit(error, function, name, batch, timeout):
-    """Finds the completion that fails alone, by halving, and describes it.
+    """Finds a failing completion by bisection, and describes it.
 
-    Parts get their share of the limit, so that looking for what takes too
-    long takes no longer than the limit.
+    The time limit of a part is in proportion to its size, so that the search
+    after a timeout takes no longer than the limit.
     """
     if isinstance(error, results.WrongResult):
         return f"The first is {batch.describe(0)}."
@@ -297,5 +298,5 @@ def _culprit(error, function, name, batch, timeout):
         )
     share = ""
     if late and batch.size > 1:
-        share = f" (past its share of {timeout / batch.size:.3g} s)"
+        share = f" (longer than its share of {timeout / batch.size:.3g} s)"
     return f"It fails{share} on {batch.describe(low)}."

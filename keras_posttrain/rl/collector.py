@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
+from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
-from keras_posttrain.rl.batches import Sampled
 from keras_posttrain.rl.sampling import Sampler, request_seed
 from keras_posttrain.rl.trajectory import length_metrics
 
@@ -139,7 +139,7 @@ class Collector:
         sampling: `Sampling`.
         scoring: `Scoring`.
         tokenizer: `Tokenizer` or `None`.
-        layout: the layout of the batch of one step, `rl/batches.py`.
+        layout: `BatchLayout` of the batch of one step.
         forward: `ForwardPass`.
         order: `PromptOrder`.
         seed: int, of the samples.
@@ -218,7 +218,7 @@ class Collector:
         groups = round.groups
         rewards = np.concatenate([g.rewards for g in groups])
         trajectories = [t for g in groups for t in g.trajectories]
-        batches = self.layout.batches(list(sequences(groups)))
+        batches = self.layout.minibatches(list(map(sequences, groups)))
         advantages = self._fill(batches, trajectories, rewards)
         metrics = self._metrics(round.sampled)
         metrics |= round.sampler.seconds | round.metrics
@@ -293,18 +293,14 @@ class Collector:
         }
 
 
-def sequences(groups):
-    """Yields the trajectories of groups as sequences of a batch."""
-    for g, group in enumerate(groups):
-        prompt = np.array(group.prompt.token_ids, np.int32)
-        for trajectory in group.trajectories:
-            yield Sampled(
-                g,
-                prompt,
-                trajectory.token_ids,
-                trajectory.mask,
-                group.prompt.row,
-            )
+def sequences(group):
+    """The trajectories of a group as sequences of a batch."""
+    return Group.of_completions(
+        np.array(group.prompt.token_ids, np.int32),
+        [t.token_ids for t in group.trajectories],
+        [t.mask for t in group.trajectories],
+        group.prompt.row,
+    )
 
 
 def has_equal_rewards(group, weights):

@@ -1,4 +1,4 @@
-"""Samples that go on across updates of the weights."""
+"""Samples that are interrupted by updates of the weights and resumed."""
 
 import collections
 import dataclasses
@@ -9,34 +9,35 @@ from keras_posttrain.rollout.rollout import Completion
 
 
 def generate_whole(engine, requests, wait):
-    """Samples to their end, through interruptions.
+    """Samples complete completions, resuming them after interruptions.
 
-    A sample that was interrupted goes on from the tokens that it has, which
-    the weights of then read anew: each token's log-probability is that of
-    the weights that drew it, for all that precedes it.
+    An interrupted sample resumes from its tokens, whose keys and values are
+    recomputed with the new weights. The log-probability of a token is that
+    under the weights that sampled it.
 
     Args:
         engine: `Rollout`.
         requests: list of `Request`s that have seeds.
-        wait: function, called after each interruption; it returns when the
+        wait: function called after each interruption; it returns when the
             engine may sample again.
 
     Returns:
         A list with, for each request, the list of its `Completion`s.
     """
     parts = [[[] for _ in range(r.num_generations)] for r in requests]
-    # What is still to be drawn: a request, and whose samples they are.
+    # Requests that are still to be sampled, each with the places of its
+    # samples.
     pending = [
         (request, [(i, g) for g in range(request.num_generations)])
         for i, request in enumerate(_numbered(requests))
     ]
     while pending:
-        drawn = engine.generate([request for request, _ in pending])
+        found = engine.generate([request for request, _ in pending])
         rest = []
-        for (request, places), samples in zip(pending, drawn):
+        for (request, places), samples in zip(pending, found):
             for (i, g), completion in zip(places, samples):
                 parts[i][g].append(completion)
-            rest += _rest(request, places, samples)
+            rest += _unfinished(request, places, samples)
         pending = rest
         if pending:
             wait()
@@ -44,7 +45,7 @@ def generate_whole(engine, requests, wait):
 
 
 def _numbered(requests):
-    """Each sample with its number among those of its prompt."""
+    """Yields requests with `first_sample` set."""
     seen = collections.Counter()
     for r in requests:
         key = r.seed, r.token_ids
@@ -52,8 +53,8 @@ def _numbered(requests):
         seen[key] += r.num_generations
 
 
-def _rest(request, places, samples):
-    """What has to be drawn yet of a request."""
+def _unfinished(request, places, samples):
+    """Returns requests for the rest of the interrupted samples."""
     cut = [c.finish_reason == "interrupted" for c in samples]
     if all(cut) and not any(c.token_ids for c in samples):
         return [(request, places)]
@@ -75,6 +76,7 @@ def _rest(request, places, samples):
 
 
 def _joined(pieces):
+    """Concatenates the pieces of a sample."""
     if len(pieces) == 1:
         return pieces[0]
     last = pieces[-1]

@@ -1,4 +1,4 @@
-"""How much memory is free on the devices that JAX computes on."""
+"""Measures the free memory of JAX's devices."""
 
 import os
 
@@ -8,9 +8,9 @@ from keras_posttrain.distribution import processes
 
 
 def free_bytes():
-    """Bytes free on the first device; of a CPU, of the machine.
+    """Returns the free bytes of the first device; for a CPU, the machine's.
 
-    Of several processes the least of all, so that they decide alike.
+    With several processes it is the minimum, so that all decide alike.
     """
     return min(processes.exchange(_free_here()))
 
@@ -24,15 +24,6 @@ def _free_here():
             lines = dict(line.split(":") for line in f)
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        # No Linux: half of all memory, for want of a better guess.
+        # Other systems do not report free memory: half of all is assumed.
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_PHYS_PAGES") * page // 2
-
-
-def readable(size):
-    """`"1.5 GiB"`."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -1,4 +1,11 @@
-"""What a rollout engine is: token ids in, sampled tokens out."""
+"""The interface of rollout engines: token ids in, sampled tokens out.
+
+What an engine reads of a task. `Rollout` needs `causal_lm` (for the size of
+the vocabulary) and `max_length`. `NativeRollout` also reads `policy`,
+`adapter`, `using_weights`, `trainable_variables` and
+`non_trainable_variables`; `VLLMRollout` reads these and `sequence_length`.
+The parts of both engines get these values and never the task.
+"""
 
 import contextlib
 import dataclasses
@@ -14,32 +21,30 @@ from keras_posttrain.distribution import processes
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and how to go on from it.
+    """A prompt with its sampling settings.
 
-    Log-probabilities are those of the whole distribution at `temperature`:
-    what `top_k`, `top_p` and `min_p` leave out is not renormalised. The three
-    apply in this order, each to what the ones before it left.
+    `top_k`, `top_p` and `min_p` apply in this order, each to the tokens that
+    the previous ones kept. Log-probabilities are those of the distribution at
+    `temperature` before this truncation.
 
     Args:
-        token_ids: ints, the prompt; of a conversation all tokens so far.
-        num_generations: int, samples of this prompt.
+        token_ids: ints, the prompt; for a conversation, all tokens so far.
+        num_generations: int, the number of samples of this prompt.
         max_tokens: int, the most new tokens of a sample.
-        temperature: float, 0 for the most probable token always.
+        temperature: float; 0 always samples the most probable token.
         top_k: int or `None`, sample among this many most probable tokens.
-        top_p: float in (0, 1] or `None`, sample among the fewest tokens that
-            have this much probability together.
+        top_p: float in (0, 1] or `None`, sample among the fewest tokens with
+            this total probability.
         min_p: float in [0, 1] or `None`, sample among tokens at least this
-            share as probable as the most probable one.
-        stop_token_ids: ints; the first of them that is drawn ends a sample
-            and is its last token.
-        seed: int or `None` for one drawn by the engine. A sample depends on
-            the seed, the prompt, its number among the samples of the prompt
-            and the weights, and on nothing else.
-        drawn: int, how many of the last `token_ids` were drawn before, of a
-            sample that goes on.
-        first_sample: int or `None`, the number of the first sample among
-            those of its prompt; `None` to count on from equal requests of
-            the same call.
+            many times as probable as the most probable one.
+        stop_token_ids: ints; a sample ends with the first of them.
+        seed: int, or `None` for a random one. A sample depends only on the
+            seed, the prompt, its index among the samples of the prompt, and
+            the weights.
+        drawn: int, the number of tokens at the end of `token_ids` that were
+            sampled before an interruption; 0 for a new sample.
+        first_sample: int or `None`, the index of the first sample among those
+            of its prompt. By default equal requests of a call are counted.
     """
 
     token_ids: tuple
@@ -71,14 +76,14 @@ class Completion:
     Attributes:
         token_ids: list of ints, the new tokens, a stop token included.
         per_token_logps: float32 array of shape `(tokens,)`:
-            `log_softmax(logits / temperature)` of each, over the whole
+            `log_softmax(logits / temperature)` of each token, over the full
             vocabulary; at temperature 0 that of temperature 1.
-        finish_reason: `"stop"` or `"length"`; `"interrupted"` where
-            `Rollout.interrupt` ended the call before the sample ended.
-        weight_version: int, the version of the weights that drew its last
+        finish_reason: `"stop"` or `"length"`; `"interrupted"` if
+            `Rollout.interrupt` ended the call before the sample.
+        weight_version: int, the version of the weights that sampled the last
             token.
-        token_versions: int32 array of shape `(tokens,)`, the version that
-            drew each token.
+        token_versions: int32 array of shape `(tokens,)`, the version of the
+            weights that sampled each token.
     """
 
     token_ids: list
@@ -100,10 +105,10 @@ class Scores:
     """Log-probabilities of given tokens.
 
     Attributes:
-        per_token_logps: float32 array of shape `(tokens,)`; the first, which
-            nothing predicts, is 0.
+        per_token_logps: float32 array of shape `(tokens,)`; that of the
+            first token is 0.
         top_ids: int32 array of shape `(tokens, k)`, the most probable tokens
-            at each place, best first, or `None`. The first row is 0.
+            at each position, best first, or `None`. The first row is 0.
         top_logps: float32 array of shape `(tokens, k)`, their
             log-probabilities, or `None`. The first row is 0.
     """
@@ -116,21 +121,21 @@ class Scores:
 class Rollout(keras.callbacks.Callback):
     """A source of samples from the policy that a task trains.
 
-    An engine is bound to a task as Keras binds a callback, by
-    `set_model(task)`. It knows token ids only, no text. A subclass brings
-    `_generate`, `_score` and `sync_weights`, and `start` and `stop` where it
-    holds something that has to be given back.
+    An engine is bound to a task like a Keras callback, by `set_model(task)`.
+    It handles token ids, not text. A subclass implements `_generate`,
+    `_score` and `sync_weights`, and `start` and `stop` if it has resources to
+    release.
 
-    Where rollouts overlap with training (`overlaps`), one thread samples
-    while another trains: `generate` must draw from the weights of the last
-    `sync_weights`, whatever becomes of the task's own, end early where
-    `is_interrupted`, and where the engine has failed return what there is
-    with `needs_weights` set.
+    If rollouts overlap with training (`overlaps`), one thread samples while
+    another trains. `generate` must then sample from the weights of the last
+    `sync_weights`, even if those of the task have changed, and end early if
+    `is_interrupted`. If the engine fails it must set `needs_weights` and
+    return the tokens sampled so far.
 
     Attributes:
-        weight_version: int, counts `sync_weights`.
+        weight_version: int, the number of calls of `sync_weights`.
         overlaps: bool, set by a run before `start`.
-        needs_weights: bool, whether nothing can be drawn before the next
+        needs_weights: bool, whether the engine cannot sample before the next
             `sync_weights`.
         turn: lock that is held by each call of `generate` and `score`.
     """
@@ -144,10 +149,10 @@ class Rollout(keras.callbacks.Callback):
         self._interruption = threading.Event()
 
     def start(self):
-        """Makes the engine ready. Called when training begins."""
+        """Starts the engine. Called when training begins."""
 
     def stop(self):
-        """Gives back what the engine holds. Called when training ends."""
+        """Releases the engine's resources. Called when training ends."""
 
     def on_train_begin(self, logs=None):
         self.start()
@@ -156,21 +161,22 @@ class Rollout(keras.callbacks.Callback):
         self.stop()
 
     def generate(self, requests, *, on_tokens=None, progress=False):
-        """Samples.
+        """Samples completions.
 
         Args:
             requests: list of `Request`s.
-            on_tokens: `f(request, generation, token_ids)` or `None`: called
-                with new tokens of a sample as they come, in order, with the
-                indices of its request and of the sample within it.
-            progress: bool, whether a bar over the samples is shown.
+            on_tokens: `f(request, generation, token_ids)` or `None`, called
+                during sampling with new tokens of a sample, in order. The
+                first two arguments are the index of the request and that of
+                the sample within it.
+            progress: bool, whether to show a progress bar.
 
         Returns:
             A list with, for each request, the list of its `Completion`s.
 
         Raises:
-            ValueError: for a request that cannot be served; the message
-                names its index. Nothing is sampled then.
+            ValueError: for an invalid request; the message names its index.
+                Nothing is sampled then.
         """
         self._need_task()
         requests = check_requests(
@@ -185,15 +191,15 @@ class Rollout(keras.callbacks.Callback):
             return self._generate(requests, on_tokens, progress)
 
     def interrupt(self):
-        """Makes calls of `generate` end soon, also one in another thread.
+        """Makes calls of `generate` end early, also in another thread.
 
-        Samples that have not ended come back as they are, with the finish
-        reason `"interrupted"`. It holds until `resume`.
+        Unfinished samples are returned with the finish reason
+        `"interrupted"`. This lasts until `resume`.
         """
         self._interruption.set()
 
     def resume(self):
-        """Lets `generate` sample again."""
+        """Allows `generate` to sample again."""
         self._interruption.clear()
 
     @property
@@ -201,18 +207,20 @@ class Rollout(keras.callbacks.Callback):
         return self._interruption.is_set()
 
     def _interrupted(self):
-        """Whether samples are to end early, as a function; `None` where
-        nothing overlaps."""
+        """Returns a function that says whether to end samples early.
+
+        It is `None` if rollouts do not overlap with training.
+        """
         return (lambda: self.is_interrupted) if self.overlaps else None
 
     def score(self, sequences, *, top_k=None, temperature=1.0):
-        """Log-probabilities of the tokens of sequences.
+        """Computes the log-probabilities of the tokens of sequences.
 
         Args:
             sequences: list of sequences of token ids.
-            top_k: int or `None`, how many of the most probable tokens are
-                wanted at each place.
-            temperature: float, divides the logits; 0 counts as 1.
+            top_k: int or `None`, the number of most probable tokens to
+                return at each position.
+            temperature: float that divides the logits; 0 counts as 1.
 
         Returns:
             A list of `Scores`.
@@ -238,7 +246,7 @@ class Rollout(keras.callbacks.Callback):
             return self._score(sequences, top_k, float(temperature or 1.0))
 
     def sync_weights(self):
-        """Makes the engine sample from the task's weights as they are now.
+        """Makes the engine sample from the current weights of the task.
 
         Returns:
             int, the new `weight_version`.
@@ -246,10 +254,10 @@ class Rollout(keras.callbacks.Callback):
         raise NotImplementedError
 
     def metrics(self):
-        """What the engine tells of itself, beside the run's metrics.
+        """Returns metrics of the engine to log with those of the run.
 
         Returns:
-            A dict of floats.
+            A dict from names to floats.
         """
         return {}
 
@@ -259,7 +267,7 @@ class Rollout(keras.callbacks.Callback):
     def _score(self, sequences, top_k, temperature):
         raise NotImplementedError
 
-    # What is asked of the task
+    # Values read from the task
 
     def _need_task(self):
         if self.model is None:
@@ -272,16 +280,24 @@ class Rollout(keras.callbacks.Callback):
         return self.model.causal_lm.backbone.vocabulary_size
 
     def _max_length(self):
-        """Tokens that a sequence may have, or `None`."""
+        """Returns the most tokens of a sequence, or `None`."""
         return self.model.max_length
+
+    def _task_weights(self):
+        """Returns the task's current weights, `(trainable, frozen)`."""
+        task = self.model
+        return (
+            [v.value for v in task.trainable_variables],
+            [v.value for v in task.non_trainable_variables],
+        )
 
 
 def _seeds(number):
-    """New seeds, the same in all processes."""
+    """Returns random seeds, the same in all processes."""
     if not number:
         return []
-    drawn = [np.random.randint(2**31) for _ in range(number)]
-    return processes.from_first(drawn)
+    seeds = [np.random.randint(2**31) for _ in range(number)]
+    return processes.from_first(seeds)
 
 
 # --- Checks ------------------------------------------------------------------
@@ -303,12 +319,12 @@ def _need(holds, expected, **received):
 
 
 def check_requests(requests, vocabulary_size, max_length=None):
-    """Refuses requests that cannot be served.
+    """Checks requests.
 
     Args:
         requests: list of `Request`s.
         vocabulary_size: int.
-        max_length: int or `None`, tokens that a sequence may have.
+        max_length: int or `None`, the most tokens of a sequence.
 
     Returns:
         The requests, as a list.
@@ -399,8 +415,8 @@ def _check_sampling(i, r):
 def _check_ids(what, ids, vocabulary_size):
     if not ids:
         raise ValueError(
-            f"There is nothing to go on from: {what} is empty. Give it at "
-            "least one token, such as the tokenizer's begin-of-text token."
+            f"A sequence must have a token: {what} is empty. Give it at "
+            "least one, such as the tokenizer's begin-of-text token."
         )
     for column, x in enumerate(ids):
         if not 0 <= x < vocabulary_size:

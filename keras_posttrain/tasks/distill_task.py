@@ -3,15 +3,18 @@ import dataclasses
 import functools
 
 from keras_posttrain import optimizers
-from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.batches.distillation import (
+    distillation_layout,
+    fit_teacher_rows,
+    with_lookup,
+)
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
-from keras_posttrain.data.rows.examples import prepare_sft
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.distill import checks as distill_checks
 from keras_posttrain.distill.collector import DistillCollector
 from keras_posttrain.distill.prompts import (
-    SampleLayout,
     StudentPrompts,
     contexts_of,
     prompts_of_rows,
@@ -34,7 +37,7 @@ from keras_posttrain.losses import (
     ReverseKLLoss,
 )
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models.feature_maps import FeatureMap, taps_of
+from keras_posttrain.models.feature_maps import FeatureMap, capture_of
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.collector import ForwardPass
@@ -302,7 +305,7 @@ class DistillTask(Task):
             for i, x in enumerate(losses)
         ]
         for side, policy in enumerate((self.policy, teacher)):
-            taps_of(self.feature_maps, side).check(policy)
+            capture_of(self.feature_maps, side).check(policy)
 
     # The teachers
 
@@ -375,23 +378,20 @@ class DistillTask(Task):
     # Rows
 
     def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
-        settings = {**self.row_settings(name), **overrides}
+        settings = self.row_settings(name, **overrides)
         if train_on == "all":
             # For `log_probs`, which asks no teacher.
-            return prepare_sft(
-                dataset, self.tokenizer, train_on=train_on, **settings
-            )
+            return prepare_sft(dataset, settings, train_on)
         by_column = self.teacher_column is not None
         return prepare_distillation(
             dataset,
-            self.tokenizer,
+            settings,
             train_on=train_on,
             teacher_column=self.teacher_column,
             teacher_names=self.given.names if by_column else None,
             teacher_tokenizer=self.teacher_tokenizer,
             teacher_length=self.teacher_length,
             teacher_vocabulary_size=self.given.vocabulary_sizes[0],
-            **settings,
         )
 
     def begin_run(self, datasets, batch_size, callbacks):
@@ -415,14 +415,13 @@ class DistillTask(Task):
                 lookup = cached_tokens(self.cached)
             longest = max(len(x.token_ids) for x in examples)
             layout = self._layout(batch_size, packing, longest)
-            layout = dataclasses.replace(layout, lookup=lookup)
-            layout = layout.fitted(examples)
-        return self.row_batches(examples, batch_size, build=layout, **kwargs)
+            layout = fit_teacher_rows(with_lookup(layout, lookup), examples)
+        return self.row_batches(examples, batch_size, layout=layout, **kwargs)
 
     def _layout(self, num_sequences, packing, longest):
         """The layout of batches of so many sequences."""
         several = self.teacher_column is not None
-        return DistillationLayout(
+        return distillation_layout(
             batch_size=num_sequences,
             sequence_length=self.sequence_length,
             teacher_length=self.teacher_length,
@@ -583,9 +582,7 @@ class DistillTask(Task):
         callback_lib.show(self._padding(sequences, packing), verbose)
         longest = max(len(p.token_ids) for p in prompts.prompts)
         longest += sampling.max_completion_length
-        layout = SampleLayout(
-            sequences, self._layout(sequences, packing, longest)
-        )
+        layout = self._layout(sequences, packing, longest)
         validate = None
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
@@ -672,14 +669,11 @@ class DistillTask(Task):
         return StudentPrompts(prompts, contexts=contexts), report
 
     def _prompts(self, dataset, name, most, why, **overrides):
-        settings = {**self.row_settings(name), **overrides}
-        del settings["sequence_length"]
         return prepare_prompts(
             dataset,
-            self.tokenizer,
+            self.row_settings(name, **overrides),
             max_prompt_length=most,
             limit=why,
-            **settings,
         )
 
     @property

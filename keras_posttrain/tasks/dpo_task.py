@@ -197,7 +197,10 @@ class DPOTask(PreferenceTask):
         layout = super()._layout(batch_size)
         if self.cached is None:
             return layout
-        return dataclasses.replace(layout, reference_cache=self.cached.rows)
+        extras = dataclasses.replace(
+            layout.extras, reference_cache=self.cached.rows
+        )
+        return dataclasses.replace(layout, extras=extras)
 
     def _release_reference(self):
         """Frees the memory of a reference that is in the batches."""

@@ -2,12 +2,12 @@ import dataclasses
 
 import numpy as np
 
-from keras_posttrain.data.batches.preference_batch import PreferenceLayout
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.batches.preference import preference_layout
 from keras_posttrain.data.rows.preference import (
     Preference,
     prepare_preferences,
 )
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import padding
 from keras_posttrain.training import preference_checks as checks
@@ -31,18 +31,15 @@ class PreferenceTask(Task):
         return checks.labelled(self.objective)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
-        settings = {**self.row_settings(name), **overrides}
+        settings = self.row_settings(name, **overrides)
         if train_on is not None:
             # Rows with one completion, for `log_probs`.
-            return prepare_sft(
-                dataset, self.tokenizer, train_on=train_on, **settings
-            )
+            return prepare_sft(dataset, settings, train_on)
         return prepare_preferences(
             dataset,
-            self.tokenizer,
+            settings,
             labelled=self.labelled,
             share_prompt=self.shares_prompt,
-            **settings,
         )
 
     def fit(
@@ -92,10 +89,10 @@ class PreferenceTask(Task):
             self.micro_batch_size, *self.filled_rows(batch_size, packing)
         )
         layout = dataclasses.replace(layout, row_multiple=multiple)
-        return self.row_batches(examples, batch_size, build=layout, **kwargs)
+        return self.row_batches(examples, batch_size, layout=layout, **kwargs)
 
     def _layout(self, batch_size):
-        return PreferenceLayout(
+        return preference_layout(
             batch_size=batch_size,
             sequence_length=self.sequence_length,
             labelled=self.labelled,
@@ -138,12 +135,12 @@ class PreferenceTask(Task):
     def rows_together(self, batch):
         # Where a row is a sequence, several make a pair.
         rows, most = batch["sequence_mask"].shape
-        return self._layout(rows).completions_per_example if most == 1 else 1
+        return self._layout(rows).together if most == 1 else 1
 
     def filled_rows(self, batch_size, packing=False):
         if packing:
             return None, 1
         if self.share_prefix:
             return batch_size, 1
-        together = self._layout(batch_size).completions_per_example
+        together = self._layout(batch_size).together
         return batch_size * together, together

@@ -4,7 +4,7 @@ import jax
 
 from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import device_transfer, score_head
-from keras_posttrain.models.hf import exchange
+from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.training import checks
 from keras_posttrain.training.frozen_cache import run_rows
@@ -62,7 +62,7 @@ class RewardTask(PreferenceTask):
     @classmethod
     def from_preset(cls, preset, *, load_weights=True, **kwargs):
         task = super().from_preset(preset, load_weights=load_weights, **kwargs)
-        directory = exchange.resolve(preset)
+        directory = directories.resolve(preset)
         if load_weights and directory is not None:
             tensor = score_head.read_score(directory)
             if tensor is not None:

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain import optimizers
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.rows.prompts import (
     Prompt,
     PromptOrder,
     prepare_prompts,
 )
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
-from keras_posttrain.rl.batches import Layout, Sampled
+from keras_posttrain.rl.batches import rollout_layout
 from keras_posttrain.rl.collector import Collector, ForwardPass
 from keras_posttrain.rl.evaluation import evaluate_prompts
 from keras_posttrain.rl.loop import RolloutRun
@@ -193,13 +194,10 @@ class RolloutTask(Task):
 
     # The data
 
-    def prepare(self, dataset, name="dataset", **overrides):
+    def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
         """Rows with a completion, for `log_probs`."""
-        return prepare_sft(
-            dataset,
-            self.tokenizer,
-            **{**self.row_settings(name), **overrides},
-        )
+        settings = self.row_settings(name, **overrides)
+        return prepare_sft(dataset, settings, train_on)
 
     def prepare_prompts(self, dataset, name="dataset"):
         """Rows to prompts: `(prompts, report)`."""
@@ -208,14 +206,11 @@ class RolloutTask(Task):
             self.max_length,
             self.sampling.max_completion_length,
         )
-        settings = self.row_settings(name)
-        del settings["sequence_length"]
         prompts, report = prepare_prompts(
             dataset,
-            self.tokenizer,
+            self.row_settings(name),
             max_prompt_length=most,
             limit=why,
-            **settings,
         )
         columns = list(prompts[0].columns)
         check_rewards(self.scoring.rewards, columns, f"`{name}`")
@@ -366,7 +361,7 @@ class RolloutTask(Task):
         )
         longest = max(len(p.token_ids) for p in prompts)
         packs = packing or share_prefix
-        return Layout(
+        return rollout_layout(
             num_sequences=sequences,
             sequence_length=self.sequence_length,
             token_budget=rl_checks.token_budget(
@@ -506,14 +501,14 @@ class RolloutTask(Task):
             np.ones(completion, "int32"),
             np.ones(completion, "float32"),
         )
-        batches = layout.batches(
+        many = sampling.num_generations
+        batches = layout.minibatches(
             [
-                Sampled(i, prompt, ids, ones, i)
+                Group.of_completions(prompt, [ids] * many, [ones] * many, i)
                 for i in range(batch_size)
-                for _ in range(sampling.num_generations)
             ]
         )
-        count = batch_size * sampling.num_generations
+        count = batch_size * many
         logps, batch = [0 * ones] * count, batches[0]
         kl_in_reward = self.scoring.kl_in_reward
         batch.put_tokens("rollout_per_token_logps", logps)
@@ -529,7 +524,7 @@ class RolloutTask(Task):
         """Adds advantages to the batch of `example_batch`.
 
         Args:
-            batch: `RolloutBatch`.
+            batch: `data/batches/assembly.py:Batch`.
             count: int, its sequences.
             logps: list of float arrays, 0 for each token of a completion.
         """

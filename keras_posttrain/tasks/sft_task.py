@@ -1,4 +1,4 @@
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.losses import SFTLoss
 from keras_posttrain.tasks.task import Task
 
@@ -45,8 +45,6 @@ class SFTTask(Task):
     def default_loss(self):
         return SFTLoss()
 
-    def prepare(self, dataset, name="dataset", **overrides):
-        settings = {**self.row_settings(name), "train_on": self.train_on}
-        return prepare_sft(
-            dataset, self.tokenizer, **{**settings, **overrides}
-        )
+    def prepare(self, dataset, name="dataset", train_on=None, **overrides):
+        settings = self.row_settings(name, **overrides)
+        return prepare_sft(dataset, settings, train_on or self.train_on)

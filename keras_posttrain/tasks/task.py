@@ -8,10 +8,11 @@ import numpy as np
 from keras_posttrain import optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets
-from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter, lora_from_config
@@ -359,20 +360,6 @@ class Task(keras.Model):
             if streamed:
                 callback_lib.show(self.data_report, verbose)
 
-    def row_settings(self, name):
-        """Settings of the preparation of rows, a dict.
-
-        Args:
-            name: str, the argument that the rows were passed as.
-        """
-        return {
-            "sequence_length": self.sequence_length,
-            "truncation": self.truncation,
-            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "name": name,
-        }
-
     def begin_run(self, datasets, batch_size, callbacks):
         """Makes what a run needs before its batches.
 
@@ -704,6 +691,23 @@ class Task(keras.Model):
         return [np.array(x) for x in values]
 
     # Using the model
+
+    def row_settings(self, name, **overrides):
+        """Makes the `RowSettings` of a dataset.
+
+        Args:
+            name: str, the argument that the rows were passed as.
+            **overrides: settings to replace.
+        """
+        settings = {
+            "tokenizer": self.tokenizer,
+            "sequence_length": self.sequence_length,
+            "vocabulary_size": self.causal_lm.backbone.vocabulary_size,
+            "truncation": self.truncation,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "name": name,
+        }
+        return RowSettings(**settings | overrides)
 
     def log_probs(self, rows, batch_size=8):
         """Computes the log-probability of every token given those before it.
@@ -1046,7 +1050,7 @@ class Task(keras.Model):
             max_shard_bytes: int, the most bytes in a safetensors file.
         """
         values = self.adapter.merged_values() if self.adapter else None
-        exchange.export(
+        export.export(
             self.causal_lm,
             path,
             dtype=dtype,

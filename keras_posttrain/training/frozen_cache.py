@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain.data.batches.preference_batch import completion_key
+from keras_posttrain.data.batches.preference import completion_key
 from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes

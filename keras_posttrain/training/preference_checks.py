@@ -3,7 +3,8 @@
 import dataclasses
 import os
 
-from keras_posttrain.data.batches.preference_batch import buckets
+from keras_posttrain.data.batches.packing import fine_lengths
+from keras_posttrain.data.batches.preference import row_length
 from keras_posttrain.losses import (
     BradleyTerryLoss,
     KTOLoss,
@@ -70,9 +71,9 @@ def layout_arguments(policy, packing, share_prefix):
 
 def packed(layout, packing, examples):
     """The layout with the tokens of its rows, and room for every example."""
-    needed = layout.row_length(examples)
+    needed = row_length(layout, examples)
     if packing is True:
-        budget = buckets(max(layout.sequence_length, needed))[-1]
+        budget = fine_lengths(max(layout.sequence_length, needed))[-1]
     elif packing < needed:
         raise ValueError(
             "A packed row must have room for every pair, which is never "

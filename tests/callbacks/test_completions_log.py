@@ -1,4 +1,4 @@
-"""What was sampled is written down once, whatever happens to the run."""
+"""Each completion is logged exactly once, even in interrupted runs."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ CompletionsLog = kpt.callbacks.CompletionsLog
 
 
 def rollout(step, prompt="1 + 1?"):
-    """Two completions as a rollout task describes them."""
+    """Returns a rollout of two completions as a task reports it."""
     return {
         "step": [step, step],
         "prompt": [prompt, "2 + 2?"],
@@ -29,7 +29,7 @@ def rollout(step, prompt="1 + 1?"):
 
 
 class Sampler(keras.callbacks.Callback):
-    """Leaves a rollout where a task that samples does."""
+    """Sets `last_rollout` like a task that samples."""
 
     def __init__(self, steps_per_rollout=1):
         super().__init__()
@@ -70,7 +70,7 @@ def steps(directory):
     return [row["step"] for row in lines(directory)][::2]
 
 
-def test_a_line_a_completion(tmp_path):
+def test_a_line_per_completion(tmp_path):
     fit(tmp_path, 2)
     rows = lines(tmp_path)
     assert rows[:2] == [
@@ -109,7 +109,7 @@ def test_every(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_a_resumed_run_drops_what_it_does_again(tmp_path, format):
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path, format):
     def found():
         if format == "jsonl":
             return steps(tmp_path)
@@ -122,7 +122,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path, format):
     # Killed after step 4, resumed from the checkpoint of step 2.
     fit(tmp_path, 3, start=2, format=format)
     assert found() == [0, 1, 2, 3, 4]
-    # Another run in the same place keeps the old one aside.
+    # Another run in the same directory moves the old log.
     fit(tmp_path, 1, format=format)
     assert found() == [0]
     if format == "jsonl":
@@ -145,7 +145,7 @@ def test_a_run_resumed_within_a_rollout_does_not_write_it_again(tmp_path):
     log.on_train_batch_begin(0)
     log.on_train_batch_end(0)
     assert steps(tmp_path) == [0, 2]
-    # Where the kill came before the line, it is written now.
+    # A line that the kill prevented is written now.
     task.step, task.last_rollout = 5, rollout(4)
     log.on_train_batch_end(0)
     assert steps(tmp_path) == [0, 2, 4]

@@ -1,4 +1,4 @@
-"""Going back behind a loss spike, without the data that made it."""
+"""A return to a step before a loss spike, without the spike's data."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def test_a_run_goes_back_and_leaves_steps_out(tmp_path, capsys):
     with pytest.raises(RuntimeError, match="crash"):
         run(tmp_path / "spiked", stop_at=8, **branch)
     assert "removed the checkpoints of steps [6, 8]" in capsys.readouterr().out
-    # The same script again goes on from the branch's own newest checkpoint.
+    # The same script resumes from the newest checkpoint of the new branch.
     again, steps = run(tmp_path / "spiked", **branch)
     assert "removed" not in capsys.readouterr().out
     assert steps == [1, 2, 3, 4, 7, 8]

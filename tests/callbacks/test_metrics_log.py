@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line a step, with the values of that step."""
+"""`metrics.jsonl` has a line per step with the values of that step."""
 
 import json
 
@@ -52,7 +52,7 @@ def rerun(task):
     task.step, task.step_logs = 0, {}
 
 
-def test_a_line_a_step_with_the_steps_own_values(task, tmp_path):
+def test_a_line_per_step_with_the_values_of_that_step(task, tmp_path):
     rerun(task)
     reader = Reader()
     rows = random_rows(10, seed=2)
@@ -81,7 +81,7 @@ def test_a_line_a_step_with_the_steps_own_values(task, tmp_path):
 
 
 def test_the_values_are_no_running_means(task, tmp_path):
-    """Rows of one batch alone give that batch's line."""
+    """A run on one batch gives the same line as that batch in a run."""
     rerun(task)
     rows = random_rows(8, seed=4)
     start = task.get_weights()
@@ -150,7 +150,7 @@ def test_two_fits_in_a_row_are_one_log(task, tmp_path):
 
 
 def test_a_half_written_line_is_dropped(task, tmp_path):
-    """As a crash leaves it, behind a checkpoint's last step."""
+    """A crash after a checkpoint's last step leaves such a line."""
     rerun(task)
     fit(task, kpt.callbacks.MetricsLog(tmp_path))
     path = tmp_path / "metrics.jsonl"
@@ -163,7 +163,7 @@ def test_a_half_written_line_is_dropped(task, tmp_path):
     assert [json.loads(line)["step"] for line in after] == [1, 2, 3]
 
 
-def test_lines_of_steps_that_are_done_again_are_dropped(task, tmp_path):
+def test_lines_of_repeated_steps_are_dropped(task, tmp_path):
     rerun(task)
     fit(task, kpt.callbacks.MetricsLog(tmp_path), epochs=2)
     first = read_log(tmp_path)
@@ -178,13 +178,13 @@ def test_lines_of_steps_that_are_done_again_are_dropped(task, tmp_path):
 
 
 def test_the_lines_before_a_checkpoint_are_on_the_disk(task, tmp_path):
-    """Whatever happens after it; and after an error, every step's line."""
+    """After an error, the lines of all steps are on the disk."""
 
     class Look(keras.callbacks.Callback):
         counts = []
 
         def flush(self):
-            # What `Checkpoint` asks of every callback before it saves.
+            # `Checkpoint` calls this on every callback before it saves.
             self.counts.append(len(read_log(tmp_path)))
 
     class Fail(keras.callbacks.Callback):
@@ -218,7 +218,7 @@ def test_evaluating_writes_nothing(task, tmp_path):
     assert not (tmp_path / "other" / "metrics.jsonl").exists()
 
 
-def test_a_disk_that_is_full_is_told_of(task, tmp_path):
+def test_a_full_disk_is_reported(task, tmp_path):
     rerun(task)
     log = kpt.callbacks.MetricsLog(tmp_path)
     full = open("/dev/full", "w")
@@ -237,11 +237,11 @@ def test_a_disk_that_is_full_is_told_of(task, tmp_path):
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
 
-# What the steps hand out
+# Logs that steps return
 
 
 def handed_out(task, *callbacks):
-    """What the train function gives to Keras, step by step."""
+    """Records the logs that the train function returns to Keras."""
     seen = []
     task.make_train_function()
     train_function = task.train_function
@@ -260,7 +260,7 @@ def handed_out(task, *callbacks):
 
 
 def test_nothing_waits_for_a_step_that_nobody_reads(task, tmp_path):
-    """Keras turns the logs it is given into numbers, which waits."""
+    """Keras converts its logs to numbers, which waits for the step."""
     rerun(task)
     callbacks = [
         kpt.callbacks.MetricsLog(tmp_path),
@@ -280,7 +280,7 @@ def test_a_callback_that_reads_steps_gets_floats(task):
             self.seen.append(dict(logs))
 
     class OwnLog(kpt.callbacks.Progress):
-        """A subclass of ours reads what it says it reads."""
+        """A subclass inherits `reads_step_logs`."""
 
         seen = []
 

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""The printed progress of a run."""
 
 import re
 import time
@@ -43,11 +43,11 @@ LINE = (
 
 
 @pytest.mark.parametrize("verbose", ["auto", 1, 2])
-def test_a_line_an_epoch(task, capsys, verbose):
+def test_a_line_per_epoch(task, capsys, verbose):
     report, *lines = printed(task, capsys, verbose=verbose).splitlines()
     assert "10 rows" in report and "10 kept" in report
     assert len(lines) == 2
-    # The report of the first epoch has how long the second will take.
+    # The first epoch's line has the time left for the second.
     first = LINE.format(epoch=1, step=3) + r" - \ds left"
     assert re.fullmatch(first, lines[0]), lines[0]
     assert re.fullmatch(LINE.format(epoch=2, step=6), lines[1]), lines[1]
@@ -58,7 +58,7 @@ def test_silence(task, capsys):
 
 
 def test_a_bar_on_a_terminal(task, capsys, monkeypatch):
-    """It is written over itself, each time the whole line."""
+    """The complete line is overwritten each time."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("keras_posttrain.callbacks.progress.INTERVAL", 0.1)
     out = printed(task, capsys, verbose=1, callbacks=[Slow()])
@@ -69,13 +69,13 @@ def test_a_bar_on_a_terminal(task, capsys, monkeypatch):
         shown = [int(re.search(r"step (\d)/6", p).group(1)) for p in parts]
         assert shown == list(steps)
     assert "left" in first and "tokens/s" in first
-    # Two lines an epoch are for a terminal alone.
+    # Only a terminal gets two lines per epoch.
     out = printed(task, capsys, verbose=2, callbacks=[Slow()])
     assert "\r" not in out and len(out.splitlines()) == 3
 
 
 def test_tokens_per_second_and_the_time_left_are_right(task, capsys):
-    """Each step waits 0.2 s: 5 a second, and 3 to go after the first 3."""
+    """Each step takes 0.2 s: 5 per second, and 3 are left after 3."""
     rows = random_rows(12, low=20, high=20)
     out = printed(task, capsys, rows=rows, verbose=2, callbacks=[Slow()])
     first = out.splitlines()[1]

@@ -1,8 +1,8 @@
 """A user's script, run and killed by the tests: `train_script.py settings`.
 
-Settings are JSON: see `DEFAULTS`. What it leaves in `directory`: the log and
-the checkpoints, `epoch-0.json` and so on with the logs of each epoch, and
-`final.npz`, the weights, once it is through.
+Settings are JSON: see `DEFAULTS`. It writes to `directory` the log, the
+checkpoints, the logs of each epoch (`epoch-0.json` and so on) and, when it is
+done, the weights (`final.npz`).
 """
 
 import json
@@ -37,7 +37,7 @@ DEFAULTS = {
 
 
 class Watch(keras.callbacks.Callback):
-    """Keeps the epochs' logs, and makes time for a kill."""
+    """Saves the epochs' logs, and waits to allow a kill."""
 
     def __init__(self, directory, pause):
         super().__init__()
@@ -102,7 +102,7 @@ def main(settings):
     directory = pathlib.Path(settings["directory"])
     task = make_task(settings["lora"])
     if settings["file_limit"]:
-        # As a full disk: a write beyond so many bytes fails.
+        # Like a full disk: writes beyond a number of bytes fail.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limit = settings["file_limit"]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -9,16 +9,21 @@ import pytest
 import tokenizers
 
 import keras_posttrain as kpt
-from keras_posttrain.data.batches.distillation_batch import DistillationLayout
+from keras_posttrain.data.batches.distillation import (
+    distillation_layout,
+    fit_teacher_rows,
+)
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.chat import alignment
 from keras_posttrain.data.rows import encoding
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.distillation_example import (
-    Taught,
-    behind_prompt,
+    DistillationExample,
+    teacher_view,
 )
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.sft import prepare_sft
+from tests.data.support import split_settings
 from tests.support import REFERENCE, random_rows
 
 TOKENIZERS = {
@@ -29,8 +34,12 @@ QWEN, GEMMA = TOKENIZERS["qwen3"], TOKENIZERS["gemma2"]
 
 
 def prepare(rows, tokenizer=QWEN, **settings):
-    settings = {"sequence_length": 64, "vocabulary_size": 600, **settings}
-    return prepare_distillation(rows, tokenizer, **settings)
+    row_settings, teacher = split_settings(
+        {"sequence_length": 64, "vocabulary_size": 600, **settings}
+    )
+    return prepare_distillation(
+        rows, RowSettings(tokenizer, **row_settings), **teacher
+    )
 
 
 CONTEXT = {
@@ -53,16 +62,16 @@ def test_rows_of_fine_tuning_are_those_of_sft():
     for rows in kinds:
         ours, report = prepare(rows)
         theirs, expected = prepare_sft(
-            rows, QWEN, sequence_length=64, vocabulary_size=600
+            rows, RowSettings(QWEN, sequence_length=64, vocabulary_size=600)
         )
         for example, other in zip(ours, theirs, strict=True):
             assert example.token_ids.tolist() == other.token_ids.tolist()
             assert example.completion_mask.tolist() == (
                 other.completion_mask.tolist()
             )
-            assert not isinstance(example, Taught)
+            assert not isinstance(example, DistillationExample)
         assert str(report) == str(expected)
-        assert report.taught_share == 1.0
+        assert report.predicted_share == 1.0
 
 
 ASSISTANT = {"role": "assistant", "content": "hello there"}
@@ -74,11 +83,11 @@ def test_the_teachers_prompt_stands_before_the_same_tokens():
     assert example.completion_mask.tolist() == [0, 0, 1, 1, 1]
     assert example.teacher_ids.tolist() == [9, 9, 9, 5, 6, 7, 8, 1]
     assert example.teacher_source.tolist() == [-1, -1, 4, 5, 6]
-    assert (report.teacher_tokens, report.taught_tokens) == (8, 3)
+    assert (report.teacher_tokens, report.predicted_tokens) == (8, 3)
     # No token comes before the completion to predict its first.
     [example], report = prepare([CONTEXT | {"teacher_prompt_ids": []}])
     assert example.teacher_source.tolist() == [-1, -1, -1, 0, 1]
-    assert report.taught_share == pytest.approx(2 / 3)
+    assert report.predicted_share == pytest.approx(2 / 3)
     assert "predicts 2 of those with loss (66.7%), none in 0" in str(report)
 
 
@@ -122,10 +131,11 @@ def test_a_prompt_of_text_or_messages(name):
         },
     ]
     examples, report = prepare(rows, tokenizer, sequence_length=128)
-    assert report.taught_share == 1.0
+    assert report.predicted_share == 1.0
     for example, row in zip(examples, rows, strict=True):
         alone, _ = prepare_sft(
-            [row], tokenizer, sequence_length=128, vocabulary_size=600
+            [row],
+            RowSettings(tokenizer, sequence_length=128, vocabulary_size=600),
         )
         assert example.token_ids.tolist() == alone[0].token_ids.tolist()
         trained = np.flatnonzero(example.completion_mask)
@@ -160,7 +170,7 @@ def test_what_is_too_long_for_the_teacher():
     assert example.token_ids.tolist() == [5, 6, 7, 8, 1]
     assert len(example.teacher_ids) == 21
     assert example.teacher_source.tolist() == [-1, -1, 19, 20, -1]
-    assert (report.cut, report.taught_tokens) == (1, 2)
+    assert (report.cut, report.predicted_tokens) == (1, 2)
     # Both sides are cut: still one row.
     [example], report = prepare(
         [long], teacher_length=21, sequence_length=4, truncation="cut"
@@ -235,7 +245,7 @@ def test_aligned_tokens_have_the_same_text_before_them(student, teacher):
             seen += 1
         # The end of the text is always in common.
         assert example.teacher_source[-1] == len(example.teacher_ids) - 2
-    assert seen == report.taught_tokens
+    assert seen == report.predicted_tokens
     # Of the pieces of a character only the first has a counterpart.
     assert seen > 20
 
@@ -255,7 +265,7 @@ def test_every_boundary_in_common_is_found():
     assert example.teacher_source.tolist() == expected
     taught = sum(source >= 0 for source in expected)
     assert 0 < taught < example.completion_mask.sum()
-    assert (report.taught_tokens, report.untaught) == (taught, 0)
+    assert (report.predicted_tokens, report.unpredicted_rows) == (taught, 0)
 
 
 @pytest.mark.parametrize("teacher", ["llama3", "gemma2", "mistral"])
@@ -319,7 +329,11 @@ def test_rows_without_a_boundary_in_common_are_counted():
     examples, report = prepare(
         [{"text": text}, {"text": short}], sequence_length=2, **settings
     )
-    assert (len(examples), report.untaught, report.taught_tokens) == (2, 1, 1)
+    assert (
+        len(examples),
+        report.unpredicted_rows,
+        report.predicted_tokens,
+    ) == (2, 1, 1)
 
 
 # Errors
@@ -444,12 +458,12 @@ def test_streams_hold_what_the_student_reads():
 
 
 def batch_of(examples, **settings):
-    layout = DistillationLayout(
+    layout = distillation_layout(
         batch_size=settings.pop("batch_size", len(examples)),
         sequence_length=settings.pop("sequence_length", 64),
         **settings,
     )
-    return layout([[e] for e in examples])
+    return layout(examples).arrays
 
 
 def test_a_batch_by_hand():
@@ -536,7 +550,7 @@ def tokens_of(batch):
 @pytest.mark.parametrize("fit", [False, True])
 def test_packed_batches_hold_the_same_tokens(budget, fit):
     examples, _ = prepare(context_rows(60), tokenizer=None, teacher_length=80)
-    layout = DistillationLayout(
+    layout = distillation_layout(
         batch_size=60,
         sequence_length=32,
         teacher_length=80,
@@ -544,9 +558,8 @@ def test_packed_batches_hold_the_same_tokens(budget, fit):
         row_multiple=2,
     )
     if fit:
-        layout = layout.fitted(examples)
-    rows = [[e] for e in examples]
-    packed = layout(rows)
+        layout = fit_teacher_rows(layout, examples)
+    packed = layout(examples).arrays
     apart = batch_of(examples, teacher_length=80)
     assert tokens_of(packed) == tokens_of(apart)
     assert len(packed["token_ids"]) % 2 == 0
@@ -562,13 +575,14 @@ def test_batches_of_an_adapter_are_the_same_packed():
     """The same sequences are in a step, and its arrays have few shapes."""
     examples, _ = prepare(context_rows(22), tokenizer=None, teacher_length=80)
     settings = {"batch_size": 8, "sequence_length": 64}
-    layout = DistillationLayout(**settings, teacher_length=80)
-    packing = DistillationLayout(
+    layout = distillation_layout(**settings, teacher_length=80)
+    packing = distillation_layout(
         **settings, teacher_length=80, token_budget=128
-    ).fitted(examples)
+    )
+    packing = fit_teacher_rows(packing, examples)
     apart, packed = (
-        list(BatchAdapter(examples, **settings, build=b).get_jax_iterator())
-        for b in (layout, packing)
+        list(BatchAdapter(examples, **settings, layout=x).get_jax_iterator())
+        for x in (layout, packing)
     )
     assert len(apart) == 3
     for one, other in zip(apart, packed, strict=True):
@@ -649,6 +663,6 @@ def test_a_teacher_behind_its_own_prompt_is_looked_up_by_mask():
 
 
 def test_sampled_tokens_behind_another_prompt():
-    ids, source = behind_prompt(np.array([4, 5]), np.array([7, 8]), 5)
+    ids, source = teacher_view(np.array([4, 5]), np.array([7, 8]), 5)
     assert ids.tolist() == [4, 5, 7, 8]
     assert source.tolist() == [-1, -1, -1, 1, 2]

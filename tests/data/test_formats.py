@@ -12,7 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from keras_posttrain.data.chat.tokenizer import Tokenizer
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.sft import prepare_sft
+from tests.data.support import split_settings
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference" / "models"
 MODELS = ["llama3", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]
@@ -37,9 +39,11 @@ def mistral():
 
 def prepare(rows, tokenizer=None, sequence_length=256, **kwargs):
     kwargs.setdefault("vocabulary_size", 512)
-    return prepare_sft(
-        rows, tokenizer, sequence_length=sequence_length, **kwargs
+    settings, others = split_settings(kwargs)
+    settings = RowSettings(
+        tokenizer, sequence_length=sequence_length, **settings
     )
+    return prepare_sft(rows, settings, **others)
 
 
 def one(row, tokenizer=None, **kwargs):

@@ -1,15 +1,15 @@
-"""Packing loses nothing; the batch has the layout of the design."""
+"""Packing loses nothing, fills rows and keeps groups in one piece."""
 
 import numpy as np
 import pytest
 
-from keras_posttrain.data.batches.packing import assemble, buckets, pack
-from keras_posttrain.data.rows.examples import Example
-
-
-def example(ids, mask=None, row=0):
-    mask = [0] + [1] * (len(ids) - 1) if mask is None else mask
-    return Example(np.array(ids, np.int32), np.array(mask, np.float32), row)
+from keras_posttrain.data.batches.packing import (
+    coarse_lengths,
+    fine_lengths,
+    pack,
+    pack_groups,
+)
+from tests.data.support import SIZES, random_groups
 
 
 @pytest.mark.parametrize(
@@ -84,45 +84,47 @@ def test_no_sequences_make_no_rows():
         (600, [64, 128, 256, 512, 600]),
     ],
 )
-def test_buckets(length, expected):
-    assert buckets(length) == expected
+def test_coarse_lengths(length, expected):
+    assert coarse_lengths(length) == expected
 
 
-def test_assemble_lays_out_a_batch():
-    rows = [
-        [example([11, 12, 13], row=7), example([14, 15], [1, 2], row=3)],
-        [example([16, 17], [0, 0.5], row=9)],
+def test_lengths_waste_at_most_a_seventh():
+    lengths = fine_lengths(3000)
+    assert lengths[:5] == [64, 128, 192, 256, 320]
+    assert lengths[10:14] == [704, 768, 896, 1024]
+    assert lengths[-1] >= 3000
+    grown = np.diff(lengths) / np.array(lengths[:-1])
+    assert (grown[5:] <= 1 / 6).all()
+
+
+def test_rows_hold_each_completion_once():
+    groups = random_groups(SIZES)
+    rows = pack_groups(groups, 64)
+    pieces = [piece for row in rows for piece in row]
+    assert sorted((g, i) for g, cs in pieces for i in cs) == [
+        (g, i) for g, (_, cs) in enumerate(SIZES) for i in range(len(cs))
     ]
-    batch = assemble(rows, length=6, num_rows=3, max_sequences=2, pad_id=99)
-    expected = {
-        "token_ids": [
-            [11, 12, 13, 14, 15, 99],
-            [16, 17, 99, 99, 99, 99],
-            [99] * 6,
-        ],
-        "segment_ids": [[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0], [0] * 6],
-        "positions": [[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 0, 0], [0] * 6],
-        # A segment's first token carries no loss, whatever its row said.
-        "completion_mask": [
-            [0, 1, 1, 0, 2, 0],
-            [0, 0.5, 0, 0, 0, 0],
-            [0] * 6,
-        ],
-        "sequence_mask": [[1, 1], [1, 0], [0, 0]],
-        "sequence_ids": [[7, 3], [9, 0], [0, 0]],
-    }
-    assert batch.keys() == expected.keys()
-    floats = ("completion_mask", "sequence_mask")
-    for key, value in expected.items():
-        assert batch[key].tolist() == value, key
-        assert batch[key].dtype == (np.float32 if key in floats else np.int32)
+    # None is cut that fits; each row keeps to its tokens.
+    assert sorted(g for g, _ in pieces) == [0, 1, 2, 3]
+    for row in rows:
+        assert sum(groups[g].shared_length() for g, _ in row) <= 64
 
 
-def test_assemble_refuses_what_does_not_fit():
-    row = [example([1, 2, 3]), example([4, 5])]
-    with pytest.raises(ValueError, match="2 sequences of 5 tokens, length=4"):
-        assemble([row], length=4, num_rows=1, max_sequences=2, pad_id=0)
-    with pytest.raises(ValueError, match="max_sequences=1"):
-        assemble([row], length=8, num_rows=1, max_sequences=1, pad_id=0)
-    with pytest.raises(ValueError, match="2 rows, num_rows=1"):
-        assemble([row, row], length=8, num_rows=1, max_sequences=2, pad_id=0)
+def test_a_group_over_the_capacity_is_cut():
+    groups = random_groups([(10, [8] * 6)])
+    rows = pack_groups(groups, 30)
+    assert [[cs for _, cs in row] for row in rows] == [
+        [[0, 1]],
+        [[2, 3]],
+        [[4, 5]],
+    ]
+    rows = pack_groups(groups, 40, together=2)
+    assert [[cs for _, cs in row] for row in rows] == [
+        [[0, 1]],
+        [[2, 3]],
+        [[4, 5]],
+    ]
+    with pytest.raises(ValueError) as error:
+        pack_groups(groups, 25, together=2)
+    for part in ("prompt of 10 tokens", "16 tokens", "capacity=25"):
+        assert part in str(error.value)

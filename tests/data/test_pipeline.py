@@ -12,7 +12,8 @@ import pytest
 
 from keras_posttrain.data.batches import pipeline
 from keras_posttrain.data.batches.pipeline import BatchAdapter
-from keras_posttrain.data.rows.examples import prepare_sft
+from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.sft import prepare_sft
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference"
 NUM_ROWS = 37
@@ -51,7 +52,7 @@ def make_examples(stream=False, rows=None):
     if stream:
         rows = grain.MapDataset.source(rows).to_iter_dataset()
     examples, _ = prepare_sft(
-        rows, None, sequence_length=64, vocabulary_size=100
+        rows, RowSettings(None, sequence_length=64, vocabulary_size=100)
     )
     return examples
 
@@ -163,7 +164,7 @@ def test_unpacked_batches_take_the_smallest_bucket():
         for n in (3, 63, 64, 127, 128, 299, 4, 5)
     ]
     examples, _ = prepare_sft(
-        rows, None, sequence_length=300, vocabulary_size=9
+        rows, RowSettings(None, sequence_length=300, vocabulary_size=9)
     )
     adapter = BatchAdapter(
         examples, batch_size=1, sequence_length=300, shuffle=False
@@ -211,7 +212,8 @@ def test_packing_gives_the_reference_batches(name, monkeypatch):
     reference = json.loads((REFERENCE / "packing.json").read_text())
     case = reference[name]
     examples, _ = prepare_sft(
-        case["rows"], None, sequence_length=32, vocabulary_size=512
+        case["rows"],
+        RowSettings(None, sequence_length=32, vocabulary_size=512),
     )
     adapter = BatchAdapter(
         examples, batch_size=2, sequence_length=32, packing=True, shuffle=False

@@ -4,24 +4,19 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.data.batches.preference_batch import (
-    PreferenceLayout,
-    buckets,
-)
+from keras_posttrain.data.batches.preference import preference_layout
 from keras_posttrain.data.rows.preference import prepare_preferences
+from keras_posttrain.data.rows.preparation import RowSettings
 from tests.support import REFERENCE
 
 TOKENIZER = kpt.Tokenizer.from_directory(REFERENCE / "models/qwen3")
 
 
 def prepare(rows, *, labelled=False, tokenizer=TOKENIZER, **settings):
-    settings = {
-        "sequence_length": 64,
-        "vocabulary_size": 512,
-        "labelled": labelled,
-        **settings,
-    }
-    return prepare_preferences(rows, tokenizer, **settings)
+    settings = {"sequence_length": 64, "vocabulary_size": 512, **settings}
+    return prepare_preferences(
+        rows, RowSettings(tokenizer, **settings), labelled=labelled
+    )
 
 
 def test_tokenised_pairs_are_taken_as_they_are():
@@ -50,7 +45,8 @@ def test_strings_are_joined_and_ended():
     [example], _ = prepare(rows)
     end = TOKENIZER.eos_token_id
     for side, text in ((0, "2 + 2 = 4"), (1, "2 + 2 = 5")):
-        ids, mask = example.sequence(side)
+        sequence = example.sequences[side]
+        ids, mask = sequence.token_ids, sequence.completion_mask
         assert ids.tolist() == [*TOKENIZER.encode(text), end]
         trained = ids[mask != 0].tolist()
         assert TOKENIZER.decode(trained).strip() in text
@@ -58,8 +54,8 @@ def test_strings_are_joined_and_ended():
     whole = [{"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5"}]
     [implicit], _ = prepare(whole)
     for side in (0, 1):
-        assert implicit.sequence(side)[0].tolist() == (
-            example.sequence(side)[0].tolist()
+        assert implicit.sequences[side].token_ids.tolist() == (
+            example.sequences[side].token_ids.tolist()
         )
 
 
@@ -76,13 +72,16 @@ def test_messages_with_a_prompt_in_common():
     ]
     found = [prepare([row])[0][0] for row in ways]
     for example in found[1:]:
-        for side in (0, 1):
-            for ours, theirs in zip(
-                example.sequence(side), found[0].sequence(side)
-            ):
-                assert ours.tolist() == theirs.tolist()
-    ids, mask = found[0].sequence(0)
-    assert TOKENIZER.decode(ids[mask != 0].tolist()).strip() == "hello"
+        for ours, theirs in zip(
+            example.sequences, found[0].sequences, strict=True
+        ):
+            for name in ("token_ids", "completion_mask"):
+                np.testing.assert_array_equal(
+                    getattr(ours, name), getattr(theirs, name)
+                )
+    [chosen, _] = found[0].sequences
+    ids = chosen.token_ids[chosen.completion_mask != 0]
+    assert TOKENIZER.decode(ids.tolist()).strip() == "hello"
 
 
 def test_labels_and_margins():
@@ -190,13 +189,13 @@ PAIRS = [
 
 def batch_of(rows, *, labelled=False, **settings):
     examples, _ = prepare(rows, labelled=labelled, tokenizer=None)
-    layout = PreferenceLayout(
+    layout = preference_layout(
         batch_size=settings.pop("batch_size", len(rows)),
         sequence_length=64,
         labelled=labelled,
         **settings,
     )
-    return layout([[e] for e in examples])
+    return layout(examples).arrays
 
 
 def test_chosen_and_rejected_are_neighbouring_rows():
@@ -257,12 +256,3 @@ def test_completions_go_on_to_the_next_prompt():
 def test_margins_stand_at_the_chosen():
     rows = [{**PAIRS[0], "margin": 2.0}, PAIRS[1]]
     assert batch_of(rows)["margins"][:, 0].tolist() == [2, 0, 0, 0]
-
-
-def test_lengths_waste_at_most_a_seventh():
-    lengths = buckets(3000)
-    assert lengths[:5] == [64, 128, 192, 256, 320]
-    assert lengths[10:14] == [704, 768, 896, 1024]
-    assert lengths[-1] >= 3000
-    grown = np.diff(lengths) / np.array(lengths[:-1])
-    assert (grown[5:] <= 1 / 6).all()

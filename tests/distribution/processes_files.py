@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain.models import presets  # noqa: E402
-from keras_posttrain.models.hf import exchange
+from keras_posttrain.models.hf.export import export
 from tests.distribution.sharded_files import filled_adapter  # noqa: E402
 from tests.support import REFERENCE  # noqa: E402
 
@@ -27,9 +27,9 @@ def main(folder):
     keras.distribution.set_distribution(layout)
     model = presets.load_causal_lm(REFERENCE / "models/gemma2")
     adapter = filled_adapter(model)
-    exchange.export(model, folder / "plain", max_shard_bytes=100_000)
+    export(model, folder / "plain", max_shard_bytes=100_000)
     values = adapter.merged_values()
-    exchange.export(model, folder / "merged", values=values)
+    export(model, folder / "merged", values=values)
     adapter.save(folder / "adapter")
     adapter.load(folder / "adapter")
     presets.save_to_preset(model, folder / "preset")
@@ -45,7 +45,7 @@ def main(folder):
     if jax.process_index() == 0:
         blocked.write_text("x")
     try:
-        exchange.export(model, blocked)
+        export(model, blocked)
     except (ValueError, OSError) as error:
         print(type(error).__name__, flush=True)
     print("equal")

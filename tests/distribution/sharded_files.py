@@ -16,7 +16,8 @@ import numpy as np
 
 import keras_posttrain as kpt
 from keras_posttrain.models import presets
-from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.models.hf import checkpoint_files
+from keras_posttrain.models.hf.export import export
 from keras_posttrain.models.lora import Adapter, LoRA
 from tests.distribution.same_numbers import mesh
 from tests.support import REFERENCE
@@ -82,8 +83,8 @@ def check_export(family):
         for name, model in models(path, ["4x2"]):
             out = folder / str(name)
             out.mkdir()
-            exchange.export(model, out / "plain", max_shard_bytes=100_000)
-            exchange.export(model, out / "half", dtype="bfloat16")
+            export(model, out / "plain", max_shard_bytes=100_000)
+            export(model, out / "half", dtype="bfloat16")
             adapter = filled_adapter(model)
             adapter.save(out / "adapter")
             values = adapter.merged_values()
@@ -93,7 +94,7 @@ def check_export(family):
                 assert lies.is_equivalent_to(
                     kernel.value.sharding, kernel.ndim
                 )
-            exchange.export(model, out / "merged", values=values)
+            export(model, out / "merged", values=values)
             tensors = checkpoint_files.Reader(out / "merged")
             merged[name] = {x: tensors.get(x) for x in tensors.shapes}
             before = [np.asarray(v.value) for v in adapter.variables]
@@ -214,7 +215,7 @@ def check_memory(folder):
         "load": most / size,
         "devices": held / size,
         "export": peak(
-            lambda: exchange.export(
+            lambda: export(
                 model, folder / "out", values=adapter.merged_values()
             )
         )[1]

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution import topology
 from keras_posttrain.models import sharding
-from keras_posttrain.planning import lowering as core
-from keras_posttrain.planning.example_batches import dummy_batch
+from keras_posttrain.planning.lowering import planned
 from keras_posttrain.training import step as steps
 
 pytest.importorskip("libtpu")
@@ -187,7 +186,7 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
         ]
     ]
     lowered = jax.jit(step).lower(given[:-1], given[-1])
-    memory = topology.compiled(lowered).memory_analysis()
+    memory = topology.compile(lowered).memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     kernel, inputs = 2 * width * width, 2 * tokens * width
     assert layers * inputs < most < layers * inputs + 3 * kernel
@@ -207,9 +206,9 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     task = shaped(tmp_path, sizes, 2048)
     task.compile(keras.optimizers.SGD(1e-5))
     devices = list(topology.get("v5p:2x2x2").devices)
-    with core.planned(task, kpt.distribution.fsdp(devices=devices)):
-        batch = dummy_batch(task, len(devices))
-        program = topology.compiled(core.lower_step(task, batch))
+    with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
+        batch = every.task.example_batch(len(devices))
+        program = topology.compile(every.lower(batch))
     memory = program.memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     # Kernel and sum are three of these, the layers' backward pass four; with

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keras_posttrain.models.hf.exchange import export
+from keras_posttrain.models.hf.export import export
 from keras_posttrain.models.hf.loading import load_causal_lm
 from tests.support import REFERENCE, run_on_eight_devices
 
@@ -34,7 +34,7 @@ def test_files_of_every_family():
     run(*(f"preset:{name}" for name in DIRECTORIES))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_host_memory(tmp_path):
     run(f"memory:{tmp_path}")
 

@@ -55,11 +55,11 @@ def test_axes_and_sizes(eight):
         (lambda d: d.data_parallel(devices=["tpu:9"]), ["tpu:9"]),
         (
             lambda d: d.tensor_parallel(model=3, devices=DEVICES),
-            ["model=3", "8 devices", "no divisor"],
+            ["model=3", "8 devices", "not a divisor"],
         ),
         (
             lambda d: d.fsdp_tensor_parallel(4, 4, devices=DEVICES),
-            ["data=4 * model=4", "8 devices", "more than there are"],
+            ["data=4 * model=4", "8 devices", "too many"],
         ),
         (
             lambda d: d.fsdp_tensor_parallel(2, 2, devices=DEVICES),

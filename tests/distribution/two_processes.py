@@ -12,12 +12,19 @@ import re
 import signal
 import sys
 
+import jax
 import keras
 
 if len(sys.argv) > 3 and __name__ == "__main__":
-    keras.distribution.initialize(
-        f"127.0.0.1:{sys.argv[3]}", int(sys.argv[4]), int(sys.argv[5])
-    )
+    address, rank = f"127.0.0.1:{sys.argv[3]}", map(int, sys.argv[4:])
+    if sys.argv[1].startswith("resume"):
+        # The other way to start processes: a lost one is noticed sooner.
+        jax.distributed.initialize(
+            address, *rank, heartbeat_timeout_seconds=10
+        )
+        keras.utils.set_random_seed(0)
+    else:
+        keras.distribution.initialize(address, *rank)
 
 import numpy as np  # noqa: E402
 

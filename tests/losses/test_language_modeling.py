@@ -98,10 +98,10 @@ def test_dft_by_hand():
 def test_the_pure_functions():
     logps = np.log(np.array([0.5, 0.25], "float32"))
     np.testing.assert_allclose(
-        language_modeling.cross_entropy(logps), [np.log(2), np.log(4)]
+        language_modeling.sft_loss(logps), [np.log(2), np.log(4)]
     )
     np.testing.assert_allclose(
-        language_modeling.dynamic_fine_tuning(logps),
+        language_modeling.dft_loss(logps),
         [np.log(2) / 2, np.log(4) / 4],
         rtol=1e-6,
     )

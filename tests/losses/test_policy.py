@@ -10,7 +10,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.losses import corrections, importance, reductions
-from keras_posttrain.losses.policy_loss import clipped_surrogate
+from keras_posttrain.losses.policy_gradient import ppo_loss
 from tests.support import load_json
 
 losses = kpt.losses
@@ -221,7 +221,7 @@ def test_the_clipped_objective_of_single_tokens(
 
     def value(logs, advantage):
         advantages = jnp.full_like(logs, advantage)
-        return clipped_surrogate(logs, advantages, 0.2, high, delta)
+        return ppo_loss(logs, advantages, 0.2, high, delta)
 
     slope = jax.grad(lambda *x: value(*x).sum())
     for advantage, want in ((1.0, -np.array(positive)), (-1.0, negative)):

@@ -49,7 +49,7 @@ def layout(length, lengths):
 
 
 def example(length, rows=2, heads=4, kv_heads=2, head_dim=8, seed=0):
-    """Row 0 holds three sequences and padding, other rows a whole one."""
+    """Row 0 holds three sequences and padding, other rows a single one."""
     rng = np.random.default_rng(seed)
     parts = [length // 3, length // 2 - length // 3, length // 4]
     several = layout(length, [n for n in parts if n] or [length])
@@ -200,9 +200,9 @@ def test_memory_grows_with_the_length_and_not_its_square():
 
 # Under KerasHub's layers
 
-SEAM = (
+HOOK = (
     "KerasHub's attention layers no longer do under its vLLM context what "
-    "they do in a plain call: the seam that models/attention.py stands on "
+    "they do in a plain call: the hook that models/attention.py uses "
     "has moved. Largest difference: "
 )
 
@@ -251,11 +251,11 @@ def forward(policy, batch):
     return jax.jit(policy.hidden_states)(batch)
 
 
-def assert_seam(got, want):
+def assert_close(got, want):
     # Random weights let some families' states grow.
     size = max(1.0, float(np.std(want)))
     difference = float(np.abs(np.asarray(got) - np.asarray(want)).max())
-    assert difference <= 1e-5 * size, SEAM + str(difference)
+    assert difference <= 1e-5 * size, HOOK + str(difference)
 
 
 @by_family
@@ -273,7 +273,7 @@ def test_unpacked_hidden_states_are_kerashubs_own(models, family):
     )
     got = forward(policy, batch)
     assert got.shape == want.shape
-    assert_seam(got[used], want[used])
+    assert_close(got[used], want[used])
 
 
 @by_family
@@ -286,7 +286,7 @@ def test_packed_documents_are_what_they_are_alone(models, family):
     for row, places in zip(packed, starts):
         for part, single, start in zip(parts, alone, places):
             n = len(part)
-            assert_seam(row[start : start + n], single[:n])
+            assert_close(row[start : start + n], single[:n])
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3"])
@@ -341,4 +341,4 @@ def test_kernel_of_tpus(settings):
 
 def test_kernel_of_tpus_is_for_tpus_alone():
     (query, _, _), *_ = example(256, head_dim=64)
-    assert not tpu_attention.fits(query)
+    assert not tpu_attention.is_supported(query)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from keras_posttrain.models.hf import exchange as huggingface
-from keras_posttrain.models.hf.exchange import export, hf_config
+from keras_posttrain.models.hf.export import export, hf_config
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
+from keras_posttrain.models.hf.tensors import model_tensors
 from tests.models.tiny_checkpoints import (
     BASES,
     assert_equal_logits,
@@ -313,7 +313,7 @@ def test_dtypes(tmp_path, reference):
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     again = load_causal_lm(tmp_path / "out", dtype="float32")
     for one, two in zip(
-        huggingface.tensors(causal_lm), huggingface.tensors(again), strict=True
+        model_tensors(causal_lm), model_tensors(again), strict=True
     ):
         rounded = np.array(one.variable.value.astype("bfloat16"), "float32")
         assert (np.array(two.variable.value) == rounded).all()

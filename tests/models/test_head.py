@@ -1,4 +1,4 @@
-"""The chunked projection, against the whole log-softmax."""
+"""The chunked projection, against the full log-softmax."""
 
 import dataclasses
 import functools

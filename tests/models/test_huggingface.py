@@ -9,9 +9,11 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import load_file
 
-from keras_posttrain.models.hf import exchange
+from keras_posttrain.models.hf import directories
+from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import FAMILIES, family_of
 from keras_posttrain.models.hf.loading import load_causal_lm
+from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
 
 MODELS = {
     "gemma2": "gemma2",
@@ -42,7 +44,7 @@ def test_tensors_cover_the_checkpoint_and_the_model(loaded):
     """Every tensor of the file, every variable of the model, once."""
     path, causal_lm = loaded
     stored = load_file(path / "model.safetensors")
-    table = exchange.tensors(causal_lm)
+    table = model_tensors(causal_lm)
     assert sorted(t.name for t in table) == sorted(stored)
     variables = [id(t.variable) for t in table]
     assert len(set(variables)) == len(variables)
@@ -71,7 +73,7 @@ def test_a_part_of_a_variable_is_a_part_of_the_file(loaded):
             return found
 
     stored = load_file(path / "model.safetensors")
-    for tensor in exchange.tensors(causal_lm):
+    for tensor in model_tensors(causal_lm):
         here = np.array(tensor.variable.value)
         source = Counting(stored[tensor.name])
         for _ in range(4):
@@ -93,7 +95,7 @@ def test_linear_layers_multiply_as_their_matrices(loaded):
     """`layer(x)` is `x @ weight.T + bias` for the tensor of its name."""
     path, causal_lm = loaded
     stored = load_file(path / "model.safetensors")
-    layers = exchange.linear_layers(causal_lm)
+    layers = linear_layers(causal_lm)
     num_layers = causal_lm.backbone.num_layers
     assert set(layers) == {
         f"model.layers.{i}.{name}"
@@ -131,7 +133,7 @@ def gpt2():
 
 @pytest.mark.parametrize(
     "function",
-    [exchange.tensors, exchange.linear_layers, exchange.hf_config],
+    [model_tensors, linear_layers, hf_config],
 )
 def test_a_family_without_a_table(function):
     with pytest.raises(ValueError, match="class GPT2Backbone"):
@@ -159,17 +161,17 @@ def test_quantized_weights_have_no_tensors(reference):
     layer = causal_lm.backbone.transformer_layers[1]
     layer._feedforward_gate_dense.quantize("int8")
     with pytest.raises(ValueError, match="quantization_mode='int8'"):
-        exchange.tensors(causal_lm)
+        model_tensors(causal_lm)
 
 
 def test_resolve(reference, tmp_path):
     path = reference / "models/llama3"
-    assert exchange.resolve(path) == path
-    assert exchange.resolve(str(path)) == path
-    assert exchange.resolve("qwen3_0.6b_en") is None
-    assert exchange.resolve("kaggle://keras/gemma/keras/x") is None
+    assert directories.resolve(path) == path
+    assert directories.resolve(str(path)) == path
+    assert directories.resolve("qwen3_0.6b_en") is None
+    assert directories.resolve("kaggle://keras/gemma/keras/x") is None
     (tmp_path / "config.json").write_text('{"registered_name": "x"}')
-    assert exchange.resolve(tmp_path) is None
+    assert directories.resolve(tmp_path) is None
 
 
 def test_resolve_of_the_hub(reference, tmp_path, monkeypatch):
@@ -186,19 +188,19 @@ def test_resolve_of_the_hub(reference, tmp_path, monkeypatch):
         else:
             snapshot.mkdir(parents=True)
             (snapshot / "config.json").write_text('{"registered_name": 1}')
-    found = exchange.resolve("hf://them/llama")
+    found = directories.resolve("hf://them/llama")
     assert (found / "model.safetensors").is_file()
     assert load_causal_lm("hf://them/llama").kpt_source["path"] == str(found)
-    assert exchange.resolve("hf://us/keras") is None
+    assert directories.resolve("hf://us/keras") is None
 
 
 def test_resolve_refuses(tmp_path):
     with pytest.raises(ValueError, match="preset='no_such_preset'"):
-        exchange.resolve("no_such_preset")
+        directories.resolve("no_such_preset")
     with pytest.raises(ValueError, match="hf://owner/name"):
-        exchange.resolve("hf://only_a_name")
+        directories.resolve("hf://only_a_name")
     with pytest.raises(ValueError, match="must hold `config.json`"):
-        exchange.resolve(tmp_path)
+        directories.resolve(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json"):
-        exchange.resolve(tmp_path)
+        directories.resolve(tmp_path)

@@ -422,7 +422,7 @@ def test_integer_weights_are_refused(tmp_path):
 
 
 def test_head_is_tied_as_stored(tmp_path):
-    """A head saved beside the embedding counts, whatever the config says."""
+    """A head in the checkpoint is loaded, whatever the config says."""
     directory, want = make_checkpoint(tmp_path / "hf", "llama")
     config = json.loads((directory / "config.json").read_text())
     config["tie_word_embeddings"] = True
@@ -520,7 +520,7 @@ def test_repair_of_kerashub_models():
     assert np.abs(plain_logits(qwen3) - packed_logits(qwen3)).max() > 1e-2
     notes = repair(qwen3)
     assert "rms_norm_eps set to 1e-06 in 4 norms" in notes
-    assert "sliding window applied on the plain path" in notes
+    assert "sliding window applied in the attention mask" in notes
     assert repair(qwen3) == notes == qwen3.kpt_repairs
     assert_all_ways_equal(qwen3, plain_logits(qwen3))
     gemma = models.GemmaCausalLM(

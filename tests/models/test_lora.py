@@ -15,8 +15,9 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import keras_posttrain as kpt
-from keras_posttrain.models.hf import exchange, loading
+from keras_posttrain.models.hf import loading
 from keras_posttrain.models.hf.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import (
     Adapter,
@@ -316,9 +317,9 @@ def test_dropout_drops_inputs_of_the_adapter_only():
     pair = adapter.pairs[0]
     x = np.random.default_rng(2).normal(size=(3, 1, 64)).astype("float32")
     keys = DropoutKeys(jax.random.key(1), jnp.arange(3), jnp.zeros(3, int))
-    with adapter.dropping(keys):
+    with adapter.dropout(keys):
         got = np.array(pair.layer(x))
-    with adapter.disabled(), adapter.dropping(keys):
+    with adapter.disabled(), adapter.dropout(keys):
         plain = np.array(pair.layer(x))
     keep = np.array(keys.mask(0, 64, 0.4))[:, None]
     dropped = np.where(keep, x / 0.6, 0)
@@ -448,7 +449,7 @@ def test_an_adapter_is_loaded_before_compile(tmp_path):
 
 
 def test_target_modules_say_which_layers(tmp_path):
-    """The last part of the names where these say it, else whole names."""
+    """Last parts of the names if these are enough, else full names."""
     for targets, want in (
         ("all-linear", sorted(PROJECTIONS)),
         ("q_proj", ["q_proj"]),
@@ -560,7 +561,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     _, adapter = make("qwen3", kpt.LoRA(rank=4, alpha=8))
     with pytest.raises(ValueError, match="belongs to another model") as e:
         adapter.load(path)
-    assert "has shape (4, 128), this model wants (4, 64)" in str(e.value)
+    assert "has shape (4, 128), this model needs (4, 64)" in str(e.value)
     assert not any(np.array(b.value).any() for b in adapter.b)
 
 
@@ -589,7 +590,7 @@ def test_half_precision_adapters_load(dtype, tmp_path):
 
 def test_names_are_hugging_faces():
     causal_lm, adapter = make("gemma3")
-    names = {t.name for t in exchange.tensors(causal_lm)}
+    names = {t.name for t in model_tensors(causal_lm)}
     for pair in adapter.pairs:
         assert f"{pair.name}.weight" in names
 

@@ -20,7 +20,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
 }
-# What the family's checkpoints state beside the sizes.
+# Fields of the family's configs in addition to the sizes.
 BASES = {
     "gemma": {"head_dim": 12, "hidden_act": "gelu_pytorch_tanh"},
     "gemma2": {
@@ -115,7 +115,7 @@ def cached_logits(causal_lm):
 
 
 def packed_logits(causal_lm):
-    """Under the attention seam: both rows in one, as two segments."""
+    """Under the attention hook: both rows in one, as two segments."""
     rows, length = TOKEN_IDS.shape
     batch = {
         "token_ids": TOKEN_IDS.reshape(1, -1),

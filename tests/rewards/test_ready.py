@@ -1,4 +1,4 @@
-"""Rewards that come with the library."""
+"""The built-in rewards."""
 
 import asyncio
 import functools
@@ -18,8 +18,8 @@ from tests.support import load_json
 CASES = {case["name"]: case for case in load_json("rewards.json")["cases"]}
 
 
-def judge(reward, completions, prompts=None, ids=None, **columns):
-    """The rewards of completions, through the runner and called directly."""
+def score(reward, completions, prompts=None, ids=None, **columns):
+    """Returns rewards from the runner; a direct call must give the same."""
     prompts = prompts or ["?"] * len(completions)
     rewards, _ = run_rewards(
         [reward], prompts, completions, columns, completion_ids=ids
@@ -41,7 +41,7 @@ def test_soft_overlong_is_trls():
 
 def test_soft_overlong_has_a_floor():
     """Lengths of 70 to 110 of 100 with a buffer of 20 and a penalty of 10:
-    0, 0, -10 * 10/20 = -5, -10, and -10 where Tunix goes on to -15."""
+    0, 0, -10 * 10/20 = -5, -10, and -10 where Tunix continues to -15."""
     reward = kpt.rewards.SoftOverlongReward(100, 20, max_penalty=-10)
     ids = [[7] * n for n in (70, 80, 90, 100, 110)]
     assert reward(completion_ids=ids) == [0, 0, -5, -10, -10]
@@ -62,9 +62,9 @@ def test_think_format_is_trls():
     case = CASES["think_format"]
     reward = kpt.rewards.ThinkFormatReward()
     completions = case["inputs"]["completions"]
-    assert judge(reward, completions) == case["expected"]["rewards"]
+    assert score(reward, completions) == case["expected"]["rewards"]
     messages = [[{"role": "assistant", "content": c}] for c in completions]
-    assert judge(reward, messages) == case["expected"]["rewards"]
+    assert score(reward, messages) == case["expected"]["rewards"]
 
 
 def test_every_case_of_the_file_is_tested():
@@ -79,7 +79,7 @@ def test_every_case_of_the_file_is_tested():
 def test_think_and_answer():
     reward = kpt.rewards.ThinkFormatReward(answer=True)
     good = "<think>a</think>\n<answer>b</answer>\n"
-    assert judge(
+    assert score(
         reward,
         [
             good,
@@ -92,7 +92,7 @@ def test_think_and_answer():
         ],
     ) == [1, 0, 0, 0, 0, 0, 0]
     opened = kpt.rewards.ThinkFormatReward(opened=True)
-    assert judge(opened, ["a</think>b", "<think>a</think>b"]) == [1, 0]
+    assert score(opened, ["a</think>b", "<think>a</think>b"]) == [1, 0]
 
 
 def test_cosine_length_by_hand():
@@ -102,7 +102,7 @@ def test_cosine_length_by_hand():
     exact = kpt.rewards.ExactMatchReward()
     reward = kpt.rewards.CosineLengthReward(exact, 100)
     lengths = [25, 50, 75, 100, 130, 0, 50, 100, 9]
-    got = judge(
+    got = score(
         reward,
         ["2"] * 5 + ["3"] * 3 + ["2"],
         ids=[[5] * n for n in lengths],
@@ -116,7 +116,7 @@ def test_cosine_length_by_hand():
     assert got[-1] is None
 
 
-def test_cosine_length_with_a_function_of_ones_own():
+def test_cosine_length_with_a_custom_function():
     def right(completions, level, **columns):
         return [c == columns["answer"][i] for i, c in enumerate(completions)]
 
@@ -124,7 +124,7 @@ def test_cosine_length_with_a_function_of_ones_own():
     with pytest.raises(ValueError, match="'cosine_length' needs.*'level'"):
         kpt.rewards.check_rewards([reward], ["answer"])
     columns = {"answer": ["2", "2"], "level": [1, 1]}
-    got = judge(reward, ["2", "3"], ids=[[5, 1], [5, 1]], **columns)
+    got = score(reward, ["2", "3"], ids=[[5, 1], [5, 1]], **columns)
     assert got == [0.5, -0.5]
 
 
@@ -136,7 +136,7 @@ def test_length():
 def test_exact_match():
     reward = kpt.rewards.ExactMatchReward()
     answers = ["42", 42, ["a", " 42"], None, "43"]
-    assert judge(reward, [" 42\n"] * 5, answer=answers) == [1, 1, 1, None, 0]
+    assert score(reward, [" 42\n"] * 5, answer=answers) == [1, 1, 1, None, 0]
     found = kpt.rewards.ExactMatchReward(
         column="gold", extract=r"<answer>(.*?)</answer>", ignore_case=True
     )
@@ -145,7 +145,7 @@ def test_exact_match():
         "yes",
         "<answer>yes",
     ]
-    assert judge(found, completions, gold=["yes"] * 3) == [1, 0, 0]
+    assert score(found, completions, gold=["yes"] * 3) == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -183,13 +183,13 @@ def test_numeric():
     reward = kpt.rewards.NumericReward(tolerance=0.01)
     completions = ["so 0.667", "0.68", "none", "1", "1"]
     answers = ["work #### 0.67", 0.67, 0.67, None, "unknown"]
-    assert judge(reward, completions, answer=answers) == [1, 0, 0, None, None]
+    assert score(reward, completions, answer=answers) == [1, 0, 0, None, None]
     reward = kpt.rewards.NumericReward(
         relative_tolerance=0.1, extract=r"#### (.*)"
     )
     completions = ["#### 109 of 3\n", "109", "#### -91"]
     answers = [3, 100, -100]
-    assert judge(reward, completions, answer=answers) == [1, 0, 1]
+    assert score(reward, completions, answer=answers) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -211,7 +211,7 @@ def test_math(in_thread):
     got = []
 
     def work():
-        got.extend(judge(reward, list(completions), answer=list(answers)))
+        got.extend(score(reward, list(completions), answer=list(answers)))
 
     if in_thread:
         thread = threading.Thread(target=work)
@@ -222,14 +222,14 @@ def test_math(in_thread):
     assert got == list(expected)
     found = kpt.rewards.MathReward(extract=r"Answer: (.*)")
     completions = ["x or Answer: 2x", "2x"]
-    assert judge(found, completions, answer=["x + x"] * 2) == [1, 0]
+    assert score(found, completions, answer=["x + x"] * 2) == [1, 0]
 
 
 def test_regex():
     reward = kpt.rewards.RegexReward(r"#### -?\d+$")
-    assert judge(reward, ["a\n#### 42", "#### 42 or so"]) == [1, 0]
+    assert score(reward, ["a\n#### 42", "#### 42 or so"]) == [1, 0]
     reward = kpt.rewards.RegexReward("a.b", full=True)
-    assert judge(reward, ["a\nb", "xa-b"]) == [1, 0]
+    assert score(reward, ["a\nb", "xa-b"]) == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -286,24 +286,24 @@ def test_a_judge_grades_what_it_is_shown(is_async):
         [{"role": "assistant", "content": "2 + 2 = 4"}],
         [{"role": "assistant", "content": "5"}],
     ]
-    got = judge(reward, completions, prompts, answer=["4", "4"])
+    got = score(reward, completions, prompts, answer=["4", "4"])
     assert got == [1.0, 0.25]
     assert sorted(asked)[1] == "user: 2 + 2 {x} {} 5 key: 4"
     with pytest.raises(ValueError, match="'judge' needs the column 'answer'"):
         kpt.rewards.check_rewards([reward], ["prompt"])
 
 
-def test_replies_without_a_grade_are_not_judged():
+def test_replies_without_a_grade_are_not_scored():
     replies = {"a": "nothing", "b": "11", "c": "Grade: 5/10", "d": "-1"}
     reward = kpt.rewards.JudgeReward(
         lambda text: replies[text], "{completion}", grade=r"Grade: (\d+)"
     )
-    assert judge(reward, list("abcd")) == [None, None, 0.5, None]
+    assert score(reward, list("abcd")) == [None, None, 0.5, None]
     plain = kpt.rewards.JudgeReward(replies.__getitem__, "{completion}")
-    assert judge(plain, list("abd")) == [None, None, None]
+    assert score(plain, list("abd")) == [None, None, None]
     wrong = kpt.rewards.JudgeReward(lambda text: 3, "{completion}")
     with pytest.raises(ValueError, match="'judge' raised.*return a string"):
-        judge(wrong, ["a"])
+        score(wrong, ["a"])
 
 
 def test_a_judge_is_asked_a_few_questions_at_a_time():
@@ -318,12 +318,12 @@ def test_a_judge_is_asked_a_few_questions_at_a_time():
         return "10"
 
     reward = kpt.rewards.JudgeReward(ask, max_concurrency=3)
-    assert judge(reward, ["x"] * 8) == [1.0] * 8
+    assert score(reward, ["x"] * 8) == [1.0] * 8
     assert most == 3
 
 
 def test_sync_questions_are_asked_at_once_as_well():
-    """All nine meet at a barrier, which breaks where they come in turn."""
+    """All nine wait at a barrier, which breaks if they run one by one."""
     barrier = threading.Barrier(9, timeout=10)
 
     def ask(text):
@@ -331,12 +331,12 @@ def test_sync_questions_are_asked_at_once_as_well():
         return "10"
 
     reward = kpt.rewards.JudgeReward(ask, max_concurrency=9)
-    assert judge(reward, ["x"] * 9) == [1.0] * 9
+    assert score(reward, ["x"] * 9) == [1.0] * 9
 
 
 @functools.cache
 def classifier(num_classes=2):
-    """A real one of two layers that reads words."""
+    """A real classifier of two layers with a tokenizer for words."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "?"]
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=words)
     keras.utils.set_random_seed(0)
@@ -367,15 +367,15 @@ def test_a_keras_hub_classifier_scores(timeout):
     np.testing.assert_allclose(got[:, 0], expected, rtol=1e-5, atol=1e-6)
     assert len(set(got[:, 0].tolist())) == 3
     one = kpt.rewards.ModelReward(classifier(num_classes=1))
-    assert len(judge(one, completions)) == 3
+    assert len(score(one, completions)) == 3
 
 
 def test_a_text_that_a_classifier_would_cut_is_refused():
     """`?`, six words, and the two tokens at the ends are nine, above 8."""
     reward = kpt.rewards.ModelReward(classifier(), label=0)
-    judge(reward, ["good good good good good"])
+    score(reward, ["good good good good good"])
     with pytest.raises(ValueError, match="Received: 9 tokens for completion"):
-        judge(reward, ["good", "good bad good bad good bad"])
+        score(reward, ["good", "good bad good bad good bad"])
 
 
 def test_which_class_is_the_score_must_be_said():
@@ -391,4 +391,4 @@ def test_an_object_that_scores_rows():
             return np.array([len(r["prompt"] + r["completion"]) for r in rows])
 
     reward = kpt.rewards.ModelReward(Longest())
-    assert judge(reward, ["a", "bcd"], ["?", "??"]) == [2.0, 5.0]
+    assert score(reward, ["a", "bcd"], ["?", "??"]) == [2.0, 5.0]

@@ -1,4 +1,4 @@
-"""The contract of a reward: what it is given, and what is said of a bad one.
+"""The contract of reward functions: arguments, results and errors.
 
 The prompts are rows of a dataset, two completions each.
 """
@@ -34,7 +34,7 @@ def correct(completions, answer, **columns):
     return [float(a in c) for c, a in zip(completions, answer)]
 
 
-def test_a_batch_is_judged_in_one_call_of_each_function():
+def test_a_batch_is_scored_in_one_call_of_each_function():
     calls = []
 
     def length(completions, **columns):
@@ -51,7 +51,7 @@ def test_a_batch_is_judged_in_one_call_of_each_function():
     assert report["correct"]["skipped"] == report["correct"]["not_judged"] == 0
 
 
-def test_a_function_is_given_what_it_names():
+def test_a_function_gets_the_arguments_it_names():
     seen = {}
 
     def f(completion_ids, level=None, scale=2.0):
@@ -83,7 +83,7 @@ def test_messages_come_as_messages():
     assert rewards.tolist() == [[5.0]]
 
 
-def test_none_is_not_judged_and_numbers_of_all_kinds_are_read():
+def test_none_is_not_scored_and_numbers_of_all_kinds_are_read():
     def f(completions):
         return [None, True, np.float32(0.25), jnp.asarray(-1)]
 
@@ -147,7 +147,7 @@ def test_async_functions_run_side_by_side():
     assert report["slow"]["seconds"] >= 0.05 > report["correct"]["seconds"]
 
 
-def test_what_belongs_to_an_event_loop_outlives_a_batch():
+def test_objects_of_an_event_loop_outlive_a_batch():
     queue = None
 
     async def f(completions):
@@ -219,7 +219,7 @@ def test_an_exception_of_an_async_function_names_the_row_as_well():
         (1j, "1j"),
     ],
 )
-def test_what_is_no_finite_number_names_function_and_row(value, shown):
+def test_a_reward_that_is_not_finite_names_function_and_row(value, shown):
     def f(completions):
         return [0.0, 0.0, value, value]
 
@@ -282,7 +282,7 @@ def test_a_sync_function_that_never_returns():
 def test_an_async_function_that_never_returns(block):
     async def f(completions):
         if "it is four" in completions:
-            # The second blocks the loop, which a limit cannot end.
+            # The second blocks the loop, which a time limit cannot end.
             time.sleep(2.5) if block else await asyncio.sleep(60)
         return [0.0] * len(completions)
 
@@ -301,7 +301,7 @@ def test_an_async_function_that_never_returns(block):
             run(f, timeout=0.2)
 
 
-def test_a_time_out_of_the_functions_own_is_an_exception_like_any_other():
+def test_a_timeout_inside_a_function_is_an_exception_like_any_other():
     def f(completions):
         raise TimeoutError("the server is slow")
 
@@ -350,7 +350,7 @@ def test_a_limit_keeps_keras_distribution():
         ([dict.fromkeys], "."),
     ],
 )
-def test_what_is_no_list_of_rewards(functions, text):
+def test_a_result_that_is_not_a_list_of_rewards(functions, text):
     with pytest.raises(ValueError, match=text):
         check_rewards(functions, ["prompt", "answer"])
 

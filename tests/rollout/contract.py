@@ -25,7 +25,7 @@ def check_engine(engine, task, tolerance=2e-5):
     greedy_takes_the_best(engine)
     samples_are_keyed(engine)
     stop_tokens_end(engine)
-    tokens_come_as_they_are_drawn(engine)
+    tokens_are_streamed(engine)
     new_weights_are_used(engine, task, tolerance)
     bad_input_is_refused(engine)
 
@@ -90,7 +90,7 @@ def log_probs_are_the_policys(engine, task, tolerance):
         if temperature in (0.0, 1.0):
             expected = task.log_probs(rows_of(out))
             check_log_probs(engine, out, temperature, tolerance, expected)
-    # What is drawn from fewer tokens keeps the whole distribution's numbers.
+    # Truncation does not change the log-probabilities of the tokens.
     out = sampled(engine, top_k=3, top_p=0.9, min_p=0.01)
     check_log_probs(engine, out, 1.0, tolerance)
 
@@ -136,17 +136,17 @@ def stop_tokens_end(engine):
         assert len(cut.per_token_logps) == first + 1
 
 
-def tokens_come_as_they_are_drawn(engine):
-    heard = {}
+def tokens_are_streamed(engine):
+    streamed = {}
 
     def on_tokens(request, generation, token_ids):
-        heard.setdefault((request, generation), []).extend(token_ids)
+        streamed.setdefault((request, generation), []).extend(token_ids)
 
     requests = [Request(p, 2, max_tokens=20, seed=3) for p in PROMPTS]
     out = engine.generate(requests, on_tokens=on_tokens)
     for i, samples in enumerate(out):
         for g, c in enumerate(samples):
-            assert heard[i, g] == c.token_ids
+            assert streamed[i, g] == c.token_ids
 
 
 def new_weights_are_used(engine, task, tolerance):
@@ -220,12 +220,12 @@ def check_overlap(engine, task, tolerance=2e-5, every=3):
         for variable, value in zip(task.trainable_variables, values):
             variable.assign(value)
         for c, logps in zip(completions, task.log_probs(rows)):
-            drawn = c.token_versions == version
-            expected = np.asarray(logps)[-len(c.token_ids) :][drawn]
+            sampled = c.token_versions == version
+            expected = np.asarray(logps)[-len(c.token_ids) :][sampled]
             np.testing.assert_allclose(
-                c.per_token_logps[drawn], expected, rtol=0, atol=tolerance
+                c.per_token_logps[sampled], expected, rtol=0, atol=tolerance
             )
-            seen += drawn.sum()
+            seen += sampled.sum()
     assert seen == 9 * 200
     engine.stop()
     engine.overlaps = False

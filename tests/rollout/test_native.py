@@ -43,7 +43,11 @@ def test_the_contract(kwargs):
     contract.check_engine(engine_of(task, 4), task)
 
 
-@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=4)])
+@pytest.mark.parametrize(
+    "lora",
+    [None, pytest.param(kpt.LoRA(rank=4), marks=pytest.mark.full)],
+    ids=["full", "lora"],
+)
 def test_samples_go_on_with_new_weights(lora):
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/llama3", sequence_length=256, lora=lora
@@ -56,7 +60,7 @@ def test_samples_go_on_with_new_weights(lora):
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_equals_the_reference(name):
-    """Alone, and beside samples of other lengths and temperatures."""
+    """Alone, and with samples of other lengths and temperatures."""
     case = CASES[name]
     task = make(case["inputs"]["model"].removeprefix("models/"))
     engine = engine_of(task)
@@ -133,12 +137,12 @@ def test_samples_follow_the_distribution():
     for cut, tokens in kept.values():
         request = Request(prompt, 4000, max_tokens=1, seed=11, **cut)
         [samples] = engine.generate([request])
-        drawn = np.bincount([c.token_ids[0] for c in samples], minlength=512)
-        assert drawn[np.setdiff1d(np.arange(512), tokens)].sum() == 0
+        counts = np.bincount([c.token_ids[0] for c in samples], minlength=512)
+        assert counts[np.setdiff1d(np.arange(512), tokens)].sum() == 0
         share = np.exp(logps[tokens])
         expected = 4000 * share / share.sum()
         often = expected >= 5
-        found = np.append(drawn[tokens][often], drawn[tokens][~often].sum())
+        found = np.append(counts[tokens][often], counts[tokens][~often].sum())
         expected = np.append(expected[often], expected[~often].sum())
         found, expected = found[expected > 0], expected[expected > 0]
         statistic = ((found - expected) ** 2 / expected).sum()
@@ -241,7 +245,7 @@ def test_a_prompt_is_computed_once(monkeypatch):
 
 
 def test_a_sample_seated_before_slots_move_keeps_its_prompt():
-    """The 33rd sample takes slot 31, where its prompt lies; that it alone is
+    """The 33rd sample takes slot 31, which has its prompt; that it alone is
     left makes the slots fewer and moves it."""
     requests = [Request([40 + i, 7], max_tokens=1, seed=5) for i in range(31)]
     requests.append(Request([9, 8, 11], 2, max_tokens=1, seed=5))
@@ -364,7 +368,7 @@ def test_a_model_that_gives_no_numbers_is_an_error():
 
 
 def test_a_long_prompt_and_windows():
-    """Prompts beyond a sliding window, beside short ones."""
+    """Prompts beyond a sliding window, with short ones."""
     task = make("gemma3_text")
     engine = engine_of(task)
     rng = np.random.default_rng(5)

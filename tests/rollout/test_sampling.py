@@ -1,4 +1,4 @@
-"""Tokens drawn from logits: their distribution, and what decides them."""
+"""Sampling of tokens: their distribution, and what it depends on."""
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ def test_rows_without_a_limit_are_as_if_there_were_none():
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1.0, 1e6, 1e30])
-def test_truncated_tokens_are_never_drawn(temperature):
+def test_truncated_tokens_are_never_sampled(temperature):
     """Also at temperatures at which the weights of different logits are the
     same float32, or none but the best has one."""
     logits = np.linspace(0, 1, 97).astype("float32")
@@ -210,7 +210,7 @@ def test_truncated_tokens_are_never_drawn(temperature):
     assert set(found.tolist()) == {int(best[0])}
 
 
-def test_tokens_without_weight_are_never_drawn():
+def test_tokens_without_weight_are_never_sampled():
     """In 100,000 draws; the first and the last tokens have none."""
     logits = np.full(511, -np.inf, "float32")
     logits[[40, 41, 300]] = [0.0, 3.0, -2.0]

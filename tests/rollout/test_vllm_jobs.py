@@ -1,4 +1,4 @@
-"""What can be told of vLLM's engine without vLLM."""
+"""Tests of vLLM's engine that do not need vLLM."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request, VLLMRollout
 from keras_posttrain.rollout.vllm import folder, jobs, weights
-from keras_posttrain.rollout.vllm.engine import _Heard
+from keras_posttrain.rollout.vllm.engine import _TokenStream
 from keras_posttrain.rollout.vllm.server import _flags
 from tests.support import REFERENCE
 
@@ -65,22 +65,22 @@ def test_a_probe_that_differs_gives_both_numbers():
             assert part in str(error.value)
 
 
-def test_tokens_of_samples_drawn_again_are_told_once():
-    told = {}
+def test_tokens_that_are_sampled_again_are_streamed_once():
+    streamed = {}
 
     def on_tokens(i, g, ids):
-        told.setdefault((i, g), []).extend(ids)
+        streamed.setdefault((i, g), []).extend(ids)
 
-    heard = _Heard(
+    stream = _TokenStream(
         [Request([1], 2), Request([1], 2, temperature=0)], on_tokens
     )
-    heard(0, 1, [5, 6])
-    heard(1, 0, [9])
-    heard.again()
-    heard(0, 1, [5])
-    heard(0, 1, [6, 7])
-    heard(1, 0, [9, 8])
-    assert told == {(0, 1): [5, 6, 7], (1, 0): [9, 8], (1, 1): [9, 8]}
+    stream(0, 1, [5, 6])
+    stream(1, 0, [9])
+    stream.restart()
+    stream(0, 1, [5])
+    stream(0, 1, [6, 7])
+    stream(1, 0, [9, 8])
+    assert streamed == {(0, 1): [5, 6, 7], (1, 0): [9, 8], (1, 1): [9, 8]}
 
 
 def test_flags_of_the_command_line():
@@ -127,7 +127,9 @@ def test_weights_are_those_of_an_export(tmp_path):
     for b in task.adapter.b:
         b.assign(np.random.default_rng(1).normal(0, 0.1, b.shape))
     task.export(tmp_path / "export")
-    merged = weights.Weights(task, "float32", merged=True)
+    merged = weights.Weights(
+        task.causal_lm, task.adapter, "float32", merged=True
+    )
     merged.write(tmp_path / "merged")
     base = load_file(REFERENCE / "models/qwen3/model.safetensors")
     files = [
@@ -135,7 +137,9 @@ def test_weights_are_those_of_an_export(tmp_path):
         for name in ("export", "merged")
     ]
     assert files[0].keys() == files[1].keys() == merged.table.keys()
-    plain = weights.Weights(task, "float32", merged=False)
+    plain = weights.Weights(
+        task.causal_lm, task.adapter, "float32", merged=False
+    )
     task.merge_adapter()
     for name, array in plain.arrays():
         np.testing.assert_array_equal(files[0][name], files[1][name])

@@ -1,4 +1,4 @@
-"""What can be told of vLLM on TPUs without one.
+"""Tests of vLLM on TPUs that do not need a TPU.
 
 The runner of tpu-inference is a stand-in: it holds a KerasHub model of its
 own, and computes with the state that it was given last.
@@ -98,6 +98,10 @@ def check_config(directory):
     assert {name: config.get(name) for name in expected} == expected
 
 
+def weights_of(task, dtype):
+    return tpu.TPUWeights(task.causal_lm, task.adapter, dtype, merged=True)
+
+
 def change(task):
     for variable in task.trainable_variables:
         noise = np.random.default_rng(0).normal(0, 0.3, variable.shape)
@@ -124,10 +128,10 @@ def test_weights_in_the_runners_state(tmp_path, family, lora):
     """The runner computes with the trainer's weights, of a copy of them."""
     directory = REFERENCE / "models" / FAMILIES[family]
     task = kpt.SFTTask.from_preset(directory, lora=lora, sequence_length=32)
-    tpu.write_model(task, tmp_path / "model", "float32")
+    tpu.write_model(task.causal_lm, tmp_path / "model", "float32")
     check_config(tmp_path / "model")
     runner = Runner(tmp_path / "model", "float32")
-    weights = tpu.TPUWeights(task, "float32", merged=True)
+    weights = weights_of(task, "float32")
     found = tpu._variables(runner.state)
     weights.check({path: list(x.shape) for path, x in found.items()})
     before, old = runner.logits(), runner.state_leaves
@@ -152,10 +156,10 @@ def test_weights_in_the_runners_state(tmp_path, family, lora):
 
 def test_dtypes_and_shardings_are_the_runners(tmp_path):
     task = kpt.SFTTask.from_preset(REFERENCE / "models/qwen3")
-    tpu.write_model(task, tmp_path / "model", "bfloat16")
+    tpu.write_model(task.causal_lm, tmp_path / "model", "bfloat16")
     runner = Runner(tmp_path / "model", "bfloat16")
     shardings = [x.sharding for x in runner.state_leaves]
-    weights = tpu.TPUWeights(task, "bfloat16", merged=True)
+    weights = weights_of(task, "bfloat16")
     change(task)
     assert tpu.write_state(runner, weights.arrays()) == weights.num_bytes
     assert {x.dtype.name for x in runner.state_leaves} == {"bfloat16"}
@@ -168,9 +172,9 @@ def test_dtypes_and_shardings_are_the_runners(tmp_path):
 
 def test_other_variables_are_refused(tmp_path):
     task = kpt.SFTTask.from_preset(REFERENCE / "models/qwen3")
-    tpu.write_model(task, tmp_path / "model", "float32")
+    tpu.write_model(task.causal_lm, tmp_path / "model", "float32")
     runner = Runner(tmp_path / "model", "float32")
-    weights = tpu.TPUWeights(task, "float32", merged=True)
+    weights = weights_of(task, "float32")
     shapes = weights.shapes()
     path = next(iter(shapes))
     with pytest.raises(ValueError, match=f"1 only here .*{path}"):
@@ -214,7 +218,7 @@ def test_a_process_with_tpus(monkeypatch):
     engine.set_model(task)
     with pytest.raises(ValueError, match="takes no adapter"):
         engine.start()
-    # A server beside it is served as ever.
+    # With a server the adapter is sent.
     engine = VLLMRollout("http://127.0.0.1:1")
     engine.set_model(task)
     assert engine._sends_adapter

@@ -149,7 +149,7 @@ def test_every_algorithm_learns(name, seed):
     check(name, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_learns_and_leaves_the_base_as_it_is():
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/qwen3", lora=kpt.LoRA(rank=8), sequence_length=64

@@ -1,18 +1,18 @@
-"""Batches that neither micro-batches nor devices share evenly."""
+"""Batches that micro-batches or devices do not divide evenly."""
 
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.training import padding
-from tests.support import REFERENCE, load_json, random_rows, weights
+from tests.support import REFERENCE, random_rows, weights
 
 LLAMA = REFERENCE / "models/llama3"
 
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Sets how many devices rows are spread over; only the count is read."""
+    """Sets the number of devices that rows are spread over, a count alone."""
 
     def set_count(count):
         axis = (None, None, count)
@@ -26,7 +26,7 @@ def devices(monkeypatch):
     [
         (1, None, 10, 1, 1),
         (1, 4, 10, 1, 4),
-        # All in one micro-batch: nothing is filled up to it.
+        # All in one micro-batch: it is not padded to its full size.
         (1, 16, 10, 1, 1),
         (1, 4, None, 1, 4),
         (8, None, 10, 1, 8),
@@ -42,7 +42,7 @@ def devices(monkeypatch):
         (3, 2, 10, 2, 6),
     ],
 )
-def test_what_rows_are_filled_up_to(
+def test_the_multiple_that_batches_are_padded_to(
     devices, shards, micro, rows, together, expected
 ):
     devices(shards)
@@ -53,7 +53,7 @@ def test_what_rows_are_filled_up_to(
         assert size % shards == 0 and size % together == 0
 
 
-def test_what_is_told(devices):
+def test_padding_is_reported(devices):
     devices(1)
     assert padding.describe(None, 10) is None
     assert padding.describe(5, 10) is None
@@ -77,8 +77,8 @@ def test_what_is_told(devices):
     )
 
 
-def test_rows_that_micro_batches_do_not_share_evenly(capsys):
-    """Five rows in micro-batches of two: the update of the five alone."""
+def test_five_rows_in_micro_batches_of_two(capsys):
+    """The update is that of the five alone, and the padding is reported."""
     found = []
     for micro in (None, 2):
         task = kpt.SFTTask.from_preset(LLAMA, sequence_length=64)
@@ -87,77 +87,10 @@ def test_rows_that_micro_batches_do_not_share_evenly(capsys):
         shown = "1 rows of padding a batch: 5 rows are filled up to 6"
         assert (shown in capsys.readouterr().out) == (micro is not None)
         found.append((history, weights(task)))
-        # Of rows of padding there is no answer.
+        # Padding rows have no answer.
         assert len(task.log_probs(random_rows(5), batch_size=3)) == 5
     (one, ours), (many, theirs) = found
     for key in ("loss", "grad_norm", "num_tokens"):
         np.testing.assert_allclose(many[key], one[key], rtol=1e-5)
-    for key, value in ours.items():
-        np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
-
-
-@pytest.mark.parametrize("paired", [True, False])
-def test_a_coupled_loss_does_not_see_them(paired):
-    """AOT sorts over the batch: five pairs in micro-batches of two."""
-    rows = load_json("dpo.json")["datasets"]["llama3"][:5]
-    found = []
-    for micro in (None, 2):
-        task = kpt.DPOTask.from_preset(
-            LLAMA, sequence_length=64, reference=f"{LLAMA}_ref"
-        )
-        loss = kpt.losses.AOTLoss(paired=paired)
-        task.compile("sgd", loss, micro_batch_size=micro)
-        history = task.fit(rows, batch_size=5, verbose=0).history
-        found.append((history, weights(task)))
-    (one, ours), (many, theirs) = found
-    for key in one:
-        if not key.startswith("time/"):
-            np.testing.assert_allclose(
-                many[key], one[key], rtol=1e-5, atol=1e-6, err_msg=key
-            )
-    for key, value in ours.items():
-        np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
-
-
-@pytest.mark.slow
-def test_what_is_kept_of_a_teacher_is_of_its_own_row(tmp_path):
-    """Batches of three with a row of padding each are asked about seven."""
-    found = []
-    for micro in (None, 2):
-        task = kpt.DistillTask.from_preset(
-            LLAMA, sequence_length=64, teacher=f"{LLAMA}_ref"
-        )
-        task.compile(
-            "sgd",
-            top_k=4,
-            teacher_cache=tmp_path / str(micro),
-            micro_batch_size=micro,
-        )
-        rows = random_rows(7, seed=3)
-        history = task.fit(rows, batch_size=3, shuffle=False, verbose=0)
-        found.append((history.history["loss"], weights(task)))
-    (one, ours), (many, theirs) = found
-    np.testing.assert_allclose(many, one, rtol=1e-5)
-    for key, value in ours.items():
-        np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
-
-
-@pytest.mark.slow
-def test_what_is_kept_of_a_reference_is_of_its_own_row(devices, tmp_path):
-    """Rows of padding are among those that the reference reads."""
-    rows = load_json("dpo.json")["datasets"]["llama3"][:7]
-    found = []
-    for count in (1, 4):
-        task = kpt.DPOTask.from_preset(
-            LLAMA, sequence_length=64, reference=f"{LLAMA}_ref"
-        )
-        task.compile("sgd", reference_cache=tmp_path / str(count))
-        # As if over so many: batches of three are filled up to four.
-        devices(count)
-        history = task.fit(rows, batch_size=3, shuffle=False, verbose=0)
-        found.append((history.history["loss"], weights(task)))
-        devices(1)
-    (one, ours), (many, theirs) = found
-    np.testing.assert_allclose(many, one, rtol=1e-5)
     for key, value in ours.items():
         np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)

@@ -51,7 +51,9 @@ def gpt2():
     return M.GPT2CausalLM(backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe, gpt2])
+@pytest.mark.parametrize(
+    "make", [mixtral, pytest.param(qwen3_moe, marks=pytest.mark.full), gpt2]
+)
 def test_log_probs_and_a_step(make):
     causal_lm = make()
     task = kpt.SFTTask(causal_lm, sequence_length=16)

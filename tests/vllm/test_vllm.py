@@ -134,8 +134,8 @@ def test_samples_are_those_of_the_distribution(engine):
                            ({"top_p": 0.3}, nucleus)):  # fmt: skip
         request = Request(prompt, 3000, max_tokens=1, seed=11, **settings)
         [samples] = engine.generate([request])
-        drawn = np.bincount([c.token_ids[0] for c in samples], minlength=512)
-        found, share = drawn[best[:kept]], np.exp(logps[:kept])
+        counts = np.bincount([c.token_ids[0] for c in samples], minlength=512)
+        found, share = counts[best[:kept]], np.exp(logps[:kept])
         assert found.sum() == 3000
         # What is reported is not renormalised.
         for c in samples[:50]:
@@ -210,7 +210,7 @@ def test_failures_lose_nothing(engine, monkeypatch):
     requests = [Request([5 + i], 3, max_tokens=9, seed=i) for i in range(6)]
     engine.sync_weights()
     expected = engine.generate(requests)
-    restarts, heard = engine.restarts, {}
+    restarts, streamed = engine.restarts, {}
     run, push = LocalEngine.run, LocalEngine.push
     failures = ["run", "push"]
 
@@ -228,7 +228,7 @@ def test_failures_lose_nothing(engine, monkeypatch):
         return push(self, weights, version)
 
     def on_tokens(i, g, token_ids):
-        heard.setdefault((i, g), []).extend(token_ids)
+        streamed.setdefault((i, g), []).extend(token_ids)
 
     monkeypatch.setattr(LocalEngine, "run", failing_run)
     monkeypatch.setattr(LocalEngine, "push", failing_push)
@@ -236,7 +236,7 @@ def test_failures_lose_nothing(engine, monkeypatch):
     assert failures == [] and engine.restarts == restarts + 2
     for i, (one, other) in enumerate(zip(out, expected)):
         for g, (c, d) in enumerate(zip(one, other)):
-            assert c.token_ids == d.token_ids == heard[i, g]
+            assert c.token_ids == d.token_ids == streamed[i, g]
             assert c.weight_version == engine.weight_version
 
     def never(self, weights, version):

@@ -1,20 +1,19 @@
-"""The guide to vLLM runs, with vLLM, and leaves what it says."""
+"""The guide to vLLM runs with a real vLLM, and its result holds."""
 
 import importlib.util
 import json
 
 import pytest
 
-from tests.test_guides import has_files, read_log, run
+from tests.test_guides import has_files, read_log, run_alone
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     not importlib.util.find_spec("vllm"), reason="vLLM is not installed"
 )
 def test_vllm_rollouts(tmp_path):
-    folder = tmp_path / "made"
-    run("vllm_rollouts", folder, tmp_path)
+    folder, _ = run_alone("vllm_rollouts", tmp_path)
     assert has_files(folder, ["metrics.jsonl"])
     results = json.loads((folder / "results.json").read_text())
     rewards = results["rewards"]

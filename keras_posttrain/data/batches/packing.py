@@ -1,9 +1,7 @@
-"""Sequences into rows, and rows into the batch that every loss sees."""
+"""Sequences and groups of them into rows, and the sizes of rows."""
 
 import bisect
 import heapq
-
-import numpy as np
 
 
 def pack(lengths, capacity, max_sequences=64):
@@ -66,21 +64,38 @@ def pack(lengths, capacity, max_sequences=64):
     return rows
 
 
-def buckets(sequence_length):
-    """The lengths that unpacked batches may have.
+def coarse_lengths(longest):
+    """Returns powers of two from 64, and `longest` itself.
 
     Args:
-        sequence_length: int, the longest.
+        longest: int, tokens of the longest row.
 
     Returns:
-        List of ints: powers of two from 64, and `sequence_length`.
+        List of ints.
     """
     lengths = []
     length = 64
-    while length < sequence_length:
+    while length < longest:
         lengths.append(length)
         length *= 2
-    return [*lengths, sequence_length]
+    return [*lengths, longest]
+
+
+def fine_lengths(longest):
+    """Returns multiples of 64 up to 768, then six lengths to a doubling.
+
+    Args:
+        longest: int, tokens of the longest row.
+
+    Returns:
+        List of ints, the last one at least `longest`.
+    """
+    lengths, step = [64], 64
+    while lengths[-1] < longest:
+        if lengths[-1] >= 12 * step:
+            step *= 2
+        lengths.append(lengths[-1] + step)
+    return lengths
 
 
 def padded_rows(filled, multiple=1):
@@ -98,56 +113,52 @@ def padded_rows(filled, multiple=1):
     return -(-rows // multiple) * multiple
 
 
-def assemble(rows, *, length, num_rows, max_sequences, pad_id):
-    """Puts sequences into the arrays of a batch.
+def pack_groups(groups, capacity, *, max_sequences=64, together=1):
+    """Packs groups into rows, each prompt once for its neighbours in a row.
+
+    A group that fits into a row is not cut. One that does not is cut into
+    pieces that do, each with a copy of the prompt.
 
     Args:
-        rows: list of at most `num_rows` lists of `Example`s.
-        length: int, tokens of a row.
-        num_rows: int, rows of the batch. Missing ones are empty: they have no
-            sequence and no weight.
-        max_sequences: int, the most sequences of a row.
-        pad_id: int, the token id at padding.
+        groups: list of `Group`s.
+        capacity: int, the tokens of a row.
+        max_sequences: int, the most prompts and completions of a row.
+        together: int, so many neighbours of a group stay together: 2 for
+            pairs.
 
     Returns:
-        Dict of arrays: `token_ids`, `segment_ids` and `positions` (int32) and
-        `completion_mask` (float32) of shape `(num_rows, length)`;
-        `sequence_mask` (float32) and `sequence_ids` (int32, the dataset rows,
-        0 where unused) of shape `(num_rows, max_sequences)`.
+        List of rows, each a list of pieces `(group, completions)`, the index
+        of the group and a list of indices of its completions.
+
+    Raises:
+        ValueError: a prompt with one completion (one pair) over the capacity.
     """
-    tokens = (num_rows, length)
-    sequences = (num_rows, max_sequences)
-    batch = {
-        "token_ids": np.full(tokens, pad_id, np.int32),
-        "segment_ids": np.zeros(tokens, np.int32),
-        "positions": np.zeros(tokens, np.int32),
-        "completion_mask": np.zeros(tokens, np.float32),
-        "sequence_mask": np.zeros(sequences, np.float32),
-        "sequence_ids": np.zeros(sequences, np.int32),
-    }
-    if len(rows) > num_rows:
-        raise ValueError(
-            "A batch must have room for its rows. Received: "
-            f"{len(rows)} rows, num_rows={num_rows}."
-        )
-    for r, row in enumerate(rows):
-        total = sum(len(example.token_ids) for example in row)
-        if total > length or len(row) > max_sequences:
-            raise ValueError(
-                "A row must have room for its sequences. Received: row "
-                f"{r} with {len(row)} sequences of {total} tokens, "
-                f"length={length}, max_sequences={max_sequences}."
-            )
-        at = 0
-        for s, example in enumerate(row):
-            place = slice(at, at + len(example.token_ids))
-            batch["token_ids"][r, place] = example.token_ids
-            batch["segment_ids"][r, place] = s + 1
-            batch["positions"][r, place] = np.arange(len(example.token_ids))
-            batch["completion_mask"][r, place] = example.completion_mask
-            # Nothing comes before a sequence's first token to predict it.
-            batch["completion_mask"][r, at : at + 1] = 0.0
-            batch["sequence_mask"][r, s] = 1.0
-            batch["sequence_ids"][r, s] = example.row
-            at = place.stop
-    return batch
+    pieces, lengths = [], []
+    for g, group in enumerate(groups):
+        prefix = group.prefix_length
+        sizes = [len(x.token_ids) - prefix for x in group.sequences]
+        piece, total = [], prefix
+        for first in range(0, len(sizes), together):
+            unit = list(range(first, min(first + together, len(sizes))))
+            more = sum(sizes[i] for i in unit)
+            full = 1 + len(piece) + len(unit) > max_sequences
+            if piece and (total + more > capacity or full):
+                pieces.append((g, piece))
+                lengths.append(total)
+                piece, total = [], prefix
+            if total + more > capacity:
+                raise ValueError(
+                    "A prompt and its completion must fit into a row. "
+                    f"Received: a prompt of {total} tokens and {more} tokens "
+                    f"of completion {unit[0]} in row "
+                    f"{group.sequences[0].row} of the dataset, "
+                    f"capacity={capacity}."
+                )
+            piece += unit
+            total += more
+        pieces.append((g, piece))
+        lengths.append(total)
+    most = max((1 + len(p) for _, p in pieces), default=1)
+    rows = pack(lengths, capacity, max(max_sequences // most, 1))
+    # Groups in their order, so that neighbours stay neighbours.
+    return [[pieces[i] for i in sorted(row)] for row in rows]

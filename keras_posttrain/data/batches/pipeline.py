@@ -1,7 +1,6 @@
 """Examples to batches in a known order, from a position that can be saved."""
 
 import bisect
-import functools
 import hashlib
 import os
 
@@ -11,6 +10,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
+from keras_posttrain.data.batches.layout import BatchLayout
 
 # How many sequences are packed together, and how many batches are built
 # ahead of the step that takes them.
@@ -45,8 +45,8 @@ class BatchAdapter(DataAdapter):
         pad_id: int, the token id at padding.
         row_multiple: int; batches are filled with empty rows to a multiple of
             it.
-        build: function of a list of rows, each a list of examples, to a
-            batch; `None` for the one that puts sequences into rows.
+        layout: `BatchLayout` of a batch's examples, in place of the last
+            two; `None` for a sequence a row.
 
     Example:
 
@@ -69,7 +69,7 @@ class BatchAdapter(DataAdapter):
         skip_steps=(),
         pad_id=0,
         row_multiple=1,
-        build=None,
+        layout=None,
     ):
         for name, value in (
             ("batch_size", batch_size),
@@ -87,24 +87,21 @@ class BatchAdapter(DataAdapter):
                 "`skip_steps` must count data steps from 1. Received: "
                 f"skip_steps={self._skip[:8]}."
             )
-        num_rows = -(-self._batch_size // row_multiple) * row_multiple
-        if packing:
-            # A sequence has at least two tokens.
-            sequences = max(1, min(MAX_SEQUENCES, sequence_length // 2))
-            lengths = [sequence_length]
-        else:
-            sequences = 1
-            lengths = packing_lib.buckets(sequence_length)
+        self._packing = bool(packing)
+        # A sequence has at least two tokens.
+        sequences = max(1, min(MAX_SEQUENCES, sequence_length // 2))
+        self._layout = layout or BatchLayout(
+            num_sequences=self._batch_size,
+            sequence_length=sequence_length,
+            token_budget=sequence_length if packing else None,
+            max_sequences=sequences,
+            row_multiple=row_multiple,
+            pad_id=pad_id,
+        )
         self._own = None
-        if build is None:
-            self._part = functools.partial(
-                _build_batch, lengths, num_rows, sequences, pad_id
-            )
-        else:
-            self._part = functools.partial(_part_of_batch, build)
         settings = {
             "batch_size": self._batch_size,
-            "packing": bool(packing),
+            "packing": self._packing,
             "shuffle": bool(shuffle),
             "seed": int(seed),
             "sequence_length": int(sequence_length),
@@ -133,7 +130,14 @@ class BatchAdapter(DataAdapter):
         self._own = own
 
     def _build(self, rows):
-        return self._part(rows, self._own)
+        if self._packing:
+            batch = self._layout.of_rows(rows).arrays
+        else:
+            batch = self._layout([x for row in rows for x in row]).arrays
+        if self._own is None:
+            return batch
+        kept = self._own(len(batch["token_ids"]))
+        return {name: values[kept] for name, values in batch.items()}
 
     @property
     def fingerprint(self):
@@ -289,33 +293,6 @@ class BatchAdapter(DataAdapter):
 
     def get_numpy_iterator(self):
         return self.get_jax_iterator()
-
-
-def _build_batch(lengths, num_rows, max_sequences, pad_id, rows, own):
-    # That of the whole batch: all parts of it have one shape.
-    longest = max(
-        sum(len(example.token_ids) for example in row) for row in rows
-    )
-    if own is not None:
-        kept = own(num_rows)
-        # Empty rows come last.
-        rows = [rows[i] for i in kept if i < len(rows)]
-        num_rows = len(kept)
-    return packing_lib.assemble(
-        rows,
-        length=lengths[bisect.bisect_left(lengths, longest)],
-        num_rows=num_rows,
-        max_sequences=max_sequences,
-        pad_id=pad_id,
-    )
-
-
-def _part_of_batch(build, rows, own):
-    batch = build(rows)
-    if own is None:
-        return batch
-    kept = own(len(batch["token_ids"]))
-    return {name: values[kept] for name, values in batch.items()}
 
 
 class RandomAccess:

@@ -1,5 +1,8 @@
 """Rows of distillation to tokens: what the student and the teacher read."""
 
+import dataclasses
+import functools
+
 import numpy as np
 
 from keras_posttrain.data.chat import alignment
@@ -11,73 +14,66 @@ from keras_posttrain.data.rows.distillation_columns import (
     teacher_prompt_column,
 )
 from keras_posttrain.data.rows.distillation_example import (
+    DistillationExample,
     DistillationReport,
-    Taught,
-    behind_prompt,
+    teacher_view,
 )
-from keras_posttrain.data.rows.examples import (
+from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.rows.preparation import (
     TOO_LONG,
+    DroppedRow,
+    EncodedRow,
     Preparation,
     prepare_rows,
 )
+from keras_posttrain.data.rows.sft import MESSAGES, RowTypeCheck
 
 
 def prepare_distillation(
     dataset,
-    tokenizer,
+    settings,
     *,
-    sequence_length,
-    vocabulary_size,
     teacher_tokenizer=None,
     teacher_length=None,
     teacher_vocabulary_size=None,
     teacher_column=None,
     teacher_names=None,
-    truncation="error",
     train_on="auto",
-    chat_template_kwargs=None,
-    name="dataset",
 ):
     """Tokenizes and checks the rows of a dataset for distillation.
 
     Rows are those of supervised training. The teacher reads what the student
     reads, unless
 
-    - a row has a `"teacher_prompt"` (a string or messages, beside
-      `"prompt"` and `"completion"`) or `"teacher_prompt_ids"` (beside
-      `"prompt_ids"` and `"completion_ids"`): then that prompt stands before
-      the same completion;
-    - the teacher has a tokenizer of its own: then rows are texts, which both
-      tokenizers read, and a token can be taught where both have a token
+    - a row has a `"teacher_prompt"` (a string or messages, next to
+      `"prompt"` and `"completion"`) or `"teacher_prompt_ids"` (next to
+      `"prompt_ids"` and `"completion_ids"`): then the teacher reads that
+      prompt before the same completion;
+    - the teacher has another tokenizer: then rows are texts, which both
+      tokenizers read, and a token can be distilled where both have a token
       boundary before it.
 
     Args:
         dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
             a path to `.jsonl`, `.json` or `.parquet`, or, where the teacher
             reads what the student reads, a Grain `IterDataset`.
-        tokenizer: a `Tokenizer`; `None` will do for tokenised rows.
-        sequence_length: int, the most tokens of a row.
-        vocabulary_size: int, how many token ids the student has.
+        settings: `RowSettings` of the student.
         teacher_tokenizer: a `Tokenizer` with another vocabulary, or `None`.
         teacher_length: int, the most tokens that the teacher reads of a row;
-            `None` for `sequence_length`.
+            `None` for `settings.sequence_length`.
         teacher_vocabulary_size: int, how many token ids the teacher has;
-            `None` for `vocabulary_size`.
+            `None` for `settings.vocabulary_size`.
         teacher_column: string, the column that names a row's teacher, or
             `None`.
         teacher_names: list of strings, the names of the teachers in their
             order, or `None`.
-        truncation: what becomes of longer rows: `"error"`, `"drop"`, or
-            `"cut"` off their ends.
         train_on: as of `prepare_sft`.
-        chat_template_kwargs: dict of further variables for the chat
-            templates, or `None`.
-        name: string, what to call the dataset in errors and the report.
 
     Returns:
-        Tuple `(examples, report)`: a list of `Example`s, which are `Taught`
-        where the teacher reads other tokens or is named by the row (of a
-        Grain `IterDataset`, another one), and a `DistillationReport`.
+        Tuple `(examples, report)`: a list of `Example`s, which are
+        `DistillationExample`s where the teacher reads other tokens or is
+        named by the row (of a Grain `IterDataset`, another one), and a
+        `DistillationReport`.
 
     Raises:
         ValueError: a row cannot be used; the message names it.
@@ -90,9 +86,8 @@ def prepare_distillation(
         "completion_ids": [7, 1],
         "teacher_prompt_ids": [8, 9, 5],
     }]
-    [example], report = prepare_distillation(
-        rows, None, sequence_length=8, vocabulary_size=10
-    )
+    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
+    [example], report = prepare_distillation(rows, settings)
     example.teacher_ids  # [8, 9, 5, 7, 1]
     example.teacher_source  # [-1, 2, 3]
     ```
@@ -103,25 +98,24 @@ def prepare_distillation(
             f"holds one of the names. Received: {teacher_column=}, "
             f"{teacher_names=}."
         )
-    if teacher_tokenizer is tokenizer:
+    if teacher_tokenizer is settings.tokenizer:
         teacher_tokenizer = None
-    prepare = _Preparation(
-        tokenizer,
+    encode = _Encoder(
+        settings=settings,
+        train_on=train_on,
         teacher_tokenizer=teacher_tokenizer,
-        teacher_limit=teacher_length or sequence_length,
-        teacher_vocabulary_size=teacher_vocabulary_size or vocabulary_size,
+        teacher_limit=teacher_length or settings.sequence_length,
+        teacher_vocabulary_size=teacher_vocabulary_size
+        or settings.vocabulary_size,
         teacher_column=teacher_column,
         teacher_names=teacher_names,
         is_stream=datasets.is_stream(dataset),
-        sequence_length=sequence_length,
-        truncation=truncation,
-        train_on=train_on,
-        vocabulary_size=vocabulary_size,
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
-        report=DistillationReport(name),
+        report=DistillationReport(settings.name),
     )
-    examples, report = prepare_rows(dataset, prepare), prepare.report
-    if report.teacher_tokens and not report.taught_tokens:
+    examples, report = prepare_rows(
+        dataset, Preparation(encode, settings, MESSAGES, encode.report)
+    )
+    if report.teacher_tokens and not report.predicted_tokens:
         raise ValueError(
             "The teacher must predict a token of some row: one before which "
             "both tokenizers have a token boundary. Received: "
@@ -131,34 +125,25 @@ def prepare_distillation(
     return examples, report
 
 
-class _Preparation(Preparation):
-    """Prepares one row at a time: `(index, row)` to an example or `None`."""
+@dataclasses.dataclass
+class _Encoder:
+    settings: object
+    train_on: str
+    teacher_tokenizer: object
+    teacher_limit: int
+    teacher_vocabulary_size: int
+    teacher_column: str | None
+    teacher_names: list | None
+    is_stream: bool
+    report: DistillationReport
 
-    def __init__(
-        self,
-        tokenizer,
-        *,
-        teacher_tokenizer,
-        teacher_limit,
-        teacher_vocabulary_size,
-        teacher_column,
-        teacher_names,
-        is_stream,
-        **settings,
-    ):
-        super().__init__(tokenizer, **settings)
-        self.teacher_tokenizer = teacher_tokenizer
-        self.teacher_limit = teacher_limit
-        self.teacher_vocabulary_size = teacher_vocabulary_size
-        self.teacher_column = teacher_column
-        self.teacher_names = teacher_names
-        self.is_stream = is_stream
+    def __post_init__(self):
+        encoding.check_train_on(self.train_on)
+        self.row_type = RowTypeCheck()
         self.first_prompt = None
-        # Tokenizers whose places can be compared, made when asked for.
-        self.readers = None
 
-    def __call__(self, index, row):
-        where, kind = self.check(index, row)
+    def __call__(self, index, row, where):
+        kind = self.row_type(index, row, where)
         column = self._prompt_column(index, row, kind, where)
         teacher_ids = source = teacher = None
         if column is None and self.teacher_tokenizer is None:
@@ -166,49 +151,51 @@ class _Preparation(Preparation):
         else:
             sides = self._tokens if kind == "token_pairs" else self._texts
             ids, mask, teacher_ids, source = sides(row, kind, column, where)
-            if not self._teacher_fits(ids, teacher_ids, where):
-                return None
+            self._check_teacher_ids(ids, teacher_ids, where)
         if self.teacher_column is not None:
             teacher = teacher_index(
                 row, self.teacher_column, self.teacher_names, where
             )
-        plain = teacher_ids is None and teacher is None
-        if self.is_stream and not plain:
-            raise ValueError(
-                "Rows with a teacher's prompt, tokenizer or name must have "
-                f"random access. Received: {where}, a Grain `IterDataset`. "
-                "Use a Grain `MapDataset`, a list of dicts or a file."
+        build = functools.partial(Example, row=index)
+        if teacher_ids is not None or teacher is not None:
+            if self.is_stream:
+                raise ValueError(
+                    "Rows with a teacher's prompt, tokenizer or name must "
+                    f"have random access. Received: {where}, a Grain "
+                    "`IterDataset`. Use a Grain `MapDataset`, a list of dicts "
+                    "or a file."
+                )
+            build = functools.partial(
+                self._build, index, mask, teacher_ids, source, teacher
             )
-        weight = columns.weight(row, where)
-        example = self.fit(index, ids, mask, weight, where)
-        if example is None or plain:
-            return example
+        return EncodedRow(
+            [(ids, mask)],
+            lambda sides: build(*sides[0]),
+            columns.weight(row, where),
+        )
+
+    def _build(
+        self, index, mask, teacher_ids, source, teacher, token_ids, weights
+    ):
         if teacher_ids is not None:
             source[mask == 0] = -1
-            source = source[: len(example.token_ids)]
+            source = source[: len(token_ids)]
             source[source >= self.teacher_limit] = -1
             if len(teacher_ids) > self.teacher_limit:
                 # A row that is cut on both sides is counted once.
-                self.report.cut += len(example.token_ids) == len(ids)
+                self.report.cut += len(token_ids) == len(mask)
             teacher_ids = teacher_ids[: self.teacher_limit].astype(np.int32)
-            self._count(example, teacher_ids, source)
-        return Taught(
-            example.token_ids,
-            example.completion_mask,
-            index,
-            teacher_ids,
-            source,
-            teacher,
+            predicted = (source >= 0) & (weights != 0)
+            self.report.teacher_tokens += len(teacher_ids)
+            self.report.predicted_tokens += int(predicted.sum())
+            self.report.unpredicted_rows += not predicted.any()
+        return DistillationExample(
+            token_ids, weights, index, teacher_ids, source, teacher
         )
 
     def _encode_row(self, row, kind, where):
         return encoding.encode_row(
-            row,
-            kind,
-            self.tokenizer,
-            self.train_on,
-            self.chat_template_kwargs,
-            where,
+            row, kind, self.settings, self.train_on, where
         )
 
     def _prompt_column(self, index, row, kind, where):
@@ -222,7 +209,7 @@ class _Preparation(Preparation):
             one, other = (index, first) if has else (first, index)
             raise ValueError(
                 "All rows of a dataset must have a teacher's prompt, or none. "
-                f"Received: row {one} of `{self.report.name}` has one, row "
+                f"Received: row {one} of `{self.settings.name}` has one, row "
                 f"{other} has none. Where the teacher reads no more than the "
                 "student, repeat the row's prompt as the teacher's."
             )
@@ -236,15 +223,10 @@ class _Preparation(Preparation):
         ids, mask = self._encode_row(row, kind, where)
         prompt = columns.int_array(row[column], where, column)
         completion = ids[len(row["prompt_ids"]) :]
-        return ids, mask, *behind_prompt(prompt, completion, len(ids))
+        return ids, mask, *teacher_view(prompt, completion, len(ids))
 
     def _texts(self, row, kind, column, where):
-        if self.readers is None and self.tokenizer is not None:
-            self.readers = [
-                alignment.with_whole_places(tokenizer or self.tokenizer)
-                for tokenizer in (self.tokenizer, self.teacher_tokenizer)
-            ]
-        ours, theirs = self.readers or (None, None)
+        ours, theirs = self.readers
         student = self._encode_text(row, kind, ours, where)
         if column is not None:
             check_prompt(row, column, where)
@@ -268,25 +250,33 @@ class _Preparation(Preparation):
         )
         return student.token_ids, student.mask, teacher.token_ids, source
 
-    def _encode_text(self, row, kind, tokenizer, where):
-        return encoding.encode_text(
-            row,
-            kind,
-            tokenizer,
-            self.train_on,
-            self.chat_template_kwargs,
-            where,
-        )
+    @functools.cached_property
+    def readers(self):
+        """The settings of both sides, with offsets that can be compared."""
+        tokenizer = self.settings.tokenizer
+        if tokenizer is None:
+            # Rows of text are refused.
+            return self.settings, self.settings
+        return [
+            dataclasses.replace(
+                self.settings, tokenizer=alignment.with_whole_places(reader)
+            )
+            for reader in (tokenizer, self.teacher_tokenizer or tokenizer)
+        ]
 
-    def _teacher_fits(self, ids, teacher_ids, where):
-        """Whether the row is kept as far as the teacher is concerned."""
+    def _encode_text(self, row, kind, settings, where):
+        return encoding.encode_text(row, kind, settings, self.train_on, where)
+
+    def _check_teacher_ids(self, ids, teacher_ids, where):
+        """Raises or drops the row where the teacher cannot read it."""
         columns.check_token_ids(
             teacher_ids, self.teacher_vocabulary_size, f"{where} (teacher)"
         )
         length, limit = len(teacher_ids), self.teacher_limit
-        if length <= limit or self.truncation == "cut":
-            return True
-        if self.truncation == "error":
+        truncation = self.settings.truncation
+        if length <= limit or truncation == "cut":
+            return
+        if truncation == "error":
             raise ValueError(
                 "What the teacher reads must have at most `teacher_length` "
                 f"tokens. Received: {where} with {length} tokens for the "
@@ -294,14 +284,4 @@ class _Preparation(Preparation):
                 f"teacher_length={length} or more, truncation='drop' to "
                 "leave out such rows, or truncation='cut' to cut their ends."
             )
-        report = self.report
-        report.rows += 1
-        report.longest = max(report.longest, len(ids))
-        report.dropped[f"{TOO_LONG} for the teacher"] += 1
-        return False
-
-    def _count(self, example, teacher_ids, source):
-        taught = (source >= 0) & (example.completion_mask != 0)
-        self.report.teacher_tokens += len(teacher_ids)
-        self.report.taught_tokens += int(taught.sum())
-        self.report.untaught += not taught.any()
+        raise DroppedRow(f"{TOO_LONG} for the teacher", len(ids))

@@ -1,4 +1,4 @@
-"""A sequence to learn from a teacher, and what the teacher reads of it."""
+"""A sequence to distil, and what its teacher reads."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from keras_posttrain.data.rows.examples import DataReport, Example
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Taught(Example):
+class DistillationExample(Example):
     """A sequence, and what its teacher reads in its place.
 
     Args:
@@ -37,39 +37,40 @@ class Taught(Example):
 
 @dataclasses.dataclass
 class DistillationReport(DataReport):
-    """What became of the rows of a dataset for distillation.
+    """The numbers of a dataset's rows, and of what its teachers predict.
 
     Args:
         teacher_tokens: int, tokens that the teacher reads, where they are not
             the student's.
-        taught_tokens: int, tokens with loss that one of them predicts.
-        untaught: int, kept rows without such a token.
+        predicted_tokens: int, tokens with loss that one of them predicts.
+        unpredicted_rows: int, kept rows without such a token.
     """
 
     teacher_tokens: int = 0
-    taught_tokens: int = 0
-    untaught: int = 0
+    predicted_tokens: int = 0
+    unpredicted_rows: int = 0
 
     @property
-    def taught_share(self):
+    def predicted_share(self):
         """Float, the share of tokens with loss that the teacher predicts."""
         if not self.teacher_tokens:
             return 1.0
-        return self.taught_tokens / max(self.loss_tokens, 1)
+        return self.predicted_tokens / max(self.loss_tokens, 1)
 
     def __str__(self):
         text = DataReport.__str__(self)
         if self.teacher_tokens:
             text += (
                 f"; the teacher reads {self.teacher_tokens:,} tokens and "
-                f"predicts {self.taught_tokens:,} of those with loss "
-                f"({self.taught_share:.1%}), none in {self.untaught:,} rows"
+                f"predicts {self.predicted_tokens:,} of those with loss "
+                f"({self.predicted_share:.1%}), none in "
+                f"{self.unpredicted_rows:,} rows"
             )
         return text
 
 
-def behind_prompt(teacher_prompt, completion, length):
-    """What a teacher reads that has another prompt before a completion.
+def teacher_view(teacher_prompt, completion, length):
+    """Makes what a teacher reads: another prompt before a completion.
 
     Args:
         teacher_prompt: int array of shape `(teacher_prompt_length,)`.
@@ -77,7 +78,7 @@ def behind_prompt(teacher_prompt, completion, length):
         length: int, tokens of the student's prompt and the completion.
 
     Returns:
-        Tuple `(teacher_ids, teacher_source)` as of `Taught`.
+        Tuple `(teacher_ids, teacher_source)` as of `DistillationExample`.
     """
     teacher_ids = np.concatenate([teacher_prompt, completion])
     source = np.full(length, -1, np.int32)

@@ -43,15 +43,15 @@ def check_train_on(train_on):
         )
 
 
-def encode_row(row, kind, tokenizer, train_on, template_kwargs, where):
-    """Tokens of a row and their weights before the row's own weight.
+def encode_row(row, kind, settings, train_on, where):
+    """Encodes a row and weights its tokens, without the row's own weight.
 
     Args:
         row: dict.
         kind: string, the row's type.
-        tokenizer: a `Tokenizer`, or `None` for tokenised rows.
+        settings: `RowSettings`, of which the tokenizer and the variables of
+            the chat template are read.
         train_on: string, one of `TRAIN_ON`.
-        template_kwargs: dict of variables for the chat template.
         where: string that names the row in an error.
 
     Returns:
@@ -62,14 +62,13 @@ def encode_row(row, kind, tokenizer, train_on, template_kwargs, where):
         return _token_pairs(row, train_on, where)
     if kind == "masked_tokens":
         return _masked_tokens(row, train_on, where)
-    encoded = encode_text(
-        row, kind, tokenizer, train_on, template_kwargs, where
-    )
+    encoded = encode_text(row, kind, settings, train_on, where)
     return encoded.token_ids, encoded.mask
 
 
-def encode_text(row, kind, tokenizer, train_on, template_kwargs, where):
-    """A row of text as `EncodedText`; takes what `encode_row` takes."""
+def encode_text(row, kind, settings, train_on, where):
+    """Encodes a row of text as `EncodedText`; see `encode_row`."""
+    tokenizer = settings.tokenizer
     if tokenizer is None:
         raise ValueError(
             "Rows of text need a tokenizer. Received: tokenizer=None, "
@@ -85,9 +84,7 @@ def encode_text(row, kind, tokenizer, train_on, template_kwargs, where):
     else:
         messages, first = _join(row, where)
     try:
-        return _chat(
-            row, messages, first, kind, tokenizer, train_on, template_kwargs
-        )
+        return _chat(row, messages, first, kind, settings, train_on)
     except ValueError as error:
         raise ValueError(f"In {where}: {error}") from error
 
@@ -223,7 +220,9 @@ def _tools(row):
     return list(tools)
 
 
-def _chat(row, messages, first, kind, tokenizer, train_on, template_kwargs):
+def _chat(row, messages, first, kind, settings, train_on):
+    tokenizer = settings.tokenizer
+    template_kwargs = settings.chat_template_kwargs or {}
     if train_on == "all":
         ids = chat.render_ids(
             tokenizer, messages, tools=_tools(row), **template_kwargs

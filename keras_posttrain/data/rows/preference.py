@@ -1,18 +1,13 @@
 """Rows of preferences to tokens: pairs, and labelled completions."""
 
 import dataclasses
+import functools
 import os
 
 import numpy as np
 
-from keras_posttrain.data.batches.shared_prefix import Group
 from keras_posttrain.data.rows import columns, datasets, encoding
-from keras_posttrain.data.rows.examples import (
-    NO_LOSS,
-    TOO_LONG,
-    TRUNCATIONS,
-    DataReport,
-)
+from keras_posttrain.data.rows.examples import DataReport, completion_example
 from keras_posttrain.data.rows.preference_columns import (
     PAIRS,
     completion_columns,
@@ -21,12 +16,38 @@ from keras_posttrain.data.rows.preference_columns import (
     row_columns,
     without_prompt,
 )
+from keras_posttrain.data.rows.preparation import (
+    DroppedRow,
+    EncodedRow,
+    Messages,
+    Preparation,
+    prepare_rows,
+)
 
 EQUAL = "chosen equals rejected"
+MESSAGES = Messages(
+    too_long=(
+        "A prompt and its completion must have at most `sequence_length` "
+        "tokens. Received: {where} with {length} tokens, "
+        "sequence_length={limit}. Use sequence_length={length} or more, "
+        "truncation='drop' to leave out such rows, or truncation='cut' to cut "
+        "their ends."
+    ),
+    no_loss=(
+        "A completion must have a token to learn that is not the first of its "
+        "row. Received: {where} with {length} tokens, none of which carries "
+        "loss. Remove the row, or use truncation='drop'."
+    ),
+    none_left=(
+        "No row of `{name}` is left to train on. Received: {report}. Use a "
+        "larger `sequence_length`, rows whose sides differ, or "
+        "truncation='cut'."
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Preference(Group):
+class Preference:
     """A pair, or a labelled completion, ready for a batch.
 
     Args:
@@ -37,29 +58,38 @@ class Preference(Group):
         masks: list of float32 arrays, the weight of each of their tokens.
         row: int, index of the dataset row.
         label: bool, or `None` of a pair.
-        margin: float, by how much the chosen is to be ahead.
+        margin: float, by how much the chosen is to be preferred.
     """
 
+    prompt: np.ndarray
+    completions: list
+    masks: list
+    row: int = 0
     label: bool | None = None
     margin: float = 0.0
 
-    def sequence(self, completion):
-        """`(token_ids, completion_mask)` of the prompt and a completion."""
-        before = np.zeros(len(self.prompt), np.float32)
-        return (
-            np.concatenate([self.prompt, self.completions[completion]]),
-            np.concatenate([before, self.masks[completion]]),
-        )
+    # A group of sequences to a `BatchLayout`.
+
+    @property
+    def sequences(self):
+        return [
+            completion_example(self.prompt, *pair, self.row)
+            for pair in zip(self.completions, self.masks, strict=True)
+        ]
+
+    @property
+    def prefix_length(self):
+        return len(self.prompt)
 
     # The first sequence, as an `Example` has it.
 
     @property
     def token_ids(self):
-        return self.sequence(0)[0]
+        return self.sequences[0].token_ids
 
     @property
     def completion_mask(self):
-        return self.sequence(0)[1]
+        return self.sequences[0].completion_mask
 
     @property
     def extras(self):
@@ -68,40 +98,24 @@ class Preference(Group):
         return b"|".join([*rest, repr((self.label, self.margin)).encode()])
 
 
-def prepare_preferences(
-    dataset,
-    tokenizer,
-    *,
-    labelled,
-    sequence_length,
-    truncation="error",
-    vocabulary_size,
-    share_prompt=True,
-    chat_template_kwargs=None,
-    name="dataset",
-):
+def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
     """Tokenizes and checks rows of preferences.
 
     A row is `{"prompt", "chosen", "rejected"}`, each side a string or a list
     of messages, or `{"chosen", "rejected"}`, whose common beginning is the
     prompt; `{"prompt_ids", "chosen_ids", "rejected_ids"}` or without
-    `prompt_ids`, taken as they are. A pair may have a number `margin`. A
-    labelled row is `{"prompt", "completion", "label"}` or
+    `prompt_ids`, to which nothing is added. A pair may have a number
+    `margin`. A labelled row is `{"prompt", "completion", "label"}` or
     `{"prompt_ids", "completion_ids", "label"}`.
 
     Args:
         dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
             or a path to `.jsonl`, `.json` or `.parquet`.
-        tokenizer: a `Tokenizer`; `None` will do for tokenised rows.
+        settings: `RowSettings`. `sequence_length` is the most tokens of a
+            prompt and a completion.
         labelled: bool, whether rows are labelled, not pairs.
-        sequence_length: int, the most tokens of a prompt and a completion.
-        truncation: what becomes of longer rows: `"error"`, `"drop"`, or
-            `"cut"` off their ends.
-        vocabulary_size: int, how many token ids the model has.
-        share_prompt: bool, whether a pair without a prompt of its own must
-            begin with the same tokens.
-        chat_template_kwargs: dict of variables for the chat template.
-        name: string, what to call the dataset in errors and the report.
+        share_prompt: bool, whether a pair that gives no prompt must begin
+            with the same tokens.
 
     Returns:
         `(examples, report)`: a list of `Preference`s and a `DataReport`.
@@ -113,71 +127,28 @@ def prepare_preferences(
 
     ```python
     rows = [{"prompt_ids": [5], "chosen_ids": [7], "rejected_ids": [8, 9]}]
-    examples, report = prepare_preferences(
-        rows, None, labelled=False, sequence_length=8, vocabulary_size=10
-    )
+    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
+    examples, report = prepare_preferences(rows, settings, labelled=False)
     ```
     """
     if datasets.is_stream(dataset):
         raise ValueError(
-            f"`{name}` must have rows that can be counted. Received: a Grain "
-            "`IterDataset`. Pass a `MapDataset`, a list, or a file."
+            f"`{settings.name}` must have rows that can be counted. Received: "
+            "a Grain `IterDataset`. Pass a `MapDataset`, a list, or a file."
         )
-    prepare = _Preparation(
-        tokenizer,
-        labelled=labelled,
-        limit=sequence_length,
-        truncation=truncation,
-        vocabulary_size=vocabulary_size,
-        share_prompt=share_prompt,
-        template_kwargs=dict(chat_template_kwargs or {}),
-        report=DataReport(name),
+    encode = _Encoder(settings, labelled, share_prompt)
+    report = DataReport(settings.name)
+    return prepare_rows(
+        dataset, Preparation(encode, settings, MESSAGES, report)
     )
-    rows = datasets.read_rows(dataset, name)
-    examples = [
-        example
-        for index in range(len(rows))
-        if (row := rows[index]) is not None
-        and (example := prepare(index, row)) is not None
-    ]
-    if not examples:
-        raise ValueError(
-            f"No row of `{name}` is left to train on. Received: "
-            f"{prepare.report}. Use a larger `sequence_length`, rows whose "
-            "sides differ, or truncation='cut'."
-        )
-    return examples, prepare.report
 
 
-class _Preparation:
-    """Prepares one row at a time: `(index, row)` to a `Preference` or
-    `None`."""
+class _Encoder:
+    def __init__(self, settings, labelled, share_prompt):
+        self.settings = settings
+        self.labelled, self.share_prompt = labelled, share_prompt
 
-    def __init__(
-        self,
-        tokenizer,
-        *,
-        labelled,
-        limit,
-        truncation,
-        vocabulary_size,
-        share_prompt,
-        template_kwargs,
-        report,
-    ):
-        if truncation not in TRUNCATIONS:
-            raise ValueError(
-                f"`truncation` must be one of {TRUNCATIONS}. Received: "
-                f"{truncation=}."
-            )
-        self.tokenizer, self.labelled = tokenizer, labelled
-        self.limit, self.truncation = limit, truncation
-        self.vocabulary_size = vocabulary_size
-        self.share_prompt = share_prompt
-        self.template_kwargs, self.report = template_kwargs, report
-
-    def __call__(self, index, row):
-        where = f"row {index} of `{self.report.name}`"
+    def __call__(self, index, row, where):
         needed = row_columns(row, self.labelled, where)
         label = label_of(row, where) if self.labelled else None
         margin = 0.0 if self.labelled else margin_of(row, where)
@@ -190,30 +161,13 @@ class _Preparation:
             sides = [
                 self._side(row, c, where) for c in completion_columns(needed)
             ]
-        for ids, mask in sides:
-            columns.check_token_ids(ids, self.vocabulary_size, where)
-            mask[:1] = 0.0
-        sides = self._fit(sides, where)
-        if sides is None:
-            return None
-        split = _prompt_length(sides)
-        report = self.report
-        report.kept += 1
-        report.tokens += sum(len(ids) for ids, _ in sides)
-        report.loss_tokens += sum(int(mask.sum()) for _, mask in sides)
-        return Preference(
-            prompt=sides[0][0][:split].astype(np.int32),
-            completions=[ids[split:].astype(np.int32) for ids, _ in sides],
-            masks=[mask[split:] for _, mask in sides],
-            row=index,
-            label=label,
-            margin=margin,
+        build = functools.partial(
+            _preference, index=index, label=label, margin=margin
         )
+        return EncodedRow(sides, build)
 
     def _encode(self, row, kind, where):
-        return encoding.encode_row(
-            row, kind, self.tokenizer, "auto", self.template_kwargs, where
-        )
+        return encoding.encode_row(row, kind, self.settings, "auto", where)
 
     def _side(self, row, side, where):
         """Tokens and mask of the prompt with one of its completions."""
@@ -280,42 +234,19 @@ class _Preparation:
             found.append((ids, mask))
         return found
 
-    def _fit(self, sides, where):
-        """The sides within the limit, or `None` for a row that is dropped."""
-        report, limit = self.report, self.limit
-        longest = max(len(ids) for ids, _ in sides)
-        if self.truncation == "error":
-            if longest > limit:
-                raise ValueError(
-                    "A prompt and its completion must have at most "
-                    f"`sequence_length` tokens. Received: {where} with "
-                    f"{longest} tokens, sequence_length={limit}. Use "
-                    f"sequence_length={longest} or more, truncation='drop' "
-                    "to leave out such rows, or truncation='cut' to cut "
-                    "their ends."
-                )
-            for ids, mask in sides:
-                if not mask.any():
-                    raise ValueError(
-                        "A completion must have a token to learn that is not "
-                        f"the first of its row. Received: {where} with "
-                        f"{len(ids)} tokens, none of which carries loss. "
-                        "Remove the row, or use truncation='drop'."
-                    )
-        report.rows += 1
-        report.longest = max(report.longest, longest)
-        if longest > limit and self.truncation == "drop":
-            report.dropped[TOO_LONG] += 1
-            return None
-        sides = [(ids[:limit], mask[:limit]) for ids, mask in sides]
-        if not all(mask.any() for _, mask in sides):
-            report.dropped[NO_LOSS] += 1
-            return None
-        if len(sides) == 2 and np.array_equal(sides[0][0], sides[1][0]):
-            report.dropped[EQUAL] += 1
-            return None
-        report.cut += longest > limit
-        return sides
+
+def _preference(sides, index, label, margin):
+    if len(sides) == 2 and np.array_equal(sides[0][0], sides[1][0]):
+        raise DroppedRow(EQUAL)
+    split = _prompt_length(sides)
+    return Preference(
+        prompt=sides[0][0][:split],
+        completions=[ids[split:] for ids, _ in sides],
+        masks=[mask[split:] for _, mask in sides],
+        row=index,
+        label=label,
+        margin=margin,
+    )
 
 
 def _common(first, second):

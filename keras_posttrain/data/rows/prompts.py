@@ -1,6 +1,7 @@
 """Rows with a prompt: their tokens, their columns, and their order."""
 
 import dataclasses
+import functools
 import hashlib
 
 import grain
@@ -8,10 +9,12 @@ import numpy as np
 
 from keras_posttrain.data.chat import chat
 from keras_posttrain.data.rows import columns, datasets
-from keras_posttrain.data.rows.examples import (
-    TOO_LONG,
-    TRUNCATIONS,
-    DataReport,
+from keras_posttrain.data.rows.examples import DataReport
+from keras_posttrain.data.rows.preparation import (
+    EncodedRow,
+    Messages,
+    Preparation,
+    prepare_rows,
 )
 
 SIDES = ("prompt", "prompt_ids")
@@ -36,52 +39,32 @@ class Prompt:
 
 
 class PromptReport(DataReport):
-    """What became of the rows of a dataset of prompts."""
+    """The numbers of the rows of a dataset of prompts."""
 
     def __str__(self):
-        reasons = ", ".join(f"{n:,} {why}" for why, n in self.dropped.items())
-        dropped = sum(self.dropped.values())
         return (
-            f"{self.name}: {self.rows:,} prompts, {self.kept:,} kept, "
-            f"{dropped:,} dropped"
-            + (f" ({reasons})" if reasons else "")
-            + f", {self.cut:,} cut; {self.tokens:,} tokens; longest "
-            f"{self.longest:,} tokens"
+            f"{self.describe_rows('prompts')}; {self.tokens:,} tokens; "
+            f"longest {self.longest:,} tokens"
         )
 
 
-def prepare_prompts(
-    dataset,
-    tokenizer,
-    *,
-    max_prompt_length,
-    limit,
-    truncation="error",
-    vocabulary_size,
-    chat_template_kwargs=None,
-    name="dataset",
-):
+def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
     """Tokenizes and checks the rows that completions are sampled for.
 
     A row is `{"prompt"}`, a string or a list of messages, or
-    `{"prompt_ids"}`, taken as it is. All other columns are kept for reward
-    functions.
+    `{"prompt_ids"}`, to which nothing is added. All other columns are kept
+    for reward functions.
 
     Args:
         dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
             or a path to `.jsonl`, `.json` or `.parquet`.
-        tokenizer: a `Tokenizer`; `None` will do for tokenised rows.
+        settings: `RowSettings`. Of prompts that are too long
+            `truncation="cut"` keeps the ends.
         max_prompt_length: int, the most tokens of a prompt.
         limit: string, where that number comes from, for errors.
-        truncation: what becomes of longer prompts: `"error"`, `"drop"`, or
-            `"cut"`, which keeps their ends.
-        vocabulary_size: int, how many token ids the model has.
-        chat_template_kwargs: dict of further variables for the chat template,
-            or `None`.
-        name: string, what to call the dataset in errors and the report.
 
     Returns:
-        Tuple `(prompts, report)`: a list of `Prompt`s and a `DataReport`.
+        Tuple `(prompts, report)`: a list of `Prompt`s and a `PromptReport`.
 
     Raises:
         ValueError: a row cannot be used; the message names it.
@@ -91,62 +74,59 @@ def prepare_prompts(
     ```python
     prompts, report = prepare_prompts(
         [{"prompt_ids": [5, 6], "answer": "7"}],
-        None,
+        RowSettings(None, sequence_length=16, vocabulary_size=10),
         max_prompt_length=8,
-        limit="sequence_length=8",
-        vocabulary_size=10,
+        limit="sequence_length=16 less max_completion_length=8",
     )
     prompts[0].columns  # {"answer": "7"}
     ```
     """
-    if truncation not in TRUNCATIONS:
-        raise ValueError(
-            f"`truncation` must be one of {TRUNCATIONS}. Received: "
-            f"{truncation=}."
-        )
     if datasets.is_stream(dataset):
         raise ValueError(
-            "Prompts must be rows with random access, so that a run can go on "
-            f"in their middle. Received: `{name}`, a Grain `IterDataset`. Use "
-            "a Grain `MapDataset`, a list of dicts or a file."
+            "Prompts must be rows with random access, so that a run can be "
+            f"resumed in their middle. Received: `{settings.name}`, a Grain "
+            "`IterDataset`. Use a Grain `MapDataset`, a list of dicts or a "
+            "file."
         )
-    rows = datasets.read_rows(dataset, name)
-    report, prompts, first = PromptReport(name), [], None
-    for index in range(len(rows)):
-        row = rows[index]
-        if row is None:
-            continue
-        where = f"row {index} of `{name}`"
+    messages = Messages(
+        too_long=(
+            f"A prompt must have at most {{limit}} tokens, {limit}. Received: "
+            "{where} with {length} tokens. Lower `max_completion_length`, use "
+            "a larger `sequence_length` where the model allows it, or "
+            "truncation='drop' to leave out such rows, or 'cut' to keep their "
+            "ends."
+        ),
+        no_loss=None,
+        none_left=(
+            "No row of `{name}` is left to sample from. Received: {report}."
+        ),
+    )
+    preparation = Preparation(
+        _Encoder(settings),
+        settings,
+        messages,
+        PromptReport(settings.name),
+        limit=max_prompt_length,
+        keeps_end=True,
+    )
+    return prepare_rows(dataset, preparation)
+
+
+class _Encoder:
+    def __init__(self, settings):
+        self.settings, self.first = settings, None
+
+    def __call__(self, index, row, where):
         side = _side(row, where)
-        first = (index, row) if first is None else first
-        _check_columns(row, where, *first)
-        ids = _encode(row, side, tokenizer, chat_template_kwargs or {}, where)
-        columns.check_token_ids(ids, vocabulary_size, where)
-        report.rows += 1
-        report.longest = max(report.longest, len(ids))
-        if len(ids) > max_prompt_length:
-            if truncation == "error":
-                raise ValueError(
-                    f"A prompt must have at most {max_prompt_length} tokens, "
-                    f"{limit}. Received: {where} with {len(ids)} tokens. "
-                    "Lower `max_completion_length`, use a larger "
-                    "`sequence_length` where the model allows it, or "
-                    "truncation='drop' to leave out such rows, or 'cut' to "
-                    "keep their ends."
-                )
-            if truncation == "drop":
-                report.dropped[TOO_LONG] += 1
-                continue
-            ids = ids[-max_prompt_length:]
-            report.cut += 1
-        report.kept += 1
-        report.tokens += len(ids)
-        prompts.append(_prompt(row, side, ids, tokenizer, index))
-    if not prompts:
-        raise ValueError(
-            f"No row of `{name}` is left to sample from. Received: {report}."
+        if self.first is None:
+            self.first = (index, row)
+        _check_columns(row, where, *self.first)
+        ids = _encode(row, side, self.settings, where)
+        build = functools.partial(
+            _prompt, row, side, self.settings.tokenizer, index
         )
-    return prompts, report
+        # A prompt carries no loss.
+        return EncodedRow([(ids, np.zeros(len(ids), np.float32))], build)
 
 
 def _side(row, where):
@@ -176,8 +156,8 @@ def _check_columns(row, where, first_index, first):
         )
 
 
-def _encode(row, side, tokenizer, template_kwargs, where):
-    value = row[side]
+def _encode(row, side, settings, where):
+    value, tokenizer = row[side], settings.tokenizer
     if side == "prompt_ids":
         ids = columns.int_array(value, where, side)
     elif tokenizer is None:
@@ -197,7 +177,7 @@ def _encode(row, side, tokenizer, template_kwargs, where):
                 value,
                 add_generation_prompt=True,
                 tools=row.get("tools"),
-                **template_kwargs,
+                **(settings.chat_template_kwargs or {}),
             )
         except ValueError as error:
             raise ValueError(f"In {where}: {error}") from error
@@ -208,13 +188,14 @@ def _encode(row, side, tokenizer, template_kwargs, where):
     ids = np.asarray(ids, np.int64)
     if not len(ids):
         raise ValueError(
-            "A prompt must have at least one token to go on from. Received: "
+            "A prompt must have at least one token. Received: "
             f"{where} with none."
         )
     return ids
 
 
-def _prompt(row, side, ids, tokenizer, index):
+def _prompt(row, side, tokenizer, index, sides):
+    [(ids, _)] = sides
     ids = tuple(ids.tolist())
     shown = row[side]
     if side == "prompt_ids":

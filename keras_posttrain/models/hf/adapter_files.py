@@ -1,4 +1,4 @@
-"""PEFT's adapter directories, and which of them hold plain LoRA."""
+"""Reads PEFT's adapter directories and rejects methods other than LoRA."""
 
 import json
 import pathlib
@@ -9,8 +9,8 @@ from keras_posttrain.models.hf.checkpoint_files import Reader
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# PEFT settings that change the function an adapter computes; every other
-# value than the one given here is another method.
+# PEFT settings that change the function an adapter computes, with the value
+# that plain LoRA has. Other values are other methods.
 PLAIN = {
     "bias": "none",
     "use_dora": False,
@@ -27,23 +27,23 @@ PLAIN = {
 }
 # Settings that adapt fewer layers than `target_modules` names.
 NARROWED = ("layers_to_transform", "layers_pattern", "exclude_modules")
-# Ways to start A and B that leave the base as it is. The others (PiSSA, OLoRA,
-# CorDA, LoftQ, ...) train beside a base of which a part was taken away.
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Initializations of A and B that leave the base weights unchanged. The others
+# (PiSSA, OLoRA, CorDA, LoftQ, ...) subtract a part of the base weights.
+PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def module_name(tensor_name):
-    """The name a tensor belongs to, less its `lora_A.weight`."""
+    """Returns the module of a tensor: its name without `lora_A.weight`."""
     return re.sub(r"\.lora_\w+(\.weight)?$", "", tensor_name)
 
 
 def module_names(tensors):
-    """Last parts of the names of the modules adapted, for a message."""
+    """Returns the last parts of the adapted modules' names, for messages."""
     return sorted({module_name(n).rsplit(".", 1)[-1] for n in tensors})
 
 
 def read_config(directory):
-    """The config of a PEFT adapter directory, which has its weights too."""
+    """Reads the config of a PEFT adapter; checks that weights exist too."""
     directory = pathlib.Path(directory)
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / file).exists():
@@ -56,18 +56,18 @@ def read_config(directory):
 
 
 def open_weights(directory):
-    """A `Reader` of a PEFT adapter directory's tensors."""
+    """Returns a `Reader` of a PEFT adapter's tensors."""
     return Reader(directory, single=WEIGHTS_FILE)
 
 
 def read_peft(directory):
-    """The config and the tensors of a PEFT adapter directory."""
+    """Reads the config and the tensors of a PEFT adapter directory."""
     config, tensors = read_config(directory), open_weights(directory)
     return config, {name: tensors.get(name) for name in tensors.shapes}
 
 
 def lora_settings(config, directory):
-    """The arguments of `kpt.LoRA` in a PEFT `adapter_config.json`.
+    """Converts a PEFT `adapter_config.json` to arguments of `kpt.LoRA`.
 
     Args:
         config: dict, the file's content.
@@ -77,15 +77,15 @@ def lora_settings(config, directory):
         A dict.
 
     Raises:
-        ValueError: where the adapter computes something else than LoRA does.
+        ValueError: if the adapter is not plain LoRA.
     """
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(
             f"Only LoRA adapters can be loaded. {str(directory)!r} holds "
             f"peft_type={config['peft_type']!r}."
         )
-    # Methods beside LoRA have a config inside its config; EVA's only says how
-    # A was started.
+    # Methods that extend LoRA have a config inside LoRA's. That of EVA only
+    # concerns the initial values of A.
     others = [k for k in config if k.endswith("_config") and k != "eva_config"]
     for key, plain in (*PLAIN.items(), *((k, None) for k in others)):
         value = config.get(key, plain)
@@ -94,18 +94,18 @@ def lora_settings(config, directory):
                 f"The adapter in {str(directory)!r} uses {key}={value!r}, "
                 f"which is not plain LoRA; only {key}={plain!r} is supported."
             )
-    start = config.get("init_lora_weights")
-    if start not in PLAIN_STARTS:
+    initialization = config.get("init_lora_weights")
+    if initialization not in PLAIN_INITIALIZATIONS:
         raise ValueError(
-            f"The adapter in {str(directory)!r} was started with "
-            f"init_lora_weights={start!r}, which changes the base weights "
-            "too. Convert it to plain LoRA with PEFT: "
+            f"The adapter in {str(directory)!r} was initialized with "
+            f"init_lora_weights={initialization!r}, which changes the base "
+            "weights too. Convert it to plain LoRA with PEFT: "
             "`save_pretrained(..., path_initial_model_for_weight_conversion="
             "...)`."
         )
     targets = config.get("target_modules") or "all-linear"
     if any(config.get(key) for key in NARROWED):
-        # The names of the tensors say what these settings left over.
+        # The names of the tensors show which layers these settings left.
         names = {module_name(n) for n in open_weights(directory).names}
         targets = [name.removeprefix(PREFIX) for name in names]
     if not isinstance(targets, str):

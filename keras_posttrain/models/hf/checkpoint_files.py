@@ -1,4 +1,4 @@
-"""Safetensors checkpoints, in one file or in shards, tensor by tensor."""
+"""Reads and writes safetensors checkpoints, one tensor at a time."""
 
 import contextlib
 import json
@@ -11,17 +11,18 @@ import shutil
 import jax.numpy as jnp
 from safetensors import safe_open
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# The dtypes of weights, and what safetensors calls them; a file has its
-# tensors in this order of dtypes.
+# Safetensors' names of the dtypes of weights. Tensors are stored in a file in
+# this order of dtypes.
 FLOATS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
 }  # fmt: skip
 
 
 def read_json(path):
-    """The content of a JSON file; an error that names it if it is none."""
+    """Reads a JSON file; an error names the file."""
     try:
         return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -38,15 +39,15 @@ def write_json(path, content):
 
 @contextlib.contextmanager
 def replaced_directory(directory):
-    """A folder to write in, which takes the place of another when complete.
+    """Creates a temporary folder that replaces another one when complete.
 
-    Whatever fails inside, the folder that was there stays as it was.
+    If anything fails inside the scope, the existing folder is unchanged.
 
     Args:
-        directory: path; may exist.
+        directory: path of the folder to replace or create.
 
     Yields:
-        The path of an empty folder beside it.
+        The path of an empty folder next to it.
     """
     directory = pathlib.Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -70,22 +71,23 @@ def replaced_directory(directory):
 
 
 class Reader:
-    """Reads the tensors of a checkpoint, whole or in part.
+    """Reads the tensors of a checkpoint, completely or in part.
 
-    The headers alone are read at first. A file is open while a tensor of it
-    is read and no longer: what of it lies in memory goes with it.
+    The constructor only reads the headers. A file is open only while a tensor
+    is read, so that its mapped memory is released afterwards.
 
     Args:
-        directory: path of a folder with `model.safetensors`, or shards and
-            their index.
-        single: str, the name of the file that is not in shards.
+        directory: path of a folder with `model.safetensors`, or with shards
+            and their index.
+        single: str, the name of the file of an unsharded checkpoint.
 
     Attributes:
         shapes: dict from the names of the tensors to their shapes.
-        dtypes: dict from these to the names of their dtypes.
+        dtypes: dict from the names of the tensors to the names of their
+            dtypes.
 
     Raises:
-        ValueError: if there is neither, or a shard is missing.
+        ValueError: if the folder has no checkpoint or a shard is missing.
 
     Example:
 
@@ -131,7 +133,7 @@ class Reader:
         return set(self.shapes)
 
     def check_dtype(self, name):
-        """Raises where a tensor is not of floats."""
+        """Raises a `ValueError` if a tensor does not have floats."""
         if self.dtypes[name] not in FLOATS:
             raise ValueError(
                 f"The weights of a checkpoint must be of {list(FLOATS)}. "
@@ -141,20 +143,20 @@ class Reader:
 
     @contextlib.contextmanager
     def open(self, name):
-        """What gives parts of a tensor as numpy arrays, by its slices."""
+        """Opens a tensor; indexing the result with slices reads a part."""
         self.check_dtype(name)
         with safe_open(self._files[name], framework="np") as opened:
             yield opened.get_slice(name)
 
     def get(self, name):
-        """The tensor `name` as a numpy array, in the dtype of the file."""
+        """Reads a tensor as a numpy array in the dtype of the file."""
         self.check_dtype(name)
         with safe_open(self._files[name], framework="np") as opened:
             return opened.get_tensor(name)
 
 
 def _dtype(code):
-    """NumPy's name of a dtype that safetensors calls `code`."""
+    """Converts safetensors' name of a dtype to NumPy's."""
     found = {theirs: name for name, theirs in FLOATS.items()}
     ints = re.sub("^I", "int", re.sub("^U", "uint", code))
     return found.get(code, ints)
@@ -166,11 +168,11 @@ def plan_shards(shapes, dtypes, max_shard_bytes):
     Args:
         shapes: dict from tensor names to shapes.
         dtypes: dict from tensor names to names of dtypes.
-        max_shard_bytes: int; a larger tensor gets a file of its own.
+        max_shard_bytes: int; a larger tensor gets a separate file.
 
     Returns:
-        A dict from file names to lists of tensor names, each in the order in
-        which safetensors keeps them in a file: by dtype, then by name.
+        A dict from file names to lists of tensor names. Each list is in the
+        order of safetensors: by dtype, then by name.
     """
     groups = [[]]
     room = max_shard_bytes
@@ -200,12 +202,12 @@ def _sizes(shapes, dtypes):
 
 
 def write_tensors(directory, shards, shapes, dtypes, arrays):
-    """Writes a checkpoint, one tensor in memory at a time.
+    """Writes a checkpoint with one tensor in memory at a time.
 
     Args:
         directory: path of an existing folder.
-        shards: dict, as `plan_shards` gives it.
-        shapes, dtypes: dicts from tensor names, as there.
+        shards: dict returned by `plan_shards`.
+        shapes, dtypes: dicts from tensor names, as in `plan_shards`.
         arrays: iterator of numpy arrays, in the order of `shards`.
     """
     directory, arrays = pathlib.Path(directory), iter(arrays)
@@ -226,10 +228,10 @@ def write_tensors(directory, shards, shapes, dtypes, arrays):
 
 
 def _header(names, shapes, dtypes, sizes):
-    """What a file of safetensors begins with.
+    """Returns the header of a safetensors file.
 
-    The library writes a file from all of its tensors at once; the format is
-    a length, a JSON object and the tensors' bytes.
+    It is written here because the library needs all tensors of a file at
+    once. The format is a length, a JSON object and the tensors' bytes.
     """
     content, start = {"__metadata__": {"format": "pt"}}, 0
     for name in names:
@@ -241,6 +243,6 @@ def _header(names, shapes, dtypes, sizes):
         start += sizes[name]
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     text = text.encode()
-    # Spaces, so that the tensors begin at a multiple of 8 bytes.
+    # Spaces align the first tensor to 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

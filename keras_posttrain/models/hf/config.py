@@ -1,12 +1,12 @@
-"""What a `config.json` says of the numbers, and the way back."""
+"""Converts Hugging Face configs to and from model settings."""
 
 import dataclasses
 
 from keras_posttrain.models.hf.rope import rope_parameters
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Fields that must have one of these values: KerasHub's layers have no place
-# for another.
+# Fields that must have one of these values, because KerasHub's layers support
+# no others.
 REQUIRED = {
     "attention_bias": (
         (False, None),
@@ -25,7 +25,7 @@ REQUIRED = {
         "its weights are quantized; use the unquantized checkpoint",
     ),
 }
-# Fields that `from_config` reads for every family or some.
+# Fields that `from_config` reads, for all families or some.
 READ = set(REQUIRED) | {
     "model_type",
     "vocab_size",
@@ -55,8 +55,8 @@ READ = set(REQUIRED) | {
     "layer_types",
     "tie_word_embeddings",
 }
-# Fields that change no number of a forward pass (dropout acts in training
-# only, where this library has its own).
+# Fields that do not affect the forward pass. Dropout affects only training,
+# where this library has its own setting.
 HARMLESS = {
     "_attn_implementation",
     "_name_or_path",
@@ -90,14 +90,14 @@ HARMLESS = {
     "use_cache",
     "use_mrope",
 }
-# Legacy Gemma checkpoints say "gelu" and mean its tanh form.
+# The tanh approximation of GELU. Old Gemma checkpoints call it "gelu".
 GEMMA_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
 ACTIVATIONS = ("silu", "swish", "gelu", "relu", *GEMMA_ACTIVATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything beside the weights that decides a model's numbers.
+    """The settings of a model that determine its outputs, besides weights.
 
     Args:
         sizes: dict of ints: `vocab_size`, `num_hidden_layers`,
@@ -105,12 +105,12 @@ class Settings:
             `hidden_size`, `intermediate_size`.
         epsilon: float, added to the mean square in every norm.
         activation: str, Hugging Face's name of the gate's activation.
-        rope: tuple of dicts, a layer each, see `rope.rope_parameters`.
-        windows: tuple of ints or `None`, a layer each: how many tokens a
-            token sees, itself included.
+        rope: tuple of dicts, one for each layer, see `rope.rope_parameters`.
+        windows: tuple of ints or `None`, one for each layer: the number of
+            tokens a token attends to, including itself.
         query_scalar: number; scores are divided by its square root.
-        attention_soft_cap: float or `None`.
-        final_soft_cap: float or `None`.
+        attention_soft_cap: float or `None`, the cap of attention scores.
+        final_soft_cap: float or `None`, the cap of logits.
         tied: bool, whether the head is the embedding.
     """
 
@@ -133,11 +133,11 @@ def from_config(config, family):
         family: the `Family` of its `model_type`.
 
     Returns:
-        A pair `(settings, notes)`: `Settings`, and a list of str on the
-        fields that were set and not followed.
+        A pair `(settings, notes)`: `Settings`, and a list of str about the
+        fields that were ignored.
 
     Raises:
-        ValueError: where KerasHub's layers cannot represent the model, naming
+        ValueError: if KerasHub's layers cannot represent the model; it names
             the field and its value.
     """
     notes = []
@@ -164,7 +164,7 @@ def from_config(config, family):
     gemma2 = family.model_type in ("gemma2", "gemma3_text")
     cap = config["attn_logit_softcapping"] if gemma2 else None
     if cap is not None and per_type:
-        # transformers reads it and leaves it unused.
+        # transformers reads this field but does not use it.
         notes.append(f"attn_logit_softcapping={cap} not applied in Gemma 3")
         cap = None
     settings = Settings(
@@ -204,7 +204,7 @@ def _sizes(config, family):
     sizes["head_dim"] = config.get("head_dim") or even
     if sizes["head_dim"] != even and not family.has_head_dim:
         raise ValueError(
-            f"KerasHub's {family.keras_name} attention splits `hidden_size` "
+            f"KerasHub's {family.keras_name} attention divides `hidden_size` "
             "evenly into heads; another `head_dim` cannot be represented. "
             f"Received: head_dim={sizes['head_dim']}, "
             f"hidden_size={sizes['hidden_size']}, num_attention_heads={heads}"
@@ -223,13 +223,13 @@ def _activation(config, family):
     if value not in known:
         raise ValueError(
             f"A config of model_type={family.model_type!r} must have a "
-            f"`{field}` out of {list(known)}. Received: {field}={value!r}"
+            f"`{field}` in {list(known)}. Received: {field}={value!r}"
         )
     return {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}.get(value, value)
 
 
 def _windows(config, family, num_layers):
-    """How many tokens each layer sees; `None` for all."""
+    """Returns the attention window of each layer; `None` for no limit."""
     if family.windows == "none":
         return (None,) * num_layers
     size = config["sliding_window"]
@@ -257,7 +257,7 @@ def _windows(config, family, num_layers):
 def _pattern(config, family, num_layers, size):
     layers = range(num_layers)
     if family.windows == "gemma":
-        # Every so-manieth layer is global.
+        # Every second layer is global; in Gemma 3 every n-th.
         every = 2
         if family.model_type == "gemma3_text":
             every = config["sliding_window_pattern"]
@@ -267,21 +267,20 @@ def _pattern(config, family, num_layers, size):
 
 
 def to_config(settings, family):
-    """Writes `Settings` as a Hugging Face config.
+    """Converts `Settings` to a Hugging Face config.
 
-    Rotations are written in the style of transformers 5 and in the older one,
-    so that every reader finds its own.
+    The settings of rotary embeddings are written in the formats of
+    transformers 5 and 4, so that all readers find them.
 
     Args:
         settings: `Settings`.
-        family: the `Family` that the model is of.
+        family: the `Family` of the model.
 
     Returns:
-        A dict of the fields that decide the numbers.
+        A dict of the fields that affect the forward pass.
 
     Raises:
-        ValueError: if the family's config has no field for what the model
-            does.
+        ValueError: if the family's config has no field for a setting.
     """
     config = {
         "model_type": family.model_type,
@@ -307,10 +306,11 @@ def to_config(settings, family):
     return config
 
 
-def _inexpressible(family, what, received):
+def _not_expressible(family, what, received):
     return ValueError(
         f"A Hugging Face config of model_type={family.model_type!r} cannot "
-        f"say {what}, so the model cannot be exported. Received: {received}"
+        f"express {what}, so the model cannot be exported. "
+        f"Received: {received}"
     )
 
 
@@ -319,10 +319,10 @@ def _scale_and_caps(settings, family):
     cap = settings.attention_soft_cap
     if cap is not None and family.model_type != "gemma2":
         received = f"attention_logit_soft_cap={cap}"
-        raise _inexpressible(family, "that scores are capped", received)
+        raise _not_expressible(family, "a cap of attention scores", received)
     scalar = settings.query_scalar
     if later_gemma:
-        # transformers checks the types: an int, and floats.
+        # transformers requires an int and floats.
         final = settings.final_soft_cap
         return {
             "query_pre_attn_scalar": int(scalar)
@@ -332,32 +332,36 @@ def _scale_and_caps(settings, family):
             "final_logit_softcapping": None if final is None else float(final),
         }
     if scalar != settings.sizes["head_dim"]:
-        raise _inexpressible(
-            family, "how queries are scaled", f"query_scalar={scalar}"
+        raise _not_expressible(
+            family, "this scale of queries", f"query_scalar={scalar}"
         )
     if settings.final_soft_cap is not None:
         received = f"final_logit_soft_cap={settings.final_soft_cap}"
-        raise _inexpressible(family, "that logits are capped", received)
+        raise _not_expressible(family, "a cap of logits", received)
     return {}
 
 
 def _window_fields(windows, family):
     sizes = {w for w in windows if w is not None}
     if len(sizes) > 1:
-        raise _inexpressible(family, "windows of sizes", f"{windows}")
+        raise _not_expressible(
+            family, "windows of several sizes", f"{windows}"
+        )
     size = sizes.pop() if sizes else None
     if family.windows == "none":
         if size is not None:
-            raise _inexpressible(family, "windows", f"{windows}")
+            raise _not_expressible(family, "attention windows", f"{windows}")
         return {}
     if family.windows == "mistral":
         if size is not None and None in windows:
-            raise _inexpressible(family, "windows of some", f"{windows}")
+            raise _not_expressible(
+                family, "windows of some layers", f"{windows}"
+            )
         return {"sliding_window": size}
     kinds = [FULL if w is None else SLIDING for w in windows]
     fields = {"layer_types": kinds}
     if family.windows == "gemma":
-        # Only read where a layer slides, but readers want a number.
+        # Only used by layers with a window, but readers require a number.
         fields["sliding_window"] = size or 4096
         return fields
     first = kinds.index(SLIDING) if size else len(windows)
@@ -376,9 +380,9 @@ def _rope_fields(settings, family):
     found = {}
     for kind, parameters in zip(kinds, settings.rope, strict=True):
         if found.setdefault(kind, parameters) != parameters:
-            raise _inexpressible(
+            raise _not_expressible(
                 family,
-                f"that layers of {kind!r} rotate differently",
+                f"different rotary embeddings for layers of {kind!r}",
                 f"rope={settings.rope}",
             )
     fields = {}

@@ -1,7 +1,7 @@
 """The table of model families: Hugging Face's names and KerasHub's layers.
 
-A new family is one `Family` here. Everything that reads, checks, writes or
-names weights goes through it.
+To support a new family, add a `Family` here. All code that reads, checks,
+writes or names weights uses this table.
 """
 
 import dataclasses
@@ -11,23 +11,23 @@ import keras_hub
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one Hugging Face model type is built of KerasHub's layers.
+    """The KerasHub layers of one Hugging Face model type.
 
     Args:
         model_type: str, as in `config.json`.
         architecture: str, the Hugging Face class of the language model.
         keras_name: str; `keras_hub.models` has `<keras_name>Backbone` and
             `<keras_name>CausalLM`.
-        modules: dict, from the name of a module within a Hugging Face decoder
-            layer to the path of the attribute within KerasHub's.
-        attention: str, attribute of the decoder layer.
-        rotary: str, attribute of the attention layer.
+        modules: dict from the name of a module in a Hugging Face decoder
+            layer to the path of the attribute in KerasHub's.
+        attention: str, the decoder layer's attribute of its attention layer.
+        rotary: str, the attention layer's attribute of its rotary layer.
         heads_first: bool, whether the kernels of query, key and value are
             `(heads, hidden, head_dim)` and not `(hidden, heads, head_dim)`.
-        windows: str, how the layers keep a sliding window: `"none"`,
+        windows: str, how the layers store a sliding window: `"none"`,
             `"gemma"`, `"mistral"`, `"qwen"` or `"qwen3"`.
-        has_head_dim: bool, whether the size of a head is free.
-        defaults: dict, what an absent field of `config.json` means.
+        has_head_dim: bool, whether the size of a head can be set.
+        defaults: dict of the values of absent fields of `config.json`.
     """
 
     model_type: str
@@ -90,8 +90,8 @@ _QWEN3_NORMS = {
     "self_attn.k_norm": "_self_attention_layer._key_dense_layer_norm",
 }
 
-# The defaults of transformers' config classes. Sizes that every checkpoint
-# states are left out: their absence is an error.
+# The defaults of transformers' config classes. Sizes are not included: a
+# checkpoint without them is an error.
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _GEMMA_DEFAULTS = {
     **_COMMON,
@@ -123,117 +123,81 @@ _GEMMA3_DEFAULTS = {
     "sliding_window_pattern": 6,
 }
 _QWEN_DEFAULTS = {
-    **_COMMON,
     "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
 
 
-def _gemma_like(**fields):
+def _gemma_like(model_type, name, keras_name, norms, windows, defaults):
     return Family(
+        model_type=model_type,
+        architecture=f"{name}ForCausalLM",
+        keras_name=keras_name,
+        modules={**_GEMMA, **norms},
         attention="attention",
         rotary="rope_layer",
         heads_first=True,
+        windows=windows,
         has_head_dim=True,
-        **fields,
+        defaults=defaults,
     )
 
 
-def _llama_like(**fields):
+def _llama_like(
+    name, keras_name, *, windows, norms=None, has_head_dim=True, **defaults
+):
     return Family(
+        model_type=name.lower(),
+        architecture=f"{name}ForCausalLM",
+        keras_name=keras_name,
+        modules={**_LLAMA, **(norms or {})},
         attention="_self_attention_layer",
         rotary="rotary_embedding_layer",
         heads_first=False,
-        **fields,
+        windows=windows,
+        has_head_dim=has_head_dim,
+        defaults={
+            **_COMMON,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            **defaults,
+        },
     )
 
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        _gemma_like(
-            model_type="gemma",
-            architecture="GemmaForCausalLM",
-            keras_name="Gemma",
-            modules={**_GEMMA, **_GEMMA1_NORMS},
-            windows="none",
-            defaults={**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
-        ),
-        _gemma_like(
-            model_type="gemma2",
-            architecture="Gemma2ForCausalLM",
-            keras_name="Gemma",
-            modules={**_GEMMA, **_GEMMA2_NORMS},
-            windows="gemma",
-            defaults=_GEMMA2_DEFAULTS,
-        ),
-        _gemma_like(
-            model_type="gemma3_text",
-            architecture="Gemma3ForCausalLM",
-            keras_name="Gemma3",
-            modules={**_GEMMA, **_GEMMA2_NORMS, **_GEMMA3_NORMS},
-            windows="gemma",
-            defaults=_GEMMA3_DEFAULTS,
-        ),
-        _llama_like(
-            model_type="llama",
-            architecture="LlamaForCausalLM",
-            keras_name="Llama3",
-            modules=_LLAMA,
-            windows="none",
-            has_head_dim=False,
-            defaults={
-                **_COMMON,
-                "max_position_embeddings": 2048,
-                "tie_word_embeddings": False,
-                "hidden_act": "silu",
-            },
-        ),
-        _llama_like(
-            model_type="mistral",
-            architecture="MistralForCausalLM",
-            keras_name="Mistral",
-            modules=_LLAMA,
-            windows="mistral",
-            has_head_dim=True,
-            defaults={
-                **_COMMON,
-                "max_position_embeddings": 131_072,
-                "tie_word_embeddings": False,
-                "hidden_act": "silu",
-                "num_key_value_heads": 8,
-                "sliding_window": 4096,
-            },
-        ),
-        _llama_like(
-            model_type="qwen2",
-            architecture="Qwen2ForCausalLM",
-            keras_name="Qwen",
-            modules=_LLAMA,
-            windows="qwen",
-            has_head_dim=False,
-            defaults={**_QWEN_DEFAULTS, "num_key_value_heads": 32},
-        ),
-        _llama_like(
-            model_type="qwen3",
-            architecture="Qwen3ForCausalLM",
-            keras_name="Qwen3",
-            modules={**_LLAMA, **_QWEN3_NORMS},
-            windows="qwen3",
-            has_head_dim=True,
-            defaults={
-                **_QWEN_DEFAULTS,
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-            },
-        ),
-    )
-}
-# KerasHub's LlamaBackbone is the class that Llama3Backbone derives from.
+_ALL = (
+    _gemma_like(
+        "gemma", "Gemma", "Gemma", _GEMMA1_NORMS, "none",
+        {**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    _gemma_like(
+        "gemma2", "Gemma2", "Gemma", _GEMMA2_NORMS, "gemma", _GEMMA2_DEFAULTS
+    ),
+    _gemma_like(
+        "gemma3_text", "Gemma3", "Gemma3", {**_GEMMA2_NORMS, **_GEMMA3_NORMS},
+        "gemma", _GEMMA3_DEFAULTS,
+    ),
+    _llama_like(
+        "Llama", "Llama3", windows="none", has_head_dim=False,
+        max_position_embeddings=2048,
+    ),
+    _llama_like(
+        "Mistral", "Mistral", windows="mistral", num_key_value_heads=8,
+        max_position_embeddings=131_072, sliding_window=4096,
+    ),
+    _llama_like(
+        "Qwen2", "Qwen", windows="qwen", has_head_dim=False,
+        num_key_value_heads=32, **_QWEN_DEFAULTS,
+    ),
+    _llama_like(
+        "Qwen3", "Qwen3", windows="qwen3", norms=_QWEN3_NORMS,
+        num_key_value_heads=32, head_dim=128, **_QWEN_DEFAULTS,
+    ),
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in _ALL}
+# `LlamaBackbone` is the base class of `Llama3Backbone`.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",
     "LlamaBackbone": "llama",
@@ -244,14 +208,14 @@ _BY_BACKBONE = {
 
 
 def family_of(causal_lm):
-    """The `Family` of a built KerasHub `CausalLM`, or `None`.
+    """Returns the `Family` of a built KerasHub `CausalLM`, or `None`.
 
     Args:
         causal_lm: a `keras_hub.models.CausalLM`.
 
     Returns:
-        A `Family`; `None` where the table has none (then names, LoRA on
-        Hugging Face's terms and export are not to be had).
+        A `Family`, or `None` if the table has none. Such a model has no
+        Hugging Face names, and so no LoRA and no export.
     """
     backbone = causal_lm.backbone
     if isinstance(backbone, keras_hub.models.GemmaBackbone):
@@ -279,7 +243,7 @@ def _is_gemma3_text(backbone):
 
 
 def attribute(layer, path):
-    """`attribute(layer, "attention.query_dense")`, dot by dot."""
+    """Returns a nested attribute by a path such as "attention.query_dense"."""
     for name in path.split("."):
         layer = getattr(layer, name)
     return layer

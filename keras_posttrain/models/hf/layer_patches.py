@@ -1,4 +1,9 @@
-"""Reads and sets on built KerasHub layers what constructors cannot say."""
+"""Reads and changes settings of built KerasHub layers.
+
+These settings are not all arguments of the constructors.
+"""
+
+import contextlib
 
 import keras
 from keras import ops
@@ -9,12 +14,12 @@ from keras_posttrain.models.hf.rope import RotaryEmbedding, parameters_of
 
 
 def gelu_pytorch_tanh(x):
-    """GELU by the tanh formula, under Hugging Face's name."""
+    """Computes GELU by the tanh approximation, under Hugging Face's name."""
     return ops.gelu(x, approximate=True)
 
 
 def gelu(x):
-    """GELU by the error function."""
+    """Computes GELU by the error function."""
     return ops.gelu(x, approximate=False)
 
 
@@ -27,7 +32,7 @@ ACTIVATIONS = {
 
 
 def norms_of(causal_lm, family):
-    """The norms of the decoder layers by name, and the last one.
+    """Returns the norms of the decoder layers and the final norm, by name.
 
     Returns:
         A dict from Hugging Face module names to KerasHub layers.
@@ -42,7 +47,7 @@ def norms_of(causal_lm, family):
 
 
 def read_settings(causal_lm, family):
-    """What the built layers compute with.
+    """Reads the settings that the built layers compute with.
 
     Args:
         causal_lm: a built KerasHub `CausalLM`.
@@ -52,8 +57,8 @@ def read_settings(causal_lm, family):
         The `Settings` that reproduce the model.
 
     Raises:
-        ValueError: if its norms or layers differ in what Hugging Face has one
-            number for.
+        ValueError: if layers differ in a setting that Hugging Face stores
+            once for all of them.
     """
     backbone = causal_lm.backbone
     head_dim = getattr(backbone, "head_dim", None)
@@ -101,27 +106,26 @@ def read_settings(causal_lm, family):
 
 
 def _one(what, values):
-    """The value that all share."""
+    """Returns the value that all layers share."""
     if len(set(values.values())) > 1:
         raise ValueError(
             f"A Hugging Face config has one {what} for all layers, and this "
             "model has several; `keras_posttrain.models.hf.loading.repair` "
-            f"sets what KerasHub left at its own default. Received: {values}"
+            f"corrects those left at KerasHub's default. Received: {values}"
         )
     return next(iter(values.values()))
 
 
 def apply_settings(causal_lm, family, settings):
-    """Makes the built layers compute what the settings say.
+    """Changes the built layers so that they follow the settings.
 
     Args:
         causal_lm: a built KerasHub `CausalLM`.
         family: its `Family`.
-        settings: the `Settings` it should have.
+        settings: the `Settings` to apply.
 
     Returns:
-        A list of str, a line for each thing that the constructor had left
-        otherwise.
+        A list of str, a line for each setting that was changed.
     """
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
@@ -143,7 +147,7 @@ def apply_settings(causal_lm, family, settings):
 
 
 def set_epsilon(causal_lm, family, epsilon):
-    """Gives every norm, those of queries and keys too, one epsilon."""
+    """Sets the epsilon of all norms, including those of queries and keys."""
     norms = norms_of(causal_lm, family).values()
     wrong = [norm for norm in norms if norm.epsilon != epsilon]
     for norm in wrong:
@@ -160,7 +164,7 @@ def _activation(layer, family):
 
 
 def _query_scalar(attention, family):
-    """The number whose square root divides the scores."""
+    """Returns the number whose square root divides the scores."""
     if not family.is_gemma:
         return attention_head_dim(attention, family)
     if attention.query_head_dim_normalize:
@@ -169,13 +173,13 @@ def _query_scalar(attention, family):
 
 
 def set_query_scalar(attention, scalar):
-    """Divides the scores of a Gemma attention layer by `scalar ** 0.5`.
+    """Makes a Gemma attention layer divide scores by `scalar ** 0.5`.
 
-    Once the layer is built, its `head_dim` is read for this scale alone, on
-    the plain path and under the seam (sizes come from the arrays).
+    After the layer is built, its `head_dim` is used only for this scale, also
+    under `attention_scope`; sizes are taken from the arrays.
 
     Returns:
-        bool, whether that was a change.
+        bool, whether the layer was changed.
     """
     normalize = attention.query_head_dim_normalize
     if normalize and attention.head_dim == scalar:
@@ -190,10 +194,10 @@ def set_query_scalar(attention, scalar):
 
 
 def set_rope(attention, family, parameters):
-    """Puts our rotary layer in place of one with other parameters.
+    """Replaces the rotary layer if its parameters differ.
 
     Returns:
-        bool, whether that was a change.
+        bool, whether the layer was changed.
     """
     old = getattr(attention, family.rotary)
     if parameters_of(old) == parameters:
@@ -202,39 +206,37 @@ def set_rope(attention, family, parameters):
     new = RotaryEmbedding(
         head_dim, parameters, dtype=attention.dtype_policy, name=old.name
     )
-    with _unlocked(attention):
-        attention._tracker.untrack(old)
+    with _unlocked_tracker(attention) as tracker:
+        tracker.untrack(old)
         setattr(attention, family.rotary, new)
     return True
 
 
 def attention_head_dim(attention, family):
-    """The features of a head, by the kernel of the query."""
+    """Returns the features of a head, from the query's kernel."""
     path = family.modules["self_attn.q_proj"].split(".")[-1]
     return getattr(attention, path).kernel.shape[-1]
 
 
-class _unlocked:
-    """Lets a built layer take a layer or a variable more.
+@contextlib.contextmanager
+def _unlocked_tracker(layer):
+    """Allows a built layer to get another layer or variable.
 
-    Keras locks the lists of what a built layer tracks; opening them takes the
-    private tracker, as Keras's own layers do for LoRA and quantization.
+    Keras locks the tracker of a built layer and has no public way to unlock
+    it. Keras's own layers use the private one too, for LoRA and quantization.
     """
-
-    def __init__(self, layer):
-        self.tracker = layer._tracker
-
-    def __enter__(self):
-        self.was_locked = self.tracker.locked
-        self.tracker.unlock()
-
-    def __exit__(self, *error):
-        if self.was_locked:
-            self.tracker.lock()
+    tracker = layer._tracker
+    was_locked = tracker.locked
+    tracker.unlock()
+    try:
+        yield tracker
+    finally:
+        if was_locked:
+            tracker.lock()
 
 
 def set_tied(causal_lm, tied):
-    """Ties or unties the head, also where the constructor has no choice.
+    """Ties or unties the head, even if the constructor cannot.
 
     Returns:
         A list of str, empty or one line.
@@ -247,7 +249,7 @@ def set_tied(causal_lm, tied):
     if tied:
         del embedding.reverse_embeddings
     else:
-        with _unlocked(embedding):
+        with _unlocked_tracker(embedding):
             embedding.reverse_embeddings = embedding.add_weight(
                 shape=(embedding.output_dim, embedding.input_dim),
                 initializer=embedding.embeddings_initializer,
@@ -260,7 +262,7 @@ def set_tied(causal_lm, tied):
 
 
 def window_of(layer, family):
-    """The window of a decoder layer's attention, or `None`."""
+    """Returns the attention window of a decoder layer, or `None`."""
     attention = getattr(layer, family.attention)
     if family.windows == "mistral":
         return layer.sliding_window
@@ -272,14 +274,14 @@ def window_of(layer, family):
 
 
 def set_window(layer, family, window):
-    """Limits a decoder layer to the last `window` tokens; `None`: to none.
+    """Sets the attention window of a decoder layer; `None` for no limit.
 
     Returns:
-        bool, whether that was a change.
+        bool, whether the layer was changed.
     """
-    was = window_of(layer, family)
+    old = window_of(layer, family)
     attention = getattr(layer, family.attention)
-    if was != window:
+    if old != window:
         if family.windows == "mistral":
             layer.sliding_window = attention._sliding_window = window
         elif family.windows == "qwen3":
@@ -290,16 +292,19 @@ def set_window(layer, family, window):
                 attention.sliding_window_size = window
     masked = False
     if family.windows in ("qwen", "qwen3"):
-        masked = _window_the_mask(layer, window)
-    return was != window or masked
+        masked = _set_mask_window(layer, window)
+    return old != window or masked
 
 
-def _window_the_mask(layer, window):
-    """Applies the window of a Qwen layer on the plain path.
+def _set_mask_window(layer, window):
+    """Applies the window of a Qwen layer in its attention mask.
 
-    KerasHub's Qwen layers apply it in the attention, but not on the branch
-    that JAX always takes (`ops.dot_product_attention`), so it goes in the
-    mask that the decoder layer makes.
+    KerasHub's Qwen layers apply the window in the attention, but not in the
+    branch that JAX always uses (`ops.dot_product_attention`). It is therefore
+    applied to the mask that the decoder layer computes.
+
+    Returns:
+        bool, whether the layer was changed.
     """
     name = "_compute_self_attention_mask"
     mask_function = vars(layer).get(name)
@@ -314,10 +319,11 @@ def _window_the_mask(layer, window):
 
 
 class _WindowedMask:
-    """A decoder layer's own mask, cut to a sliding window."""
+    """A decoder layer's attention mask, limited to a sliding window."""
 
     def __init__(self, layer, window):
-        # Through the class, since the instance's attribute is this object.
+        # The method is taken from the class, since the instance's attribute
+        # is this object.
         self.full = type(layer)._compute_self_attention_mask.__get__(layer)
         self.window = window
 

@@ -1,4 +1,4 @@
-"""Builds KerasHub models that compute what their checkpoint says."""
+"""Loads KerasHub models from Hugging Face checkpoints without loss."""
 
 import contextlib
 import dataclasses
@@ -8,27 +8,33 @@ import keras_hub
 
 from keras_posttrain._variables import without_values
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import exchange, layer_patches
-from keras_posttrain.models.hf.checkpoint_files import Reader, read_json
+from keras_posttrain.models.hf import directories, layer_patches
+from keras_posttrain.models.hf.checkpoint_files import (
+    CONFIG,
+    Reader,
+    read_json,
+)
 from keras_posttrain.models.hf.config import from_config
 from keras_posttrain.models.hf.families import FAMILIES, family_of
+from keras_posttrain.models.hf.tensors import model_tensors
 
-# What the names of a checkpoint begin with, before `embed_tokens.weight`:
-# a language model, a bare one, and two vintages of a multimodal one.
+# Prefixes of tensor names, before `embed_tokens.weight`: of a language model,
+# of one without a head, and of multimodal models, new and old.
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def load_causal_lm(preset, *, dtype=None, load_weights=True):
-    """Loads a causal language model, with the numbers of its source.
+    """Loads a causal language model that computes what its source does.
 
-    A Hugging Face directory of a family in `FAMILIES` is read here, not by
-    KerasHub's converters, which lose some of its fields. `kpt_repairs` of the
-    model lists what had to be set on KerasHub's built layers; `kpt_source`
-    has the `path` and `config` it came from, or is `None`.
+    A Hugging Face directory of a family in `FAMILIES` is read here and not by
+    KerasHub's converters, which ignore some fields of the config. The model's
+    attribute `kpt_repairs` lists the settings that had to be corrected on
+    KerasHub's built layers. `kpt_source` is a dict with the `path` and
+    `config` of the source, or `None`.
 
     Args:
-        preset: str or path, see `huggingface.resolve`.
+        preset: str or path, see `directories.resolve`.
         dtype: str or `keras.DTypePolicy`. Defaults to Keras's default.
         load_weights: bool; `False` leaves the weights random.
 
@@ -36,8 +42,8 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         A `keras_hub.models.CausalLM` without a preprocessor.
 
     Raises:
-        ValueError: if the preset is not found, or is a model that KerasHub's
-            layers cannot represent.
+        ValueError: if the preset is not found, or KerasHub's layers cannot
+            represent the model.
 
     Example:
 
@@ -47,13 +53,13 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     # ['rms_norm_eps set to 1e-05 in 33 norms', ...]
     ```
     """
-    path = exchange.resolve(preset)
+    path = directories.resolve(preset)
     config = None
     if path is not None:
-        config = read_json(path / exchange.CONFIG)
+        config = read_json(path / CONFIG)
         config, notes = _text_config(config)
     if config is None or config["model_type"] not in FAMILIES:
-        with device_transfer.whole_on_host():
+        with device_transfer.host_as_default():
             causal_lm = keras_hub.models.CausalLM.from_preset(
                 str(preset if path is None else path),
                 dtype=dtype,
@@ -80,11 +86,11 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
 
 
 def _build(family, settings, dtype, load_weights):
-    """The model, and a list of what was to be set on its layers.
+    """Builds a model; returns it and notes on the settings corrected.
 
-    Where weights are to be loaded, none are drawn before: that takes longer
-    than to read them, and several times their memory. What KerasHub compiles,
-    which has variables of its own, is left for then.
+    If weights will be loaded, none are initialized before: this would take
+    longer than reading them and several times their memory. The model is then
+    compiled after loading, as KerasHub's `compile` creates variables.
     """
     with without_values() if load_weights else contextlib.nullcontext():
         backbone = family.backbone_class(
@@ -98,11 +104,11 @@ def _build(family, settings, dtype, load_weights):
 
 
 def load_saved(path, config, *, dtype=None, load_weights=True):
-    """Loads a KerasHub preset by the Hugging Face config saved beside it.
+    """Loads a KerasHub preset that has a Hugging Face config next to it.
 
     Args:
         path: path of a directory that `presets.save_to_preset` wrote.
-        config: dict, the config kept there.
+        config: dict, the config stored there.
         dtype, load_weights: as in `load_causal_lm`.
 
     Returns:
@@ -114,9 +120,9 @@ def load_saved(path, config, *, dtype=None, load_weights=True):
     notes += more
     if load_weights:
         files = sorted(path.glob("model.weights*"))
-        # A large model's weights are in several files, with a JSON index.
+        # The weights of a large model are in several files with a JSON index.
         index = [f for f in files if f.name == "model.weights.json"]
-        with device_transfer.whole_on_host():
+        with device_transfer.host_as_default():
             causal_lm.backbone.load_weights(str((index or files)[0]))
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
@@ -124,12 +130,12 @@ def load_saved(path, config, *, dtype=None, load_weights=True):
 
 
 def _remember(causal_lm, source, notes):
-    # Past Keras's `__setattr__`, which would wrap and track the containers.
+    # Keras's `__setattr__` would wrap and track the containers.
     vars(causal_lm).update(kpt_source=source, kpt_repairs=notes)
 
 
 def _text_config(config):
-    """The language model's part of a multimodal Gemma 3 config."""
+    """Extracts the language model from a multimodal Gemma 3 config."""
     if config["model_type"] != "gemma3" or "text_config" not in config:
         return config, []
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
@@ -138,11 +144,11 @@ def _text_config(config):
     text.setdefault(
         "tie_word_embeddings", config.get("tie_word_embeddings", True)
     )
-    return text, ["vision tower left out: a text model was made of gemma3"]
+    return text, ["vision tower left out: gemma3 loaded as a text model"]
 
 
 def _arguments(settings, family):
-    """What the backbone's constructor can be told."""
+    """Returns the arguments of the backbone's constructor."""
     sizes = settings.sizes
     arguments = {
         "vocabulary_size": sizes["vocab_size"],
@@ -193,7 +199,7 @@ def _gemma_arguments(settings, family, window):
         "sliding_window_size": window or 4096,
     }
     if family.model_type == "gemma2":
-        # KerasHub's count takes the gate's half in.
+        # KerasHub counts the features of the gate too.
         width = settings.sizes["intermediate_size"]
         return {**arguments, "intermediate_dim": 2 * width}
     return {**arguments, "image_size": None}
@@ -211,7 +217,7 @@ def _prefix(checkpoint):
 
 
 def _head(checkpoint):
-    """The name of the head's tensor, or `None`."""
+    """Returns the name of the head's tensor, or `None`."""
     for name in (HEAD, f"language_model.{HEAD}"):
         if name in checkpoint.names:
             return name
@@ -219,7 +225,11 @@ def _head(checkpoint):
 
 
 def _tied_as_stored(settings, config, checkpoint):
-    """Whether the head is tied, by the config and by what was saved."""
+    """Corrects `settings.tied` by the tensors of the checkpoint.
+
+    Returns:
+        `(settings, notes)`.
+    """
     head = _head(checkpoint)
     embedding = _prefix(checkpoint) + EMBEDDING
     if settings.tied and head and embedding in checkpoint.names:
@@ -238,7 +248,7 @@ def _tied_as_stored(settings, config, checkpoint):
 
 
 def _equal(checkpoint, one, other, rows=4096):
-    """Whether two tensors are equal, read some rows at a time."""
+    """Returns whether two tensors are equal, reading them in chunks."""
     if checkpoint.shapes[one] != checkpoint.shapes[other]:
         return False
     with checkpoint.open(one) as first, checkpoint.open(other) as second:
@@ -249,12 +259,13 @@ def _equal(checkpoint, one, other, rows=4096):
 
 
 def _load_weights(causal_lm, checkpoint):
-    """Gives every weight its value, each device's slice read for itself.
+    """Loads every weight, reading the slice of each device separately.
 
-    All names, shapes and dtypes are checked before: nothing is half loaded.
+    Names, shapes and dtypes are checked first, so that an error leaves no
+    partly loaded model.
 
     Returns:
-        A list of str: a line if the checkpoint holds more than was used.
+        A list of str: a line if some tensors of the checkpoint were not used.
     """
     found = _named(causal_lm, checkpoint)
     for name, tensor in found.items():
@@ -270,10 +281,10 @@ def _load_weights(causal_lm, checkpoint):
 
 
 def _named(causal_lm, checkpoint):
-    """Every weight by its name in the checkpoint, which is what it needs."""
+    """Maps names in the checkpoint to the model's tensors; checks them."""
     prefix = _prefix(checkpoint)
     found = {}
-    for tensor in exchange.tensors(causal_lm):
+    for tensor in model_tensors(causal_lm):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name == HEAD:
             name = _head(checkpoint) or HEAD
@@ -282,13 +293,13 @@ def _named(causal_lm, checkpoint):
             name = name if name in checkpoint.names else _head(checkpoint)
         if name not in checkpoint.names:
             raise ValueError(
-                f"The checkpoint lacks a tensor that its config calls for. "
+                f"The checkpoint lacks a tensor that its config requires. "
                 f"Received: {str(checkpoint.directory)!r} without {name!r}"
             )
         if checkpoint.shapes[name] != tensor.shape:
             raise ValueError(
                 "The checkpoint has a tensor of another shape than its "
-                f"config calls for. Expected {name!r} of shape "
+                f"config requires. Expected {name!r} of shape "
                 f"{tensor.shape}. Received: shape {checkpoint.shapes[name]} "
                 f"in {str(checkpoint.directory)!r}"
             )
@@ -298,18 +309,19 @@ def _named(causal_lm, checkpoint):
 
 
 def repair(causal_lm):
-    """Sets on a KerasHub model what its backbone was told and lost.
+    """Applies settings of a KerasHub backbone that its layers ignore.
 
-    Some settings of KerasHub's backbones never reach their layers: the norm
-    epsilon (Qwen 3's query and key norms; every block of Gemma), Gemma's
-    query scale, and Qwen's sliding window on the plain path. A model that
-    `load_causal_lm` or this function has seen is left as it is.
+    Some settings of KerasHub's backbones are not passed on to their layers:
+    the norm epsilon (in Qwen 3's query and key norms and in all blocks of
+    Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
+    vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
+    is not changed.
 
     Args:
         causal_lm: a built KerasHub `CausalLM`.
 
     Returns:
-        A list of str, a line for each repair; kept as `kpt_repairs` too.
+        A list of str, a line for each repair; also stored as `kpt_repairs`.
 
     Example:
 
@@ -343,5 +355,5 @@ def _repair_layers(backbone, family):
         if layer_patches.set_window(
             layer, family, layer_patches.window_of(layer, family)
         ):
-            found["sliding window applied on the plain path"] = True
+            found["sliding window applied in the attention mask"] = True
     return list(found)

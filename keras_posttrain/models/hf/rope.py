@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-# The fields each type of `rope_scaling` is made of, beside its base.
+# The fields of each type of `rope_scaling`, in addition to `rope_theta`.
 FIELDS = {
     "default": (),
     "linear": ("factor",),
@@ -32,23 +32,23 @@ REASONS = {
 
 
 def rope_parameters(config, layer_type=None):
-    """What rotates the queries and keys of a layer, in one form.
+    """Reads the parameters of a layer's rotary embedding from a config.
 
-    Configs keep it in `rope_scaling` beside `rope_theta` (until
-    transformers 4), or all in `rope_parameters` (transformers 5), with an
-    entry for each type of layer where these differ.
+    Configs store them in `rope_scaling` and `rope_theta` (up to
+    transformers 4) or in `rope_parameters` (transformers 5), which has an
+    entry for each type of layer if these differ.
 
     Args:
         config: dict, a Hugging Face `config.json` with defaults filled in.
         layer_type: `"full_attention"` or `"sliding_attention"` in a family
-            whose layers rotate differently (Gemma 3), else `None`.
+            with two types of layers (Gemma 3), else `None`.
 
     Returns:
         A dict of `rope_type`, `rope_theta` and the fields of that type.
 
     Raises:
-        ValueError: if the rotation is no function of the position alone, or
-            a field that its type needs is missing.
+        ValueError: if the rotation depends on more than the position, or a
+            field of its type is missing.
 
     Example:
 
@@ -106,8 +106,8 @@ def _shared(config):
     if found.get("rope_theta") is None:
         found["rope_theta"] = config.get("rope_theta") or 10_000.0
     found.setdefault("rope_type", found.get("type", "default"))
-    # A field of the config itself outranks the one in the dict, as
-    # transformers has it.
+    # As in transformers, a field of the config has precedence over the one in
+    # the dict.
     original = config.get("original_max_position_embeddings")
     if original is None:
         original = found.get("original_max_position_embeddings")
@@ -121,7 +121,7 @@ def _by_layer_type(config, layer_type):
     found = (config.get("rope_parameters") or {}).get(layer_type)
     found = dict(found or {"rope_type": "default"})
     if layer_type == "full_attention":
-        # The old style scales the global layers only.
+        # In the format of transformers 4 only the global layers are scaled.
         found.update(config.get("rope_scaling") or {})
         theta = config.get("rope_theta") or 1_000_000.0
     else:
@@ -133,7 +133,8 @@ def _by_layer_type(config, layer_type):
         found["original_max_position_embeddings"] = config.get(
             "max_position_embeddings"
         )
-    # transformers looks for this one outside the entry, and so never at it.
+    # transformers looks for this field outside the entry, so that it has no
+    # effect there.
     found.pop("truncate", None)
     return found
 
@@ -161,7 +162,7 @@ def _complete_yarn(found, config):
 
 
 def inverse_frequencies(parameters, head_dim):
-    """The radians per position of each pair of features.
+    """Computes the radians per position of each pair of features.
 
     Args:
         parameters: dict, as `rope_parameters` returns it.
@@ -169,8 +170,7 @@ def inverse_frequencies(parameters, head_dim):
 
     Returns:
         A pair `(frequencies, attention_factor)`: a float32 array of shape
-        `(head_dim // 2,)`, and the number that the cosines and sines are
-        multiplied with.
+        `(head_dim // 2,)`, and the factor of the cosines and sines.
     """
     theta = parameters["rope_theta"]
     exponents = np.arange(0, head_dim, 2, dtype="float32") / head_dim
@@ -188,7 +188,7 @@ def inverse_frequencies(parameters, head_dim):
 
 
 def _llama3(parameters, frequencies):
-    """Long waves are stretched by `factor`, short ones kept."""
+    """Stretches long waves by `factor` and keeps short ones."""
     factor = np.float32(parameters["factor"])
     low = parameters["low_freq_factor"]
     high = parameters["high_freq_factor"]
@@ -202,7 +202,7 @@ def _llama3(parameters, frequencies):
 
 
 def _yarn(parameters, wavelengths, head_dim):
-    """Interpolates where a wave turns seldom within the trained length."""
+    """Stretches waves with few turns within the original length."""
     theta = parameters["rope_theta"]
     original = parameters["original_max_position_embeddings"]
 
@@ -228,9 +228,9 @@ def _yarn(parameters, wavelengths, head_dim):
 class RotaryEmbedding(keras.layers.Layer):
     """Rotates the two halves of each head by its token's position.
 
-    A drop-in for the rotary layers of KerasHub's attention layers that takes
-    the frequencies of a Hugging Face config, which theirs cannot all express.
-    It has no variables. Angles are float32 whatever the dtype of the inputs.
+    This replaces the rotary layers of KerasHub's attention layers, which do
+    not support all types of `rope_scaling`. It has no variables. Angles are
+    float32, whatever the dtype of the inputs.
 
     Args:
         head_dim: int, the features of a head.
@@ -241,7 +241,7 @@ class RotaryEmbedding(keras.layers.Layer):
         inputs: float tensor of shape `(batch, length, heads, head_dim)` or
             `(batch, length, head_dim)`.
         start_index: int or int scalar tensor, the position of the first
-            token. Ignored where `positions` are given.
+            token. Ignored if `positions` are given.
         positions: int tensor of shape `(length,)` or `(batch, length)`.
 
     Example:
@@ -276,8 +276,8 @@ class RotaryEmbedding(keras.layers.Layer):
         cos = ops.cast(ops.cos(angles) * self.attention_factor, inputs.dtype)
         sin = ops.cast(ops.sin(angles) * self.attention_factor, inputs.dtype)
         first, second = ops.split(inputs, 2, axis=-1)
-        # Stacked and reshaped, as KerasHub does: the partitioner of XLA has
-        # had bugs with the concatenation.
+        # Stacked and reshaped as in KerasHub, because XLA's partitioner has
+        # had bugs with a concatenation here.
         rotated = ops.stack(
             (first * cos - second * sin, second * cos + first * sin), axis=-2
         )
@@ -294,7 +294,7 @@ class RotaryEmbedding(keras.layers.Layer):
 
 
 def parameters_of(layer):
-    """The parameters that a rotary layer, KerasHub's or ours, computes with.
+    """Returns the parameters of a rotary layer.
 
     Args:
         layer: a `RotaryEmbedding`, or the rotary layer of a KerasHub
@@ -308,7 +308,7 @@ def parameters_of(layer):
     theta = float(layer.max_wavelength)
     found = {"rope_type": "default", "rope_theta": theta}
     if hasattr(layer, "low_freq_factor"):
-        # Llama's; it leaves its `position_scaling_factor` out.
+        # Llama's layer, which does not use its `position_scaling_factor`.
         if layer.low_freq_factor is not None:
             found = {
                 "rope_type": "llama3",

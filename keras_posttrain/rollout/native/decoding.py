@@ -1,8 +1,8 @@
 """The compiled programs of the built-in engine, over a cache of slots.
 
-A slot holds one sequence. Prompts are filled in, then all slots step forward
-together, each at its own length, many steps to a call. Which request sits in
-which slot is the business of `rollout/native.py`.
+A slot holds one sequence. Prompts are written to slots; then all slots decode
+together, each at its own length, many steps in a call. `schedule.py` decides
+which sample is in which slot.
 """
 
 import contextlib
@@ -13,20 +13,27 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain.data.batches.packing import assemble, pack
-from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.batches.assembly import Segment, assemble
+from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.sampling import sample
 
-# Steps of one call: the tokens of a call lie in a small cache of their own
-# until it ends, and slots whose sequence ended idle for the rest of it.
+# Steps of one call. The tokens of a call are stored in a separate small cache
+# until it ends. Slots whose sequence has ended are idle until then.
 STEPS = 32
-# Tokens of prompts that go through the model at once, at least.
+# The least number of tokens of prompts that are computed at once.
 PREFILL_TOKENS = 1024
 
 
 class Weights(typing.NamedTuple):
-    """The task's arrays, and whether the adapter is added by its layers."""
+    """The values of all variables, and whether the adapter is active.
+
+    Attributes:
+        trainable: list of arrays, of the task's trainable variables.
+        frozen: list of arrays, of its other variables.
+        adapted: bool; `False` if the adapter is in the kernels already.
+    """
 
     trainable: list
     frozen: list
@@ -34,28 +41,36 @@ class Weights(typing.NamedTuple):
 
 
 @contextlib.contextmanager
-def using(task, adapted, weights):
-    """A scope in which the task has these arrays, its adapter on or off."""
+def using(policy, using_weights, adapted, weights):
+    """Gives a policy's variables values, and turns its adapter on or off.
+
+    Args:
+        policy: `Policy`.
+        using_weights: function from `(trainable, frozen)` to a scope in which
+            the variables have these values, such as `Task.using_weights`.
+        adapted: bool, whether the adapter is active.
+        weights: `(trainable, frozen)`, lists of arrays.
+    """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(task.using_weights(*weights))
-        if task.adapter is not None and not adapted:
-            stack.enter_context(task.adapter.disabled())
+        stack.enter_context(using_weights(*weights))
+        if policy.adapter is not None and not adapted:
+            stack.enter_context(policy.adapter.disabled())
         yield
 
 
 def model_inputs(rows, length, num_rows):
-    """The arrays that a forward pass reads.
+    """Builds the arrays of a forward pass.
 
     Args:
         rows: list of lists of sequences of token ids.
-        length: int, tokens of a row.
+        length: int, the tokens of a row.
         num_rows: int.
 
     Returns:
-        Dict of `token_ids`, `segment_ids` and `positions`.
+        A dict of `token_ids`, `segment_ids` and `positions`.
     """
-    batch = assemble(
-        [[Example(ids, np.zeros(len(ids)), 0) for ids in row] for row in rows],
+    batch, _ = assemble(
+        [[Segment(ids) for ids in row] for row in rows],
         length=length,
         num_rows=num_rows,
         max_sequences=max(map(len, rows)),
@@ -65,21 +80,23 @@ def model_inputs(rows, length, num_rows):
     return {name: batch[name] for name in names}
 
 
-def power_of_two(n, at_least=1):
-    return max(1 << max(n - 1, 0).bit_length(), at_least)
-
-
 def bucket(tokens, at_least=128):
-    """The length that serves so many tokens: few lengths, few programs."""
+    """Rounds a number of tokens up to one of few lengths.
+
+    A program is compiled for each length: powers of two and 3/4 of them.
+    """
     size = power_of_two(tokens, at_least)
     less = size * 3 // 4
     return less if at_least < size and tokens <= less else size
 
 
 class Placement:
-    """Where arrays lie: slots over the data axis, heads over the other.
+    """The layout of arrays: slots over the data axis, heads over the other.
 
-    Read from Keras's distribution; without one all lies on one device.
+    It follows Keras's distribution; without one there is a single device.
+
+    Args:
+        kv_heads: int, the number of key and value heads.
     """
 
     def __init__(self, kv_heads):
@@ -98,22 +115,23 @@ class Placement:
             self.head_shards = self.mesh.shape[self.heads]
 
     def key(self):
+        """Returns a value that changes with the mesh."""
         return None if self.mesh is None else (self.mesh, self.heads)
 
     def cache(self, tree):
-        """`(slots, kv_heads, …)` arrays of a cache, inside a program."""
+        """Splits arrays of shape `(slots, kv_heads, ...)` in a program."""
         if self.mesh is None:
             return tree
         return self._constrain(tree, self.data, self.heads)
 
     def rows(self, tree):
-        """Arrays whose first axis is slots or rows, inside a program."""
+        """Splits arrays with a leading axis of slots or rows in a program."""
         if self.mesh is None:
             return tree
         return self._constrain(tree, self.data)
 
-    def whole(self, tree):
-        """Arrays that every process reads, inside a program."""
+    def replicated(self, tree):
+        """Replicates arrays that every process reads, in a program."""
         return tree if self.mesh is None else self._constrain(tree)
 
     def _constrain(self, tree, *axes):
@@ -123,17 +141,18 @@ class Placement:
 
 
 class SlotDecoder:
-    """A cache of slots, and what is done with it.
+    """A cache of slots with the programs that fill it and decode from it.
 
     Args:
-        task: the task whose policy decodes.
-        kv_shapes: list of `(kv_heads, head_dim)`, one a layer.
-        dtype: of keys and values.
-        note: `f(text)`, told of every program that is compiled.
+        policy, using_weights: as in `using`.
+        kv_shapes: list of `(kv_heads, head_dim)`, one for each layer.
+        dtype: str, the dtype of keys and values.
+        note: `f(text)`, called with a description of every program used.
     """
 
-    def __init__(self, task, kv_shapes, dtype, note):
-        self.task, self.kv_shapes, self.dtype = task, kv_shapes, dtype
+    def __init__(self, policy, using_weights, kv_shapes, dtype, note):
+        self.policy, self._using_weights = policy, using_weights
+        self.kv_shapes, self.dtype = kv_shapes, dtype
         self.placement = Placement(kv_shapes[0][0])
         self._note = note
         self.cache, self.slots, self.tokens = None, 0, 0
@@ -147,7 +166,7 @@ class SlotDecoder:
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
 
     def token_bytes(self):
-        """Bytes that a token takes on its device, over all layers."""
+        """Returns the bytes of a token on its device, over all layers."""
         size = jnp.dtype(self.dtype).itemsize
         per_layer = [2 * heads * dim * size for heads, dim in self.kv_shapes]
         return sum(per_layer) // self.placement.head_shards
@@ -155,6 +174,7 @@ class SlotDecoder:
     # The cache
 
     def allocate(self, slots, tokens):
+        """Creates the cache."""
         self.slots, self.tokens = slots, tokens
         self.cache = self._zeros(slots, tokens)
 
@@ -167,9 +187,9 @@ class SlotDecoder:
         ]
 
     def resize(self, index, tokens):
-        """Keeps the slots of `index`, with room for `tokens` each.
+        """Keeps the slots of `index` and sets their number of tokens.
 
-        Layer by layer, so that one layer at most exists twice.
+        Layers are resized one by one, so that at most one exists twice.
         """
         index = np.asarray(index, "int32")
         self.slots, self.tokens = len(index), tokens
@@ -180,12 +200,13 @@ class SlotDecoder:
         return self.placement.cache(layer.resize(index, tokens))
 
     def free(self):
+        """Releases the cache."""
         self.cache = None
 
     # Prompts
 
     def prefill(self, weights, prompts, slots):
-        """Computes prompts and puts each in its slots.
+        """Computes prompts and writes each to its slots.
 
         Args:
             weights: `Weights`.
@@ -202,7 +223,7 @@ class SlotDecoder:
 
     @staticmethod
     def _parts(prompts, room, rows):
-        """Which prompts go through the model together."""
+        """Yields lists of prompts that are computed together."""
         packed = pack([len(p) for p in prompts], room, max_sequences=2**30)
         for i in range(0, len(packed), rows):
             yield [p for row in packed[i : i + rows] for p in row]
@@ -232,7 +253,7 @@ class SlotDecoder:
         self.cache = self._fill(self.cache, kept, starts, targets, width)
 
     def _padded(self, sources, targets):
-        """Both filled up to a usual size, with a slot that there is not."""
+        """Pads both to one of few sizes, with a slot out of range."""
         size = min(power_of_two(len(targets), 8), self.slots)
         more = size - len(targets)
         sources = np.array(sources + [0] * more, "int32")
@@ -240,13 +261,13 @@ class SlotDecoder:
 
     def _prefill(self, adapted, weights, batch):
         batch = self.placement.rows(batch)
-        with using(self.task, adapted, weights):
-            return self.task.policy.prefill(batch)
+        with using(self.policy, self._using_weights, adapted, weights):
+            return self.policy.prefill(batch)
 
     def _fill(self, cache, kept, starts, slots, width):
         places = starts[:, None] + jnp.arange(width)
-        # Behind its prompt a slot takes what comes: never seen, its length
-        # says so.
+        # After its prompt a slot gets arbitrary tokens. They are never used:
+        # its length excludes them.
         places = jnp.minimum(places, kept[0][0].shape[0] - 1)
         return [
             self.placement.cache(layer.fill(slots, k[places], v[places]))
@@ -254,7 +275,7 @@ class SlotDecoder:
         ]
 
     def copy(self, sources, targets, longest):
-        """Copies prompts of up to `longest` tokens from slots to slots."""
+        """Copies prompts of at most `longest` tokens between slots."""
         width = min(power_of_two(longest, 64), self.tokens)
         sources, targets = self._padded(sources, targets)
         self._note(f"copy of {len(sources)} of {self.slots} slots")
@@ -271,24 +292,23 @@ class SlotDecoder:
     # Steps
 
     def decode(self, weights, state, floor, steps=STEPS):
-        """Steps until few slots are active.
+        """Decodes until few slots are active.
 
         Args:
             weights: `Weights`.
             state: dict of arrays with a leading slots axis: `token` (int32,
-                the last token, not in the cache yet), `length` (int32, the
-                tokens in the cache), `remaining` (int32, tokens it may still
-                have), `active` (bool), `keys` (uint32, `(slots, 2)`),
-                `temperature` (float32), `stop` (int32, `(slots, ids)`, -1
-                where unused); and where a slot's distribution is cut short
-                `top_k` (int32), `top_p` and `min_p` (float32).
-            floor: int, ends when no more slots than this are active.
-            steps: int, ends after so many steps.
+                the last token, which is not in the cache yet), `length`
+                (int32, the tokens in the cache), `remaining` (int32, the most
+                new tokens), `active` (bool), and those of
+                `samples.py:Samples.settings`.
+            floor: int; decoding ends when at most this many slots are
+                active.
+            steps: int, the most steps.
 
         Returns:
-            Dict of numpy arrays: `tokens` and `logps` `(STEPS, slots)`,
-            `taken` (how many of them are a slot's), `active` and `stopped`
-            `(slots,)`.
+            A dict of numpy arrays: `tokens` and `logps` of shape
+            `(STEPS, slots)`; `taken` (the number of new tokens), `active`
+            and `stopped` of shape `(slots,)`.
         """
         self._note(
             f"decode of {self.slots} slots x {self.tokens} tokens"
@@ -320,20 +340,20 @@ class SlotDecoder:
             "recent": self.placement.cache(recent),
         }
 
-        def go_on(carry):
+        def is_unfinished(carry):
             active = jnp.sum(carry["active"], dtype="int32")
             return (carry["step"] < limits[1]) & (active > limits[0])
 
         def body(carry):
             step, active = carry["step"], carry["active"]
-            logits, recent = self.task.policy.decode(
+            logits, recent = self.policy.decode(
                 carry["token"], state["length"], step, cache, carry["recent"]
             )
             place = state["length"] + step + 1
             token, logps = sample(
                 logits, state["keys"], place, state["temperature"], **cuts
             )
-            # XLA would draw the token anew for each stop id it is
+            # XLA would sample the token again for each stop id that it is
             # compared with.
             token = jax.lax.optimization_barrier(token)
             taken = carry["taken"] + active
@@ -350,11 +370,11 @@ class SlotDecoder:
                 "recent": self.placement.cache(recent),
             }
 
-        with using(self.task, adapted, weights):
-            carry = jax.lax.while_loop(go_on, body, carry)
+        with using(self.policy, self._using_weights, adapted, weights):
+            carry = jax.lax.while_loop(is_unfinished, body, carry)
         cache = [
             self.placement.cache(old.append(state["length"], new))
             for old, new in zip(cache, carry["recent"])
         ]
         names = ("tokens", "logps", "taken", "active", "stopped")
-        return cache, self.placement.whole({n: carry[n] for n in names})
+        return cache, self.placement.replicated({n: carry[n] for n in names})

@@ -1,4 +1,6 @@
-"""The built-in engine: continuous batching on the trainer's own arrays."""
+"""The built-in engine: continuous batching on the trainer's arrays."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,37 +8,39 @@ import keras
 import numpy as np
 
 from keras_posttrain.distribution import processes
+from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
-from keras_posttrain.rollout.memory import free_bytes, readable
+from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
-from keras_posttrain.rollout.native.batch_decoder import LockstepDecoder
-from keras_posttrain.rollout.native.schedule import Schedule, check_finite
+from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
+from keras_posttrain.rollout.native.samples import check_finite, power_of_two
+from keras_posttrain.rollout.native.schedule import Schedule
 from keras_posttrain.rollout.native.scoring import Scorer
 from keras_posttrain.rollout.rollout import Completion, Rollout
 
 
 class NativeRollout(Rollout):
-    """Samples from the policy in training, in the process and on its arrays.
+    """Samples from the policy in training, in its process and on its arrays.
 
-    The weights are those of the task at the moment of the call: nothing is
-    copied and nothing can be stale. A number of slots decode together, each
-    at its own length; one whose sample has ended takes the next request
-    without waiting for the others. A prompt is computed once for all its
-    samples. Families whose attention has no seam (see the README) go through
-    KerasHub's own cached decoding, row by row in step, slower. Only where
-    rollouts overlap with training (`fit(max_staleness=...)`) is what is
-    trained copied, after every rollout.
+    A call samples from the current weights of the task; nothing is copied.
+    Several slots decode together, each at its own length. A slot whose sample
+    has ended takes the next one without waiting for the others. A prompt is
+    computed once for all its samples. Families whose attention layers lack
+    the hook that this needs (see the README) use KerasHub's cached decoding
+    in batches, which is slower. The trained weights are copied only if
+    rollouts overlap with training (`fit(max_staleness=...)`), after every
+    rollout.
 
     Args:
         num_slots: int, the most samples at once.
-        cache_bytes: int, the bytes that the cache of keys and values may
-            take on each device, or `"auto"` for half of what is free. Fewer
-            slots are used where it does not hold all.
-        merge_adapter: bool, whether a LoRA adapter is added to a copy of the
-            kernels for the time of a call; faster, for the memory of these
-            kernels. `"auto"` does so in float32 where the copy takes at most
-            an eighth of what is free; in 16 bits it would round the adapter
-            away.
+        cache_bytes: int, the most bytes of the cache of keys and values on
+            each device, or `"auto"` for half of the free memory. If it is too
+            small for all slots, fewer are used.
+        merge_adapter: bool, whether to add a LoRA adapter to a copy of the
+            kernels during a call, which is faster but needs the memory of
+            these kernels. `"auto"` does so for float32 kernels if the copy
+            takes at most an eighth of the free memory; in 16 bits, rounding
+            would lose most of the adapter.
 
     Example:
 
@@ -72,69 +76,80 @@ class NativeRollout(Rollout):
         self.num_slots = num_slots
         self.cache_bytes = cache_bytes
         self.merge_adapter = merge_adapter
-        self._kept = None
-        self._forget()
+        self._synced = None
+        self._reset()
 
-    def _forget(self):
-        self._decoder = self._scorer = self._lockstep = None
-        self._made_for = None
+    def _reset(self):
+        self._decoder = self._scorer = self._batch_decoder = None
+        self._created_for = None
         self._programs = []
-        self._told = False
+        self._reported_slots = False
 
     def set_model(self, model):
         if model is not self._model:
-            self._forget()
-            self._kept = None
+            self._reset()
+            self._synced = None
         super().set_model(model)
 
     @property
     def programs(self):
         """The programs compiled so far, a line of text each."""
-        lockstep = self._lockstep.programs if self._lockstep else []
-        return [*self._programs, *lockstep]
+        batch = self._batch_decoder.programs if self._batch_decoder else []
+        return [*self._programs, *batch]
 
     def start(self):
         distribution = keras.distribution.distribution()
         if self.overlaps and distribution is not None:
-            _one_device(distribution)
+            _check_one_device(distribution)
 
     def stop(self):
-        self._kept = None
+        self._synced = None
 
     def sync_weights(self):
-        # The arrays are the trainer's: there is nothing to move. While
-        # others sample from them, training gives their memory away.
+        # The arrays are the trainer's, so there is nothing to move. If a
+        # rollout overlaps with training they are copied, because training
+        # donates their memory to the next step.
         if self.overlaps:
-            variables = self.model.trainable_variables
-            self._kept = [jnp.array(v.value, copy=True) for v in variables]
+            trainable, _ = self._task_weights()
+            self._synced = [jnp.array(x, copy=True) for x in trainable]
         self.weight_version += 1
         return self.weight_version
 
     # Sampling
 
     def _generate(self, requests, on_tokens, progress):
-        task = self.model
-        guards.check_generate(task.causal_lm)
+        policy = self.model.policy
+        guards.check_generate(policy.causal_lm)
         self._refresh()
-        show = _Progress(requests) if progress else None
-        if task.policy.packable:
-            run = Schedule(self, self._decoder, requests, on_tokens, show)
-            done = run(self._weights())
-        else:
-            done = self._in_lockstep(requests, on_tokens, show)
-        return done
-
-    def _in_lockstep(self, requests, on_tokens, show):
-        if self._lockstep is None:
-            budget = None if self.cache_bytes == "auto" else self.cache_bytes
-            self._lockstep = LockstepDecoder(
-                self.model, self.num_slots, budget
-            )
-        out = self._lockstep.generate(
+        advance = None
+        if progress:
+            total = sum(r.num_generations for r in requests)
+            bar = keras.utils.Progbar(total, unit_name="sample")
+            advance = functools.partial(bar.add, 1)
+        if not policy.packable:
+            return self._decode_batches(requests, on_tokens, advance)
+        schedule = Schedule(
+            self._decoder,
             requests,
-            on_tokens,
-            self._arrays(),
-            self._interrupted(),
+            slots_for=self.slots_for,
+            version=self.weight_version,
+            is_interrupted=lambda: self.is_interrupted,
+            on_tokens=on_tokens,
+            progress=advance,
+        )
+        return schedule(self._decoder_weights())
+
+    def _decode_batches(self, requests, on_tokens, advance):
+        if self._batch_decoder is None:
+            budget = None if self.cache_bytes == "auto" else self.cache_bytes
+            self._batch_decoder = BatchDecoder(
+                self.model.causal_lm,
+                self.model.using_weights,
+                self.num_slots,
+                budget,
+            )
+        out = self._batch_decoder.generate(
+            self._arrays(), requests, on_tokens, self._interrupted()
         )
         done = [
             [Completion(*sample, self.weight_version) for sample in samples]
@@ -143,24 +158,25 @@ class NativeRollout(Rollout):
         for i, samples in enumerate(done):
             for completion in samples:
                 check_finite(i, completion.per_token_logps)
-                if show is not None:
-                    show.advance()
+                if advance is not None:
+                    advance()
         return done
 
     def _refresh(self):
-        """Programs are made anew where the task's policy or mesh changed."""
+        """Creates new programs if the task's policy or the mesh changed."""
         task = self.model
         mesh = decoding.Placement(1).key()
         key = (task.policy, mesh)
-        if self._made_for == key:
+        if self._created_for == key:
             return
-        self._forget()
-        self._made_for = key
-        self._scorer = Scorer(task, self._note)
+        self._reset()
+        self._created_for = key
+        parts = task.policy, task.using_weights
+        self._scorer = Scorer(*parts, self._note)
         if task.policy.packable:
             shapes, dtype = self._kv_shapes()
             self._decoder = decoding.SlotDecoder(
-                task, shapes, dtype, self._note
+                *parts, shapes, dtype, self._note
             )
 
     def _note(self, text):
@@ -168,7 +184,7 @@ class NativeRollout(Rollout):
             self._programs.append(text)
 
     def _kv_shapes(self):
-        """`[(kv_heads, head_dim)]` of each layer, and the dtype."""
+        """Returns a list of `(kv_heads, head_dim)` by layer, and the dtype."""
         token = jax.ShapeDtypeStruct((1, 1), "int32")
         names = ("token_ids", "segment_ids", "positions")
         kept = jax.eval_shape(
@@ -179,14 +195,18 @@ class NativeRollout(Rollout):
     # Weights
 
     def _arrays(self):
-        """The task's arrays; where rollouts overlap those of the last sync."""
-        task = self.model
-        trainable = self._kept
-        if trainable is None:
-            trainable = [v.value for v in task.trainable_variables]
-        return trainable, [v.value for v in task.non_trainable_variables]
+        """Returns the weights to sample from, `(trainable, frozen)`.
 
-    def _weights(self):
+        If rollouts overlap with training, `trainable` is that of the last
+        `sync_weights`.
+        """
+        if self._synced is None:
+            return self._task_weights()
+        frozen = [v.value for v in self.model.non_trainable_variables]
+        return self._synced, frozen
+
+    def _decoder_weights(self):
+        """Returns the `Weights` to decode with; may merge the adapter."""
         task = self.model
         trainable, frozen = self._arrays()
         adapter = task.adapter
@@ -223,7 +243,12 @@ class NativeRollout(Rollout):
     # Memory
 
     def slots_for(self, tokens, samples):
-        """How many slots of so many tokens are used, by memory and need."""
+        """Returns the number of slots to use.
+
+        Args:
+            tokens: int, the tokens of a slot.
+            samples: int, the number of samples.
+        """
         decoder = self._decoder
         shards = decoder.placement.shards
         budget = self.cache_bytes
@@ -244,8 +269,8 @@ class NativeRollout(Rollout):
             )
         slots = max(self.num_slots // shards, 1) * shards
         slots = min(slots, fits)
-        if not self._told:
-            self._told = True
+        if not self._reported_slots:
+            self._reported_slots = True
             if processes.is_first():
                 print(
                     f"NativeRollout: up to {slots} slots of {tokens} tokens, "
@@ -253,7 +278,7 @@ class NativeRollout(Rollout):
                     f"device (budget {readable(budget)})",
                     flush=True,
                 )
-        needed = decoding.power_of_two(-(-samples // shards)) * shards
+        needed = power_of_two(-(-samples // shards)) * shards
         return min(slots, needed)
 
     # Scoring
@@ -263,24 +288,15 @@ class NativeRollout(Rollout):
         return self._scorer(sequences, top_k, temperature, self._arrays())
 
 
-def _one_device(distribution):
-    """Two threads may not send programs to the same several devices: those
-    that exchange data would wait for each other."""
+def _check_one_device(distribution):
+    # If two threads start programs on the same several devices, programs that
+    # exchange data may wait for each other forever.
     count = distribution.device_mesh.backend_mesh.size
     if count > 1:
         raise ValueError(
-            "The built-in engine can only sample beside training on one "
+            "The built-in engine can only sample during training on one "
             "device: on several, programs of two threads would wait for each "
             "other. Use `max_staleness=0`, or vLLM as a server "
             "(`kpt.rollout.VLLMRollout(python=...)`). Received: "
             f"max_staleness > 0 and a mesh of {count} devices"
         )
-
-
-class _Progress:
-    def __init__(self, requests):
-        total = sum(r.num_generations for r in requests)
-        self.bar = keras.utils.Progbar(total, unit_name="sample")
-
-    def advance(self):
-        self.bar.add(1)

@@ -1,4 +1,4 @@
-"""Drawing the next token: pure functions of logits and random keys."""
+"""Samples the next token: pure functions of logits and random keys."""
 
 import collections
 import functools
@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A temperature below this draws like it; its inverse is still finite.
+# Lower temperatures sample as this one does; its inverse is finite.
 LEAST_TEMPERATURE = 1e-30
 INT_MAX = np.iinfo(np.int32).max
 
 
 def sample_key(seed, prompt_ids, generation):
-    """The key of a sample's randomness, the same wherever it is drawn.
+    """Computes the random key of a sample from its identity alone.
 
     Args:
         seed: int.
         prompt_ids: ints, the token ids of the prompt.
-        generation: int, the sample's number among those of its prompt.
+        generation: int, the index of the sample among those of its prompt.
 
     Returns:
-        uint32 array of shape `(2,)`, the data of a threefry key.
+        A uint32 array of shape `(2,)`, the data of a threefry key.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{int(seed)} {int(generation)} ".encode())
@@ -32,11 +32,12 @@ def sample_key(seed, prompt_ids, generation):
 
 
 def sample_keys(requests):
-    """The keys of all samples.
+    """Computes the keys of all samples.
 
-    Equal prompts of equal seed are so many samples of one prompt: they do
-    not draw the same. What was drawn before is no part of the prompt: with
-    the same weights a sample that goes on is the one it would have been.
+    Requests with equal prompts and seeds count as one prompt with more
+    samples, so that their samples differ. Tokens that were sampled before an
+    interruption do not count as part of the prompt: with the same weights, a
+    sample that is resumed gets the tokens it would have had.
 
     Args:
         requests: list of `Request`s that have seeds.
@@ -70,29 +71,30 @@ def sample(
     top_p=None,
     min_p=None,
 ):
-    """Draws one token a row.
+    """Samples one token for each row.
 
-    The draw is the greatest of Gumbel-perturbed logits, first of blocks of
-    the vocabulary and then within one: exact, at the cost of noise for twice
-    the root of the vocabulary and not for all of it. What a row draws
-    depends on its own arguments alone; and as only the two foremost can
-    change places, the rounding of another batch shape hardly ever changes a
-    token (an inverse CDF has a boundary at every token for it to cross).
+    The token is the argmax of logits plus Gumbel noise, taken first over
+    blocks of the vocabulary and then within a block. This samples exactly
+    from the distribution, with about twice the square root of the vocabulary
+    in noise values instead of one for each token. A row depends only on its
+    own arguments. Rounding that differs by batch shape can only swap the two
+    best tokens, and so hardly ever changes a sample; with an inverse CDF it
+    could at every boundary between tokens.
 
     Truncation keeps the `top_k` most probable tokens, of these the fewest
-    with a share of `top_p`, and of these the ones at least `min_p` times as
-    probable as the best. Tokens that tie with the last one kept are kept
-    too. Where all three are `None` the program is cheaper.
+    with a total probability of `top_p`, and of these the ones at least
+    `min_p` times as probable as the best. Tokens that tie with the last one
+    kept are kept too. If all three are `None` the program is faster.
 
     Args:
         logits: float32 array of shape `(rows, vocabulary)`, not yet divided
             by the temperature.
         keys: uint32 array of shape `(rows, 2)`, see `sample_key`.
-        positions: int32 array of shape `(rows,)`, the place of the new token
-            in its sequence.
-        temperature: float32 array of shape `(rows,)`; at 0 the most probable
-            token is taken, the one of least id among equals, and truncation
-            does nothing.
+        positions: int32 array of shape `(rows,)`, the position of the new
+            token in its sequence.
+        temperature: float32 array of shape `(rows,)`. At 0 the most probable
+            token is taken (the lowest id of a tie), and truncation has no
+            effect.
         top_k: int32 array of shape `(rows,)`, the vocabulary or more for no
             limit; or `None`.
         top_p: float32 array of shape `(rows,)`, 1 for no limit; or `None`.
@@ -100,9 +102,9 @@ def sample(
 
     Returns:
         `(token_ids, logps)` of shape `(rows,)`, int32 and float32. `logps`
-        are those of the whole distribution at `temperature`, of temperature
-        1 at 0, and NaN where the row's logits are not finite at their
-        greatest.
+        are those of the distribution before truncation at `temperature`, or
+        at 1 if that is 0. They are NaN if the largest logit of the row is not
+        finite.
 
     Example:
     ```python
@@ -157,10 +159,10 @@ def sample(
 
 @functools.lru_cache
 def block_shape(vocabulary):
-    """The number and the size of the blocks of a vocabulary.
+    """Returns the number and the size of the blocks of a vocabulary.
 
-    Both are near its square root, and fill it exactly where its divisors
-    allow; the last block is padded otherwise.
+    Both are near its square root. Their product is the vocabulary if it has
+    suitable divisors; otherwise the last block is padded.
     """
     root = math.isqrt(vocabulary)
     for size in range(root, max(root // 8, 1), -1):
@@ -171,8 +173,8 @@ def block_shape(vocabulary):
 
 
 def _gumbel(keys, positions, count):
-    """Standard Gumbel noise `(rows, count)`, by key and the token's place."""
-    # Named, so that the process's default generator changes no token.
+    """Samples standard Gumbel noise of shape `(rows, count)`."""
+    # The generator is explicit: JAX's default can be configured.
     keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
 
     def draw(key, position):
@@ -180,7 +182,8 @@ def _gumbel(keys, positions, count):
             jax.random.fold_in(key, position), (count,), "uint32"
         )
 
-    # All 32 bits: small numbers, whose noise is great, are the fine ones.
+    # All 32 bits are used: the smallest numbers give the largest noise, and
+    # must be finely spaced.
     bits = jax.vmap(draw)(keys, positions).astype("float32")
     uniform = (bits + 0.5) * 2.0**-32
     exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
@@ -188,15 +191,14 @@ def _gumbel(keys, positions, count):
 
 
 def _first(hits):
-    """The first true column of each row, 0 where there is none."""
+    """Returns the first true column of each row, or 0."""
     columns = jnp.arange(hits.shape[1], dtype="int32")
     first = jnp.min(jnp.where(hits, columns, hits.shape[1]), axis=1)
     return jnp.where(first < hits.shape[1], first, 0)
 
 
 def _best(scores):
-    """The column of the greatest score of each row, the first of equals."""
-    # Twice as fast as argmax on a CPU.
+    """Returns the argmax of each row, twice as fast as `argmax` on a CPU."""
     return _first(scores == scores.max(axis=1, keepdims=True))
 
 
@@ -204,10 +206,11 @@ def _best(scores):
 
 
 def _least_kept(x, top, scale, weights, greedy, top_k, top_p, min_p):
-    """The least logit that may be drawn, `(rows, 1)`.
+    """Returns the least logit that may be sampled, `(rows, 1)`.
 
-    All three rules keep the tokens from some logit on. To find it takes no
-    sort: its bits are searched, as floats have the order of their bits.
+    All three rules keep the tokens from some logit upwards. It is found
+    without sorting, by a binary search over the bits of a float, which have
+    the order of the floats.
     """
 
     def total(t, weight):
@@ -215,31 +218,31 @@ def _least_kept(x, top, scale, weights, greedy, top_k, top_p, min_p):
         return kept.sum(axis=(1, 2))[:, None]
 
     def search(holds, limited):
-        # There is nothing to search for in rows without a limit.
+        # For rows without a limit there is nothing to search.
         limited = limited & ~greedy[:, None]
         return _greatest(holds, least, jnp.where(limited, top, least))
 
     least = jnp.full_like(top, -jnp.inf)
     if top_k is not None:
         k = top_k[:, None]
-        # A float32 counts to 2**24, and sums of them are the faster ones.
+        # Counted in float32, which is exact up to 2**24 and faster than ints.
         least = search(lambda t: total(t, 1.0) >= k, k < x[0].size)
     if top_p is not None:
         p = top_p[:, None]
         need = p * total(least, weights(x))
-        # At 1 all stay, also those too small for the sum to feel.
+        # At 1 all tokens stay, even those too improbable to change the sum.
         least = search(lambda t: total(t, weights(x)) >= need, p < 1)
     if min_p is not None:
         floor = top + scale * jnp.log(min_p[:, None])
         least = jnp.maximum(least, floor)
-    # Whatever rounding does, the best stays.
+    # The best token stays, whatever the rounding.
     return jnp.minimum(least, top)
 
 
 def _greatest(holds, low, high):
-    """The greatest float in `[low, high]` for which `holds` is true.
+    """Returns the greatest float in `[low, high]` for which `holds` is true.
 
-    It must be true of `low`, and false from some float on.
+    It must be true for `low`, and false from some float upwards.
     """
 
     def body(state):
@@ -259,7 +262,7 @@ def _greatest(holds, low, high):
 
 
 def _to_order(x):
-    """int32 in the order of float32."""
+    """Maps float32 to int32 of the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ INT_MAX, bits)
 

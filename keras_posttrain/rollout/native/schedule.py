@@ -1,137 +1,119 @@
-"""Which sample sits in which slot, and when: continuous batching."""
+"""Continuous batching: assigns samples to the slots of a decoder."""
 
 import collections
-import dataclasses
 
 import numpy as np
 
 from keras_posttrain.rollout.native import decoding
-from keras_posttrain.rollout.native.sampling import sample_keys
+from keras_posttrain.rollout.native.samples import (
+    Samples,
+    check_finite,
+    power_of_two,
+)
 from keras_posttrain.rollout.rollout import Completion
 
-# With requests waiting, a call ends when this share of the slots is free;
-# with none, when so few are active that this many times fewer slots hold
-# them, as long as it is worth a program of its own.
+# While samples are waiting, a call of the decoder ends when this share of the
+# slots is free.
 REFILL = 1 / 8
+# Without waiting samples, the slots are reduced once this many times fewer
+# would hold the active ones, down to `LEAST_SLOTS`: each number of slots needs
+# another program.
 SHRINK = 2
 LEAST_SLOTS = 8
-# Steps of a call where somebody reads the tokens as they come.
+# Steps of a call whose tokens are streamed.
 STREAMED_STEPS = 8
 
 
-@dataclasses.dataclass
-class _Sample:
-    """One sample to be drawn, and what has come of it."""
-
-    request: int
-    generation: int
-    settings: object
-    key: np.ndarray
-    token_ids: list = dataclasses.field(default_factory=list)
-    logps: list = dataclasses.field(default_factory=list)
-    # Why it ended; until then what became of it is that the call ended.
-    finish_reason: str = "interrupted"
-
-    @property
-    def prompt(self):
-        return self.settings.token_ids
-
-
-def check_finite(request, logps):
-    if not np.all(np.isfinite(logps)):
-        raise ValueError(
-            f"The model gave no number for a token of request {request}: "
-            "its weights or activations are NaN or infinite. Nothing that "
-            "was sampled can be trusted."
-        )
-
-
 class Schedule:
-    """One call of `generate`: which sample sits in which slot, and when."""
+    """One call of `generate` by continuous batching.
 
-    def __init__(self, engine, decoder, requests, on_tokens, progress):
-        self.decoder, self.on_tokens = decoder, on_tokens
-        self.engine, self.progress = engine, progress
-        self.version = engine.weight_version
-        self.samples = [
-            _Sample(i, g, r, key)
-            for i, (r, keys) in enumerate(zip(requests, sample_keys(requests)))
-            for g, key in enumerate(keys)
-        ]
+    Args:
+        decoder: `SlotDecoder`.
+        requests: list of `Request`s that have seeds.
+        slots_for: `f(tokens, samples)` that returns the number of slots of
+            `tokens` to use for `samples`.
+        version: int, the version of the weights.
+        is_interrupted: function that returns whether to end early.
+        on_tokens: `f(request, generation, token_ids)` or `None`.
+        progress: function called when a sample has ended, or `None`.
+    """
+
+    def __init__(
+        self, decoder, requests, *, slots_for, version, is_interrupted,
+        on_tokens=None, progress=None,
+    ):  # fmt: skip
+        self.decoder, self.version = decoder, version
+        self.is_interrupted = is_interrupted
+        self.on_tokens, self.progress = on_tokens, progress
+        self.samples = Samples(requests)
         self.queue = collections.deque(self.samples)
-        self.requests = requests
-        longest = max(
-            (len(r.token_ids) + r.max_tokens for r in requests), default=0
-        )
+        longest = max((s.end for s in self.samples), default=0)
         self.most_tokens = decoding.bucket(longest + decoding.STEPS)
         slots = 0
         if self.samples:
-            slots = engine.slots_for(self.most_tokens, len(self.samples))
+            slots = slots_for(self.most_tokens, len(self.samples))
         self.least_slots = max(decoder.placement.shards, LEAST_SLOTS)
-        self.sitting = [None] * slots
-        # The prompt whose keys a slot's first columns still hold. Idle slots
-        # do not keep them, but with samples waiting none is idle.
-        self.holds = [None] * slots
-        self.stop_ids = decoding.power_of_two(
-            max((len(r.stop_token_ids) for r in requests), default=0)
-        )
-        self.truncated = any(
-            r.top_k or r.min_p or (r.top_p is not None and r.top_p < 1)
-            for r in requests
-        )
+        # The sample in each slot, or `None`.
+        self.occupants = [None] * slots
+        # The prompt whose keys are still in the first columns of each slot.
+        # Decoding overwrites them in idle slots, but while samples are waiting
+        # no slot is idle.
+        self.cached_prompts = [None] * slots
 
     @property
     def active(self):
-        return [i for i, s in enumerate(self.sitting) if s is not None]
+        return [i for i, s in enumerate(self.occupants) if s is not None]
 
     def __call__(self, weights):
         try:
-            while self._goes_on():
-                new = {id(self.sitting[i]) for i in self._admit()}
-                self._make_room()
-                # Slots may have moved: what is seated is known by itself.
-                slots = [i for i in self.active if id(self.sitting[i]) in new]
-                self._bring_prompts(weights, slots)
+            while self._is_unfinished():
+                new = self._admit()
+                self._resize()
+                # Resizing may move samples to other slots.
+                slots = [i for i in self.active if self.occupants[i] in new]
+                self._fill_prompts(weights, slots)
                 self._step(weights)
         finally:
             self.decoder.free()
-        out = [[] for _ in self.requests]
-        for s in self.samples:
-            logps = np.array(s.logps, "float32")
-            out[s.request].append(
+        return [
+            [
                 Completion(
                     s.token_ids,
-                    logps,
+                    np.array(s.logps, "float32"),
                     s.finish_reason,
                     self.version,
                 )
-            )
-        return out
+                for s in samples
+            ]
+            for samples in self.samples.by_request()
+        ]
 
-    def _goes_on(self):
-        if self.engine.is_interrupted:
+    def _is_unfinished(self):
+        if self.is_interrupted():
             return False
         return bool(self.queue or self.active)
 
     def _admit(self):
-        """Seats waiting samples; returns the slots that took one."""
-        free = [i for i, s in enumerate(self.sitting) if s is None]
-        new = []
+        """Assigns waiting samples to free slots and returns these samples."""
+        free = [i for i, s in enumerate(self.occupants) if s is None]
+        new = set()
         while free and self.queue:
             sample = self.queue.popleft()
-            # Best where its prompt lies already.
-            held = [i for i in free if self.holds[i] == sample.prompt]
-            slot = held[0] if held else free[0]
+            # Slots whose cache still has the prompt are preferred.
+            cached = [
+                i for i in free if self.cached_prompts[i] == sample.prompt
+            ]
+            slot = cached[0] if cached else free[0]
             free.remove(slot)
-            self.sitting[slot] = sample
-            new.append(slot)
+            self.occupants[slot] = sample
+            new.add(sample)
         return new
 
-    def _make_room(self):
-        """Fits the cache to what it must hold from now on."""
+    def _resize(self):
+        """Resizes the cache for the next steps of the active samples."""
         decoder, active = self.decoder, self.active
         need = decoding.STEPS + max(self._length(i) for i in active)
-        slots, tokens = len(self.sitting), decoder.tokens
+        slots, tokens = len(self.occupants), decoder.tokens
         if decoder.cache is None:
             decoder.allocate(
                 slots, min(decoding.bucket(need), self.most_tokens)
@@ -140,7 +122,7 @@ class Schedule:
         if need > tokens:
             tokens = decoding.bucket(max(need, 2 * tokens))
             tokens = min(tokens, self.most_tokens)
-        fewer = max(decoding.power_of_two(len(active)), self.least_slots)
+        fewer = max(power_of_two(len(active)), self.least_slots)
         index = list(range(slots))
         shrinks = fewer < slots and len(active) * SHRINK <= slots
         if shrinks and not self.queue:
@@ -149,21 +131,23 @@ class Schedule:
         if tokens == decoder.tokens and len(index) == slots:
             return
         decoder.resize(index, tokens)
-        self.sitting = [self.sitting[i] for i in index]
-        self.holds = [self.holds[i] for i in index]
+        self.occupants = [self.occupants[i] for i in index]
+        self.cached_prompts = [self.cached_prompts[i] for i in index]
 
     def _length(self, slot):
-        """Tokens in the cache: all but the last, which goes in next."""
-        s = self.sitting[slot]
+        """Returns the tokens in the cache: all but a slot's last token."""
+        s = self.occupants[slot]
         return len(s.prompt) + len(s.token_ids) - 1
 
-    def _bring_prompts(self, weights, new):
-        """Computes each new prompt once, or takes it from a slot with it."""
+    def _fill_prompts(self, weights, new):
+        """Computes each new prompt once, or copies it from another slot."""
         sources, targets, computed = [], [], {}
-        where = {p: i for i, p in enumerate(self.holds) if p is not None}
+        where = {
+            p: i for i, p in enumerate(self.cached_prompts) if p is not None
+        }
         for slot in new:
-            prompt = self.sitting[slot].prompt
-            if len(prompt) == 1 or self.holds[slot] == prompt:
+            prompt = self.occupants[slot].prompt
+            if len(prompt) == 1 or self.cached_prompts[slot] == prompt:
                 continue
             if prompt in where:
                 sources.append(where[prompt])
@@ -171,47 +155,33 @@ class Schedule:
             else:
                 computed.setdefault(prompt, []).append(slot)
         if targets:
-            longest = max(len(self.sitting[i].prompt) for i in targets)
+            longest = max(len(self.occupants[i].prompt) for i in targets)
             self.decoder.copy(sources, targets, longest - 1)
         if computed:
             prompts = [p[:-1] for p in computed]
             self.decoder.prefill(weights, prompts, list(computed.values()))
         for slot in new:
-            self.holds[slot] = self.sitting[slot].prompt
+            self.cached_prompts[slot] = self.occupants[slot].prompt
 
     def _state(self):
-        slots = len(self.sitting)
+        slots = len(self.occupants)
         state = {
             "token": np.zeros(slots, "int32"),
             "length": np.zeros(slots, "int32"),
             "remaining": np.zeros(slots, "int32"),
             "active": np.zeros(slots, bool),
-            "keys": np.zeros((slots, 2), "uint32"),
-            "temperature": np.ones(slots, "float32"),
-            "stop": np.full((slots, self.stop_ids), -1, "int32"),
+            **self.samples.settings(self.occupants),
         }
-        if self.truncated:
-            state["top_k"] = np.full(slots, 2**31 - 1, "int32")
-            state["top_p"] = np.ones(slots, "float32")
-            state["min_p"] = np.zeros(slots, "float32")
         for i in self.active:
-            s = self.sitting[i]
-            r = s.settings
+            s = self.occupants[i]
             state["token"][i] = (s.token_ids or s.prompt)[-1]
             state["length"][i] = self._length(i)
-            state["remaining"][i] = r.max_tokens - len(s.token_ids)
+            state["remaining"][i] = s.settings.max_tokens - len(s.token_ids)
             state["active"][i] = True
-            state["keys"][i] = s.key
-            state["temperature"][i] = r.temperature
-            state["stop"][i, : len(r.stop_token_ids)] = r.stop_token_ids
-            if self.truncated:
-                state["top_k"][i] = r.top_k or 2**31 - 1
-                state["top_p"][i] = 1.0 if r.top_p is None else r.top_p
-                state["min_p"][i] = r.min_p or 0.0
         return state
 
     def _step(self, weights):
-        active, slots = self.active, len(self.sitting)
+        active, slots = self.active, len(self.occupants)
         if self.queue:
             floor = max(len(active) - max(int(slots * REFILL), 1), 0)
         else:
@@ -223,7 +193,7 @@ class Schedule:
             self._take(i, out)
 
     def _take(self, slot, out):
-        sample, count = self.sitting[slot], out["taken"][slot]
+        sample, count = self.occupants[slot], out["taken"][slot]
         ids = out["tokens"][:count, slot].tolist()
         logps = out["logps"][:count, slot]
         check_finite(sample.request, logps)
@@ -232,8 +202,7 @@ class Schedule:
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
         if not out["active"][slot]:
-            stopped = out["stopped"][slot]
-            sample.finish_reason = "stop" if stopped else "length"
-            self.sitting[slot] = None
+            sample.finish(out["stopped"][slot])
+            self.occupants[slot] = None
             if self.progress is not None:
-                self.progress.advance()
+                self.progress()

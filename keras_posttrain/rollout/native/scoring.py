@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, by the policy's own forward pass."""
+"""Scores given tokens by a forward pass of the policy."""
 
 import jax
 
@@ -7,40 +7,41 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.rollout.native.decoding import (
     Placement,
     model_inputs,
-    power_of_two,
     using,
 )
+from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.rollout import Scores
 
-# Tokens that go through the model at once, at least.
+# The least number of tokens that are computed at once.
 SCORE_TOKENS = 2048
 
 
 class Scorer:
-    """Scores sequences of a task's policy, packed where it can be.
+    """Computes the log-probabilities of sequences, packed if possible.
 
     Args:
-        task: the task.
-        note: `f(text)`, told of every program that is compiled.
+        policy, using_weights: as in `decoding.py:using`.
+        note: `f(text)`, called with a description of every program used.
     """
 
-    def __init__(self, task, note):
-        self.task, self._note = task, note
+    def __init__(self, policy, using_weights, note):
+        self.policy, self._using_weights = policy, using_weights
+        self._note = note
         self._run = jax.jit(self._run, static_argnums=(0, 1, 2))
 
     def __call__(self, sequences, top_k, temperature, weights):
         if not sequences:
             return []
-        task = self.task
+        adapter = self.policy.adapter
         lengths = [len(s) for s in sequences]
         length = power_of_two(max(lengths), 64)
-        if task.policy.packable:
+        if self.policy.packable:
             rows = pack(lengths, length)
         else:
             rows = [[i] for i in range(len(sequences))]
         shards = Placement(1).shards
         per_batch = -(-max(SCORE_TOKENS // length, 1) // shards) * shards
-        adapted = task.adapter is not None and not task.adapter.is_merged
+        adapted = adapter is not None and not adapter.is_merged
         out = [None] * len(sequences)
         for start in range(0, len(rows), per_batch):
             part = rows[start : start + per_batch]
@@ -61,8 +62,8 @@ class Scorer:
 
     def _run(self, adapted, top_k, temperature, weights, batch):
         mask = batch["segment_ids"] > 0
-        with using(self.task, adapted, weights):
-            policy = self.task.policy
+        policy = self.policy
+        with using(policy, self._using_weights, adapted, weights):
             out = policy.token_outputs(
                 batch, mask, temperature=temperature, differentiable=False
             )

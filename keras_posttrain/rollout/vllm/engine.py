@@ -1,5 +1,6 @@
-"""Samples from vLLM, whose weights are the trainer's."""
+"""A rollout engine that samples with vLLM from the trainer's weights."""
 
+import copy
 import shutil
 import time
 import uuid
@@ -7,7 +8,7 @@ import uuid
 import keras
 import numpy as np
 
-from keras_posttrain.rollout.native.schedule import check_finite
+from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
 from keras_posttrain.rollout.vllm import jobs as vllm_jobs
 from keras_posttrain.rollout.vllm import settings, tpu
@@ -17,64 +18,62 @@ from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import LocalEngine
 from keras_posttrain.rollout.vllm.server import ServerEngine
 
-# Failures in a row, with nothing done between them, that end a run.
+# A run ends after this many failures without a finished request in between.
 MAX_FAILURES = 3
 
 
 class VLLMRollout(Rollout):
-    """Samples from the policy in training, by [vLLM](https://docs.vllm.ai).
+    """Samples from the policy in training with [vLLM](https://docs.vllm.ai).
 
-    vLLM runs in the trainer's process, or as a server: one that is started
-    and stopped with the run, with an interpreter of another environment, or
-    one that is running. It is built from a config that is written from the
-    task's model, whatever that was loaded from, and is given
-    the weights before the first sample and after every rollout: under LoRA
-    the adapter's alone, else all of them. After each time the engine's
-    log-probabilities of a probe sequence are compared with the trainer's;
-    where they differ the run stops with both numbers.
+    vLLM runs in the trainer's process or as a server. The server may be
+    running already, or it is started and stopped with the run, in another
+    Python environment. vLLM builds the model from a config that is written
+    from the task's model. It gets the weights before the first sample and
+    after every rollout: only the adapter's under LoRA, else all of them.
+    After each sync the engine's log-probabilities of a probe sequence are
+    compared with the trainer's. If they differ, the run stops with an error
+    that shows both.
 
-    Log-probabilities are those of the whole distribution at the request's
-    temperature, also under `top_k`, `top_p` and `min_p`. Where the engine
-    fails it is made anew and given its weights; what was sampled before is
-    kept, the rest is sampled again.
+    Log-probabilities are those of the full distribution at the request's
+    temperature, also under `top_k`, `top_p` and `min_p`. An engine that fails
+    is restarted and gets its weights again. Requests that have ended are
+    kept; the others are sampled again.
 
-    In a process with TPUs it is KerasHub's own model that vLLM runs, with
-    [tpu-inference](https://github.com/vllm-project/tpu-inference): Keras must
-    have been imported with KERAS_NNX_ENABLED=true, weights go from device to
-    device, an adapter is added on the way, samples are not keyed by their
-    seed, and what does not go by the temperature alone is refused. This way
-    was written against the sources and tested with a stand-in on a CPU; it
-    has not run on a TPU.
+    In a process with TPUs, vLLM runs KerasHub's model with
+    [tpu-inference](https://github.com/vllm-project/tpu-inference). Keras must
+    have been imported with KERAS_NNX_ENABLED=true. Weights are copied from
+    device to device, with an adapter merged in. Samples do not depend on
+    their seed, and truncation is rejected. This mode was written against the
+    sources and tested with a stand-in on a CPU; it has not run on a TPU.
 
     Args:
-        url: str or `None`, the address of a server that is running (below).
-        python: path or `None`: an interpreter whose environment has vLLM; a
-            server is started with it, on the loopback interface and with a
-            key, and ends with this process.
+        url: str or `None`, the address of a running server (see below).
+        python: path or `None`: the interpreter of an environment with vLLM.
+            It runs a server on the loopback interface, protected by a key,
+            which ends with this process.
         api_key: str or `None`, the key of the server at `url`.
-        adapter: bool, whether a LoRA adapter is given to vLLM as such; if
-            not, it is added to the kernels on the way and all weights are
-            given. `"auto"` does so where there is one that vLLM has room for
-            (up to rank 512).
-        max_length: int, the most tokens of a prompt and its completion;
-            `"auto"` for the task's `sequence_length`, or the model's context
-            where that is shorter.
-        cache_bytes: int, what vLLM's cache of keys and values takes. `"auto"`
-            is room for 256 sequences on a CPU, if a quarter of the free memory
-            holds it; on accelerators the choice is vLLM's.
-        directory: path of an existing folder in which what vLLM reads is
-            written, removed again by `stop`. Defaults to the shared memory
-            of the machine. With `url` the server must see it under the same
-            path.
-        timeout: float, seconds. An engine in which no request has ended for
-            so long, or a server that has not answered one, is taken for
-            failed. In the process a step of vLLM's that hangs is not noticed.
+        adapter: bool, whether vLLM gets a LoRA adapter separately from the
+            base weights. If not, the adapter is merged and all weights are
+            sent. `"auto"` sends the adapter if there is one that vLLM
+            supports (up to rank 512).
+        max_length: int, the most tokens of a prompt and its completion, or
+            `"auto"` for the smaller of the task's `sequence_length` and the
+            model's context.
+        cache_bytes: int, the bytes of vLLM's cache of keys and values. On a
+            CPU `"auto"` is room for 256 sequences, but at most a quarter of
+            the free memory; on accelerators it is vLLM's default.
+        directory: path of an existing folder for the files that vLLM reads,
+            which `stop` removes. Defaults to the machine's shared memory.
+            With `url`, the server must see the folder under the same path.
+        timeout: float, seconds. An engine fails if no request ends for this
+            long; a server fails if it does not answer one for this long. A
+            single step that hangs in the trainer's process is not detected.
         engine_args: dict or `None`, further [engine arguments](
             https://docs.vllm.ai/en/latest/configuration/engine_args.html)
             of vLLM, such as `{"max_num_seqs": 64}`.
 
     Raises:
-        ImportError: when it starts and vLLM is not installed.
+        ImportError: by `start`, if vLLM is not installed.
 
     Example:
 
@@ -83,21 +82,22 @@ class VLLMRollout(Rollout):
     task.fit(prompts, batch_size=8)
     ```
 
-    With vLLM in an environment of its own:
+    With vLLM in a separate environment:
 
     ```python
     rollout = kpt.rollout.VLLMRollout(python="/opt/vllm/bin/python")
     ```
 
-    A server for `url` is one of vLLM's with the file
-    `kpt.rollout.vllm.worker.__file__` on its path as `kpt_vllm_worker.py`,
-    VLLM_SERVER_DEV_MODE=1, VLLM_USE_V2_MODEL_RUNNER=0 and, for adapters,
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, started with
+    To start a server for `url` by hand, copy the file
+    `kpt.rollout.vllm.worker.__file__` to a folder on its PYTHONPATH as
+    `kpt_vllm_worker.py`. Set VLLM_API_KEY, VLLM_SERVER_DEV_MODE=1,
+    VLLM_USE_V2_MODEL_RUNNER=0 and, for adapters,
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment. Start it with
     `--served-model-name policy --enable-scale-out --skip-tokenizer-init
     --generation-config vllm --max-logprobs -1 --worker-extension-cls
     kpt_vllm_worker.RolloutWorkerExtension --middleware
-    kpt_vllm_worker.RequireKey`, and VLLM_API_KEY set. Its weights are
-    written over, and it is no longer a server for others.
+    kpt_vllm_worker.RequireKey`. Its weights will be overwritten, so that it
+    cannot serve other clients.
     """
 
     def __init__(
@@ -123,14 +123,15 @@ class VLLMRollout(Rollout):
         self.cache_bytes, self.directory = cache_bytes, directory
         self.timeout, self.engine_args = timeout, dict(engine_args or {})
         self.restarts = 0
-        self._engine = self._place = self._folder = None
-        self._forget()
+        self._engine = self._folder = None
+        self._reset()
 
-    def _forget(self):
-        # `_good`: the probe's numbers that go with `weight_version`.
-        self._good = self._adapter_folder = self._pushed = None
+    def _reset(self):
+        # The probe's log-probabilities under `weight_version`.
+        self._probe_logps = None
+        self._adapter_folder = self._pushed = None
         self._has_base = self.needs_weights = False
-        # In a row, with nothing done between them.
+        # Failures without a finished request in between.
         self._failures = 0
         self._metrics = {}
 
@@ -145,19 +146,24 @@ class VLLMRollout(Rollout):
         self._need_task()
         if self._engine is not None:
             return
-        settings.check_task(self)
-        self._place = Folder(self.directory)
-        self._folder = self._place.path
+        settings.check_task(self.adapter, self._lora, self._on_tpu)
+        self._folder = Folder(self.directory)
         try:
-            task, dtype = self.model, settings.dtype(self)
-            merged = not self._sends_adapter
+            task, dtype = self.model, self._dtype
             write, weights = vllm_weights.write_config, vllm_weights.Weights
-            if tpu.is_here(self):
+            if self._on_tpu:
                 tpu.check()
                 write, weights = tpu.write_model, tpu.TPUWeights
-            write(task, self._folder / "model", dtype)
-            self._weights = weights(task, dtype, merged)
-            self._probe = vllm_weights.Probe(task, self._max_length())
+            write(task.causal_lm, self._folder.path / "model", dtype)
+            self._weights = weights(
+                task.causal_lm,
+                task.adapter,
+                dtype,
+                merged=not self._sends_adapter,
+            )
+            self._probe = vllm_weights.Probe(
+                task.policy, task.using_weights, self._max_length()
+            )
             self._engine = self._make_engine()
             self._engine.start()
             self._weights.check(self._engine.tensors())
@@ -170,18 +176,23 @@ class VLLMRollout(Rollout):
 
     def _make_engine(self):
         arguments = settings.arguments(
-            self, self._folder / "model", self._weights
+            self._folder.path / "model",
+            self._weights,
+            max_length=self._max_length(),
+            cache_bytes=self.cache_bytes,
+            lora=self._lora if self._sends_adapter else None,
         )
+        arguments |= self.engine_args
         if self.url is None and self.python is None:
-            settings.check_local(self)
-            if not tpu.is_here(self):
+            settings.check_local(self.engine_args)
+            if not self._on_tpu:
                 return LocalEngine(arguments, self.timeout)
             arguments = tpu.arguments(arguments) | self.engine_args
             return tpu.TPUEngine(arguments, self.timeout)
         return ServerEngine(
             arguments,
             self.timeout,
-            self._folder,
+            self._folder.path,
             python=self.python,
             url=self.url,
             api_key=self.api_key,
@@ -189,21 +200,40 @@ class VLLMRollout(Rollout):
 
     def stop(self):
         engine, self._engine = self._engine, None
-        place, self._place, self._folder = self._place, None, None
-        self._forget()
+        folder, self._folder = self._folder, None
+        self._reset()
         try:
             if engine is not None:
                 engine.stop()
         finally:
-            if place is not None:
-                place.remove()
+            if folder is not None:
+                folder.remove()
 
     def _max_length(self):
-        return settings.max_length(self)
+        limits = [self.model.max_length, self.max_length]
+        if self.max_length == "auto":
+            limits[1] = self.model.sequence_length
+        return min(x for x in limits if x is not None)
+
+    @property
+    def _dtype(self):
+        embedding = self.model.causal_lm.backbone.token_embedding
+        default = str(embedding.compute_dtype)
+        return settings.dtype(self.engine_args.get("dtype") or default)
+
+    @property
+    def _on_tpu(self):
+        """Whether vLLM runs in this process on its TPUs."""
+        return self.url is None and self.python is None and tpu.is_here()
+
+    @property
+    def _lora(self):
+        adapter = self.model.adapter
+        return None if adapter is None else adapter.lora
 
     @property
     def _sends_adapter(self):
-        return settings.sends_adapter(self)
+        return settings.sends_adapter(self.adapter, self._lora, self._on_tpu)
 
     # Weights
 
@@ -211,7 +241,8 @@ class VLLMRollout(Rollout):
         self._need_task()
         self.start()
         started, moved = time.perf_counter(), 0
-        expected, version = self._probe(), self.weight_version + 1
+        expected = self._probe(self._task_weights())
+        version = self.weight_version + 1
         for failures in range(MAX_FAILURES):
             try:
                 if failures or self.needs_weights:
@@ -223,8 +254,8 @@ class VLLMRollout(Rollout):
                 self._has_base = False
                 failure = error
         else:
-            raise self._given_up(failure)
-        self.weight_version, self._good = version, expected
+            raise _too_many_failures(failure)
+        self.weight_version, self._probe_logps = version, expected
         self.needs_weights = False
         self._metrics |= {
             "vllm/sync_seconds": time.perf_counter() - started,
@@ -234,17 +265,18 @@ class VLLMRollout(Rollout):
         return version
 
     def _push(self, version):
-        """Gives the engine the task's weights; the bytes that moved."""
+        """Sends the task's weights to the engine; returns the bytes sent."""
         engine = self._engine
-        # Of this push alone: an engine that was restarted has none.
+        # The name is unique to this push, to detect an engine that was
+        # restarted and lacks the weights.
         self._pushed = f"{uuid.uuid4().hex[:8]}-{version}"
         moved = 0
         if not self._has_base or not self._sends_adapter:
             moved += engine.push(self._weights, self._pushed)
             self._has_base = True
         if self._sends_adapter:
-            folder = self._folder / f"adapter-{self._pushed}"
-            moved += vllm_weights.write_adapter(self.model, folder)
+            folder = self._folder.path / f"adapter-{self._pushed}"
+            moved += vllm_weights.write_adapter(self.model.adapter, folder)
             engine.push_adapter(folder, self._pushed)
             if self._adapter_folder is not None:
                 shutil.rmtree(self._adapter_folder, ignore_errors=True)
@@ -255,18 +287,12 @@ class VLLMRollout(Rollout):
         job = vllm_jobs.scoring_job(self._probe.token_ids, None, 1.0)
         [(_, result)] = self._engine.run({0: job})
         found, *_ = vllm_jobs.score_arrays(job, result.prompt, None)
-        return vllm_weights.compare(found, expected, settings.dtype(self))
+        return vllm_weights.compare(found, expected, self._dtype)
 
     def _restart(self):
         self.restarts += 1
         self._has_base = False
         self._engine.restart()
-
-    def _given_up(self, error):
-        return RuntimeError(
-            f"vLLM has failed {MAX_FAILURES} times in a row, the last time "
-            f"with: {error}"
-        )
 
     # Sampling
 
@@ -278,9 +304,9 @@ class VLLMRollout(Rollout):
         if progress:
             total = sum(r.num_generations for r in requests)
             bar = keras.utils.Progbar(total, unit_name="sample")
-        heard = on_tokens and _Heard(requests, on_tokens)
+        stream = on_tokens and _TokenStream(requests, on_tokens)
         started, done = time.perf_counter(), [None] * len(requests)
-        for i, result in self._run(jobs, heard, self._interrupted()):
+        for i, result in self._run(jobs, stream, self._interrupted()):
             done[i] = self._completions(i, requests[i], result)
             if bar is not None:
                 bar.add(len(done[i]))
@@ -301,16 +327,8 @@ class VLLMRollout(Rollout):
                 reason = "interrupted"
             out.append(Completion(ids, logps, reason, self.weight_version))
         while len(out) < request.num_generations:
-            # Greedy samples are one.
-            first = out[0]
-            out.append(
-                Completion(
-                    list(first.token_ids),
-                    first.per_token_logps.copy(),
-                    first.finish_reason,
-                    first.weight_version,
-                )
-            )
+            # Greedy samples are equal, and were sampled once.
+            out.append(copy.deepcopy(out[0]))
         return out
 
     def _score(self, sequences, top_k, temperature):
@@ -322,22 +340,22 @@ class VLLMRollout(Rollout):
         for i, result in self._run(jobs):
             if result.prompt is None:
                 raise RuntimeError(
-                    "vLLM has failed, and gets weights again at the next "
-                    "`sync_weights`; score after that."
+                    "vLLM has failed and needs new weights. Call "
+                    "`sync_weights` before `score`."
                 )
             out[i] = Scores(
                 *vllm_jobs.score_arrays(jobs[i], result.prompt, top_k)
             )
         return out
 
-    def _run(self, jobs, on_tokens=None, interrupted=None):
-        """Yields each job's result once, whatever befalls the engine.
+    def _run(self, jobs, stream=None, interrupted=None):
+        """Yields each job's result once, restarting an engine that fails.
 
-        Where the task's weights change meanwhile, an engine that has failed
-        cannot be given those it had: `needs_weights` says so then, and jobs
-        that had not ended are given as if nothing had been drawn.
+        If rollouts overlap with training, the task's weights have changed and
+        a restarted engine cannot get its old weights back. Then
+        `needs_weights` is set, and unfinished jobs are returned empty.
         """
-        if self._good is None:
+        if self._probe_logps is None:
             self.sync_weights()
         pending = dict(jobs)
         if not self.overlaps:
@@ -346,9 +364,9 @@ class VLLMRollout(Rollout):
             try:
                 if self._failures and not self.overlaps:
                     self._recover()
-                    if on_tokens is not None:
-                        on_tokens.again()
-                run = self._engine.run(dict(pending), on_tokens, interrupted)
+                    if stream is not None:
+                        stream.restart()
+                run = self._engine.run(dict(pending), stream, interrupted)
                 for key, result in run:
                     self._check_version(result)
                     del pending[key]
@@ -357,7 +375,7 @@ class VLLMRollout(Rollout):
             except EngineFailure as error:
                 self._failures += 1
                 if self._failures >= MAX_FAILURES:
-                    raise self._given_up(error) from error
+                    raise _too_many_failures(error) from error
                 self.needs_weights = self.overlaps
         for key, job in pending.items():
             yield key, Result(job.params["n"])
@@ -366,42 +384,51 @@ class VLLMRollout(Rollout):
         if result.versions - {self._pushed}:
             raise EngineFailure(
                 f"vLLM sampled from weights {sorted(result.versions)}, not "
-                f"from those it was given last, {self._pushed!r}."
+                f"from those sent last, {self._pushed!r}."
             )
 
     def _recover(self):
-        """A new engine with the weights of `weight_version`.
+        """Restarts the engine with the weights of `weight_version`.
 
         Raises:
-            RuntimeError: if the task's weights have moved on from them.
+            RuntimeError: if the task's weights have changed since.
         """
         self._restart()
         self._push(self.weight_version)
-        self._verify(self._good)
+        self._verify(self._probe_logps)
 
     def metrics(self):
         return {**self._metrics, "vllm/restarts": float(self.restarts)}
 
 
-class _Heard:
-    """Tells tokens once, also those of samples that are drawn again."""
+def _too_many_failures(error):
+    return RuntimeError(
+        f"vLLM has failed {MAX_FAILURES} times in a row, the last time "
+        f"with: {error}"
+    )
+
+
+class _TokenStream:
+    """Passes tokens to `on_tokens` once, even if they are sampled again."""
 
     def __init__(self, requests, on_tokens):
         self.requests, self.on_tokens = requests, on_tokens
-        self.told, self.seen = {}, {}
+        # Tokens by sample: those passed on, and those since the last restart.
+        self.passed, self.seen = {}, {}
 
-    def again(self):
-        """Samples that have not ended begin anew."""
+    def restart(self):
+        """Expects unfinished samples again from their first token."""
         self.seen = {}
 
     def __call__(self, i, generation, token_ids):
         key = i, generation
         before = self.seen.get(key, 0)
         self.seen[key] = before + len(token_ids)
-        new = token_ids[max(self.told.get(key, 0) - before, 0) :]
-        self.told[key] = max(self.told.get(key, 0), self.seen[key])
-        several = [generation]
+        passed = self.passed.get(key, 0)
+        new = token_ids[max(passed - before, 0) :]
+        self.passed[key] = max(passed, self.seen[key])
+        generations = [generation]
         if self.requests[i].temperature == 0:
-            several = range(self.requests[i].num_generations)
-        for g in several if new else ():
+            generations = range(self.requests[i].num_generations)
+        for g in generations if new else ():
             self.on_tokens(i, g, new)

@@ -1,4 +1,4 @@
-"""The folder in which vLLM finds what it reads."""
+"""The temporary folder of the files that vLLM reads."""
 
 import os
 import pathlib
@@ -12,26 +12,27 @@ SHARED_MEMORY = "/dev/shm"
 
 
 class Folder:
-    """A folder that goes with its owner, however that ends.
+    """A temporary folder that is removed with its owner.
 
-    What a killed process has left, which may be a model's weights in the
-    machine's memory, is removed by the next one that makes a folder beside it.
+    If a process is killed, its folder (which may have a model's weights in
+    the machine's memory) is removed by the next process that creates one in
+    the same parent.
 
     Args:
-        parent: path or `None` for the machine's shared memory.
+        parent: path, or `None` for the machine's shared memory.
     """
 
     def __init__(self, parent=None):
-        # Not of every system; nor is vLLM.
+        # Not available on all systems, and only needed with vLLM.
         import fcntl
 
         if parent is None and os.path.isdir(SHARED_MEMORY):
             parent = SHARED_MEMORY
         parent = parent or tempfile.gettempdir()
-        for left in pathlib.Path(parent).glob(f"{PREFIX}*"):
-            _remove_if_left(left)
+        for folder in pathlib.Path(parent).glob(f"{PREFIX}*"):
+            _remove_if_abandoned(folder)
         self.path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # Held until this process ends.
+        # The lock is held until this process ends.
         self._lock = open(self.path / LOCK, "w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.remove = weakref.finalize(self, _remove, self.path, self._lock)
@@ -42,7 +43,8 @@ def _remove(path, lock):
     lock.close()
 
 
-def _remove_if_left(path):
+def _remove_if_abandoned(path):
+    # See `Folder.__init__`.
     import fcntl
 
     try:
@@ -50,5 +52,5 @@ def _remove_if_left(path):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
     except OSError:
-        # Another's, in use, or not made yet.
+        # The folder is in use or incomplete, or belongs to another user.
         return

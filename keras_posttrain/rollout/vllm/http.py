@@ -1,4 +1,4 @@
-"""Requests to a server of vLLM's."""
+"""HTTP requests to a vLLM server."""
 
 import http.client
 import json
@@ -7,21 +7,24 @@ import urllib.parse
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
 
 
-def call(url, api_key, method, path, body, timeout, open_ones):
-    """One request; its answer's JSON, `{}` where it has none.
+def call(url, api_key, method, path, body, timeout, connections):
+    """Sends a request and returns the JSON of the answer.
 
     Args:
         url: str, the server's address.
         api_key: str or `None`.
         method, path: str.
-        body: what JSON can say, or `None`.
+        body: object that can be written as JSON, or `None`.
         timeout: float, seconds.
-        open_ones: set that the connection is in while it is open.
+        connections: set that contains the connection while it is open.
+
+    Returns:
+        The decoded JSON; `{}` if the answer has none.
 
     Raises:
-        EngineFailure: if there is no answer, or one that tells of a
-            server that is not, or no longer, as it was left.
-        ValueError: if the server refuses what was asked.
+        EngineFailure: if there is no answer, or the server is in another
+            state than expected.
+        ValueError: if the server rejects the request.
     """
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPConnection
@@ -32,7 +35,7 @@ def call(url, api_key, method, path, body, timeout, open_ones):
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body)
-    open_ones.add(connection)
+    connections.add(connection)
     try:
         connection.request(method, parts.path + path, data, headers)
         response = connection.getresponse()
@@ -42,7 +45,7 @@ def call(url, api_key, method, path, body, timeout, open_ones):
             f"{method} {path}: {type(error).__name__}: {error}"
         ) from error
     finally:
-        open_ones.discard(connection)
+        connections.discard(connection)
         connection.close()
     if status in (400, 401, 403, 422):
         raise ValueError(

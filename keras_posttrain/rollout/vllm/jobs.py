@@ -1,16 +1,16 @@
-"""What is asked of vLLM, and what it answers, in the process or by HTTP."""
+"""Requests to vLLM and their results, in the process or by HTTP."""
 
 import dataclasses
 import hashlib
 
 import numpy as np
 
-# vLLM raises lower temperatures to this one.
+# vLLM increases lower temperatures to this value.
 LEAST_TEMPERATURE = 0.01
 
 
 class EngineFailure(Exception):
-    """The engine is not to be reached, has failed, or is not ours any more."""
+    """Raised if an engine cannot be reached, has failed or was changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,18 @@ class Job:
 
 
 class Result:
-    """What has come of a job so far.
+    """The result of a job, complete or partial.
+
+    Args:
+        n: int, the number of samples.
 
     Attributes:
-        token_ids: list of lists of ints, one of each sample.
-        logps: list of lists of floats.
-        finish_reasons: list of strings.
-        versions: set of the versions of the weights, as the engine says.
-        prompt: list of `[(token, log-probability), ...]`, or `None`.
+        token_ids: list with a list of ints for each sample.
+        logps: list with a list of floats for each sample.
+        finish_reasons: list of str, or `None` for unfinished samples.
+        versions: set of the versions of the weights that vLLM reported.
+        prompt: list of `[(token, log-probability), ...]` for each token of
+            the prompt, or `None`.
     """
 
     def __init__(self, n):
@@ -45,8 +49,8 @@ class Result:
         self.prompt = None
 
 
-def take(result, output, key, on_tokens):
-    """Adds a `RequestOutput` of vLLM's."""
+def add_output(result, output, key, on_tokens):
+    """Adds a `RequestOutput` of vLLM to a `Result`."""
     if output.prompt_logprobs:
         result.prompt = [
             [(token, x.logprob) for token, x in (place or {}).items()]
@@ -68,16 +72,17 @@ def take(result, output, key, on_tokens):
 
 
 def check_temperature(i, request):
+    """Rejects a temperature that vLLM would change."""
     if 0 < request.temperature < LEAST_TEMPERATURE:
         raise ValueError(
-            f"vLLM samples at {LEAST_TEMPERATURE} where less is asked for. "
+            f"vLLM increases lower temperatures to {LEAST_TEMPERATURE}. "
             "Use 0 (greedy) or more. Received: "
             f"temperature={request.temperature} of request {i}"
         )
 
 
 def sampling_job(request):
-    """A `Request` as a `Job`; greedy samples, all one, are drawn once."""
+    """Converts a `Request` to a `Job`; a greedy sample is computed once."""
     greedy = request.temperature == 0
     return Job(
         request.token_ids,
@@ -89,7 +94,7 @@ def sampling_job(request):
             "min_p": 0.0 if request.min_p is None else request.min_p,
             "max_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_token_ids),
-            # The request alone says what ends a sample.
+            # Only the request's stop tokens end a sample.
             "ignore_eos": True,
             "seed": None if greedy else sample_seed(request),
             "logprobs": 0,
@@ -99,9 +104,10 @@ def sampling_job(request):
 
 
 def sample_seed(request):
-    """The seed of a prompt's first sample; vLLM counts on from it.
+    """Returns the seed of a prompt's first sample; vLLM adds the index.
 
-    Of the prompt too, or equal seeds would draw alike for all prompts.
+    It depends on the prompt, so that prompts with equal seeds get different
+    random numbers.
     """
     ids = np.array(request.token_ids, "int64").tobytes()
     digest = hashlib.sha256(f"{request.seed}/".encode() + ids).digest()
@@ -110,6 +116,7 @@ def sample_seed(request):
 
 
 def scoring_job(token_ids, top_k, temperature):
+    """Returns the `Job` that scores a sequence."""
     return Job(
         tuple(token_ids),
         {
@@ -125,7 +132,7 @@ def scoring_job(token_ids, top_k, temperature):
 
 
 def score_arrays(job, prompt, top_k):
-    """The arrays of `Scores` from a prompt's log-probabilities."""
+    """Converts a prompt's log-probabilities to the arrays of `Scores`."""
     count = len(job.token_ids)
     logps = np.zeros(count, np.float32)
     if top_k is None:

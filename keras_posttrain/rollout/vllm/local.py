@@ -1,7 +1,8 @@
-"""vLLM in the process of the trainer."""
+"""vLLM in the trainer's process."""
 
 import contextlib
 import gc
+import importlib.util
 import os
 import random
 import sys
@@ -11,16 +12,22 @@ import jax
 import numpy as np
 
 from keras_posttrain.rollout.vllm import worker as vllm_worker
-from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result, take
+from keras_posttrain.rollout.vllm.jobs import (
+    EngineFailure,
+    Result,
+    add_output,
+)
 
 EXTENSION = "keras_posttrain.rollout.vllm.worker.RolloutWorkerExtension"
-# What vLLM reads where it is imported or an engine is made.
+# Defaults of environment variables that vLLM reads when it is imported or an
+# engine is created.
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# One that holds a place more than the model's context, for `score`.
+# Environment variables that vLLM must have. The first allows one token more
+# than the model's context, for `score`.
 FORCED = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -28,16 +35,16 @@ FORCED = {
 
 
 def threads():
-    """Of a CPU half the cores, as JAX computes on them too."""
+    """Returns half of the CPU's cores, as JAX uses them too."""
     return max(1, (os.cpu_count() or 1) // 2)
 
 
 class LocalEngine:
-    """An engine of vLLM in this process.
+    """A vLLM engine in this process.
 
     Args:
         arguments: dict of vLLM's engine arguments.
-        timeout: float, seconds in which one request at least must end.
+        timeout: float, the seconds within which a request must end.
     """
 
     def __init__(self, arguments, timeout):
@@ -50,8 +57,8 @@ class LocalEngine:
             os.environ.setdefault(name, value)
         os.environ.update(FORCED, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         if jax.default_backend() == "cpu":
-            vllm_worker.settle_on_cpu(threads())
-        # vLLM seeds the generators of the process it runs in.
+            vllm_worker.share_cpu(threads())
+        # vLLM seeds the random generators of its process.
         states = random.getstate(), np.random.get_state()
         try:
             self._engine = self._make()
@@ -61,6 +68,7 @@ class LocalEngine:
         self._prepare()
 
     def _make(self):
+        # vLLM is optional, and slow to import.
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -94,45 +102,50 @@ class LocalEngine:
         return found
 
     def push(self, weights, version):
-        """Gives all weights; bytes moved."""
+        """Loads all weights and returns the bytes moved."""
         arrays = weights.arrays()
-        with failing("the weights"):
+        with engine_failures("the weights"):
             self._engine.collective_rpc(
                 lambda worker: worker.kpt_load_arrays(arrays)
             )
             self._adapter = None
-            self._is_now(version)
+            self._set_version(version)
         return weights.num_bytes
 
     def push_adapter(self, directory, version):
-        """Gives an adapter by the directory of its files."""
+        """Loads an adapter from the directory of its files."""
+        # See `_make`.
         from vllm.lora.request import LoRARequest
 
         self._count += 1
         new = LoRARequest(f"policy-{self._count}", self._count, str(directory))
-        with failing("the adapter"):
+        with engine_failures("the adapter"):
             self._engine.add_lora(new)
             old, self._adapter = self._adapter, new
             if old is not None:
                 self._engine.remove_lora(old.lora_int_id)
-            self._is_now(version)
+            self._set_version(version)
 
-    def _is_now(self, version):
-        if not self._engine.reset_prefix_cache():
-            raise EngineFailure("vLLM did not drop its cache of prefixes.")
+    def _set_version(self, version):
+        self._reset_prefix_cache()
         self._engine.engine_core.set_weight_version(version)
+
+    def _reset_prefix_cache(self):
+        if not self._engine.reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache.")
 
     # Sampling
 
     def run(self, jobs, on_tokens=None, interrupted=None):
-        """Yields `(key, Result)` as jobs end.
+        """Runs jobs and yields `(key, Result)` when one ends.
 
         Args:
             jobs: dict of `Job`s.
             on_tokens: `f(key, generation, token_ids)` or `None`.
-            interrupted: function or `None`: where it says so, the jobs that
-                have not ended are given as they are.
+            interrupted: function or `None`. Once it returns true, unfinished
+                jobs are yielded too.
         """
+        # See `_make`.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -144,7 +157,7 @@ class LocalEngine:
         try:
             for key, job in jobs.items():
                 params = SamplingParams(**job.params, output_kind=kind)
-                with failing("a request"):
+                with engine_failures("a request"):
                     engine.add_request(
                         f"{key}",
                         {"prompt_token_ids": list(job.token_ids)},
@@ -154,11 +167,11 @@ class LocalEngine:
                 names[str(key)] = key
                 results[key] = Result(job.params["n"])
             while names and not (interrupted is not None and interrupted()):
-                with failing("a step"):
+                with engine_failures("a step"):
                     outputs = engine.step()
                 for output in outputs:
                     key = names[output.request_id]
-                    take(results[key], output, key, on_tokens)
+                    add_output(results[key], output, key, on_tokens)
                     if output.finished:
                         last = time.monotonic()
                         names.pop(output.request_id)
@@ -171,30 +184,28 @@ class LocalEngine:
             for key in names.values():
                 yield key, results[key]
         finally:
-            # One that has failed may not even do this.
+            # An engine that has failed may raise an error here.
             with contextlib.suppress(Exception):
                 engine.abort_request(list(names))
 
 
-class failing:
-    """What vLLM raises becomes an `EngineFailure`."""
+@contextlib.contextmanager
+def engine_failures(what):
+    """Converts errors of vLLM inside the scope to `EngineFailure`s.
 
-    def __init__(self, what):
-        self.what = what
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception) and not isinstance(
-            error, EngineFailure
-        ):
-            raise EngineFailure(
-                f"vLLM failed at {self.what}: {kind.__name__}: {error}"
-            ) from error
+    Args:
+        what: str, the operation, for the message.
+    """
+    try:
+        yield
+    except EngineFailure:
+        raise
+    except Exception as error:
+        raise EngineFailure(
+            f"vLLM failed at {what}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def is_installed():
-    import importlib.util
-
+    """Returns whether vLLM can be imported, without importing it."""
     return "vllm" in sys.modules or bool(importlib.util.find_spec("vllm"))

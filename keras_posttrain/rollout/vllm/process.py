@@ -1,7 +1,7 @@
-"""A server's process, and all that it starts, ended with their starter.
+"""Runs a server and ends all its processes when the trainer ends.
 
-Run as a script beside the server, by the interpreter of the server's
-environment, which need not have this package: only the standard library.
+The server's interpreter runs this file as a script. Its environment may not
+have this package, so that only the standard library is imported.
 """
 
 import contextlib
@@ -14,31 +14,30 @@ import time
 
 STOP_SECONDS = 15
 TRACKER_SECONDS = 5
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
-def watch(starter, command):
-    """Runs a command until it ends, or its starter does.
+def watch(parent, command):
+    """Runs a command until it ends or the parent process does.
 
-    vLLM's server may wait for ever for an engine that has ended before it;
-    asked to stop, it is given `STOP_SECONDS`.
-
-    What it starts must be a group of its own, that of this process.
+    The command is terminated, and killed after `STOP_SECONDS`: vLLM's server
+    may wait forever for an engine that has ended before it. This process must
+    lead a process group, in which the command's processes are.
 
     Args:
-        starter: int, the process that started this one.
+        parent: int, the id of the process that started this one.
         command: list of str.
 
     Returns:
-        int, what the command ended with (128 and the signal's number, if by
-        one).
+        int, the exit status of the command; 128 plus the signal's number if
+        a signal ended it.
     """
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     server = subprocess.Popen(command)
-    # A process whose parent has ended gets another.
-    while server.poll() is None and not asked and os.getppid() == starter:
-        time.sleep(LOOK_SECONDS)
+    # A process whose parent has ended gets another parent.
+    while server.poll() is None and not asked and os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
     server.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(STOP_SECONDS)
@@ -48,34 +47,35 @@ def watch(starter, command):
 
 
 def end(process):
-    """Ends what `watch` runs, and all that it has started.
+    """Ends a process of this script with all processes of its group.
 
     Args:
-        process: `subprocess.Popen` of this script, in a session of its own.
+        process: `subprocess.Popen` of this script, started with
+            `start_new_session=True`.
     """
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS + TRACKER_SECONDS + 1)
-    # This script may itself have been killed or halted.
+    # The script itself may have been killed or stopped.
     kill(process.pid)
     process.wait()
 
 
 def kill(group):
-    """Kills a group of processes, but this one.
+    """Kills the processes of a group, except this one.
 
-    The last is the one that removes what the others have left in shared
-    memory.
+    Python's resource tracker gets some time after the others, as it removes
+    the shared memory that they leave.
 
     Args:
-        group: int, its number.
+        group: int, the id of the process group.
     """
     for pid, command in _running(group):
         if b"resource_tracker" not in command:
             _send(pid, signal.SIGKILL)
     for pid, _ in _running(group):
-        # It may have been halted.
+        # The resource tracker may have been stopped.
         _send(pid, signal.SIGCONT)
     limit = time.monotonic() + TRACKER_SECONDS
     while time.monotonic() < limit and any(_running(group)):
@@ -85,7 +85,7 @@ def kill(group):
 
 
 def _running(group):
-    """Yields `(id, command line)` of a group's others that run."""
+    """Yields `(id, command line)` of a group's other running processes."""
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             state = (folder / "stat").read_text().rpartition(")")[2].split()

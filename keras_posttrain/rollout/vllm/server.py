@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, spoken to by HTTP."""
+"""vLLM in a separate process, called by HTTP."""
 
 import concurrent.futures
 import contextlib
@@ -19,25 +19,26 @@ from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import ENVIRONMENT, FORCED, threads
 
-# Of vLLM's process; loading its libraries is most of it.
+# The most seconds until a server answers; importing its libraries takes most
+# of them.
 START_SECONDS = 900
-# Samples in flight; more wait here, where they cost vLLM nothing.
+# Samples that the server has at once; more wait in this process.
 IN_FLIGHT = 256
-# How often it is seen whether samples are to be interrupted.
-LOOK_SECONDS = 0.05
+# The interval of checks for an interruption.
+POLL_SECONDS = 0.05
 MODULE = "kpt_vllm_worker"
 
 
 class ServerEngine:
-    """A server of vLLM's, at an address or started here.
+    """A vLLM server, running at an address or started by this object.
 
     Args:
-        arguments: dict of vLLM's engine arguments, for one started here.
-        timeout: float, seconds that one answer may take.
-        folder: path of a folder that the server sees too.
-        python: str or `None`, the interpreter that starts a server.
-        url: str or `None`, where one is running.
-        api_key: str or `None`, its key.
+        arguments: dict of vLLM's engine arguments, to start a server.
+        timeout: float, the most seconds for an answer.
+        folder: path of a folder that the server can read.
+        python: str or `None`, the interpreter to start a server with.
+        url: str or `None`, the address of a running server.
+        api_key: str or `None`, the key of that server.
     """
 
     def __init__(self, arguments, timeout, folder, python, url, api_key):
@@ -65,7 +66,7 @@ class ServerEngine:
             yield
         except EngineFailure as error:
             raise EngineFailure(
-                f"The server does not take our calls. One that is started by "
+                f"The server rejects our calls. One that is started by "
                 f"hand needs `--worker-extension-cls {MODULE}."
                 "RolloutWorkerExtension`, `--enable-scale-out` and "
                 f"VLLM_SERVER_DEV_MODE=1 (see `VLLMRollout`). {error}"
@@ -80,7 +81,7 @@ class ServerEngine:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [
-            # It ends the server, however this process ends.
+            # This script ends the server when this process ends.
             str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
             "vllm.entrypoints.openai.api_server",
             *_flags(self.arguments), "--host", "127.0.0.1",
@@ -96,7 +97,7 @@ class ServerEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # So that all it starts can be ended together.
+                # All processes of the session can be ended together.
                 start_new_session=True,
             )
         self._kill = weakref.finalize(self, vllm_process.end, self.process)
@@ -107,9 +108,9 @@ class ServerEngine:
         defaults = {"HF_HUB_OFFLINE": "1", **ENVIRONMENT}
         if jax.default_backend() == "cpu":
             defaults["OMP_NUM_THREADS"] = str(threads())
-            # Else parts of the sampler are compiled for ten seconds.
+            # Compiling parts of the sampler would take ten seconds.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
-            # KerasHub's plugin imports TensorFlow into each process.
+            # KerasHub's plugin would import TensorFlow in each process.
             defaults["VLLM_PLUGINS"] = ""
         return {
             **defaults,
@@ -164,63 +165,63 @@ class ServerEngine:
         return found
 
     def push(self, weights, version):
-        """Gives all weights; bytes moved."""
+        """Loads all weights and returns the bytes moved."""
         folder = self.folder / f"weights-{version}"
         try:
             weights.write(folder)
             for answer in self._rpc("kpt_load", str(folder)):
                 if answer["tensors"] != len(weights.table):
                     raise EngineFailure(
-                        f"The server took {answer['tensors']} of "
+                        f"The server loaded {answer['tensors']} of "
                         f"{len(weights.table)} tensors."
                     )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self.model = "policy"
-        self._is_now(version)
+        self._set_version(version)
         return weights.num_bytes
 
     def push_adapter(self, directory, version):
-        """Gives an adapter by the directory of its files."""
+        """Loads an adapter from the directory of its files."""
         old, new = self.model, f"policy-{version}"
         body = {"lora_name": new, "lora_path": str(directory)}
         self._call("POST", "/v1/load_lora_adapter", body)
         self.model = new
         if old != "policy":
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": old})
-        self._is_now(version)
+        self._set_version(version)
 
-    def _is_now(self, version):
+    def _set_version(self, version):
         for _ in range(20):
             answer = self._call("POST", "/reset_prefix_cache")
             if answer.get("success", True):
                 break
-            # Blocks of what has just ended are not free yet.
+            # Blocks of requests that have just ended are freed with a delay.
             time.sleep(0.1)
         else:
-            raise EngineFailure("vLLM did not drop its cache of prefixes.")
+            raise EngineFailure("vLLM did not reset its prefix cache.")
         body = {"new_version": version}
         self._call("POST", "/update_weight_version", body)
 
     # Sampling
 
     def run(self, jobs, on_tokens=None, interrupted=None):
-        """Yields `(key, Result)` as jobs end.
+        """Runs jobs and yields `(key, Result)` when one ends.
 
         Args:
             jobs: dict of `Job`s.
-            on_tokens: `f(key, generation, token_ids)` or `None`; told of a
-                sample's tokens when its job has ended.
-            interrupted: function or `None`: where it says so, the jobs that
-                have not ended are given as they are.
+            on_tokens: `f(key, generation, token_ids)` or `None`, called with
+                the tokens of a sample when its job has ended.
+            interrupted: function or `None`. Once it returns true, unfinished
+                jobs are yielded too.
         """
         most = max([job.params["n"] for job in jobs.values()], default=1)
         workers = max(1, min(IN_FLIGHT // most, len(jobs)))
         pool = concurrent.futures.ThreadPoolExecutor(workers)
-        open_ones = set()
+        connections = set()
         try:
             keys = {
-                pool.submit(self._one, job, open_ones): key
+                pool.submit(self._run_job, job, connections): key
                 for key, job in jobs.items()
             }
             for future in self._ended(list(keys), interrupted):
@@ -235,14 +236,14 @@ class ServerEngine:
                 yield key, result
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for connection in list(open_ones):
-                # A thread that waits for an answer waits no longer.
+            for connection in list(connections):
+                # This ends a thread that is waiting for an answer.
                 with contextlib.suppress(OSError, AttributeError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             pool.shutdown(wait=True)
 
     def _ended(self, futures, interrupted):
-        """Yields futures as they end; once interrupted, all soon do."""
+        """Yields futures when they end; an interruption ends them early."""
         if interrupted is None:
             yield from concurrent.futures.as_completed(futures)
             return
@@ -251,23 +252,24 @@ class ServerEngine:
                 for future in [f for f in futures if f.cancel()]:
                     futures.remove(future)
                     yield future
-                # The server answers with what there is. One that is on its
-                # way to it is ended the next time.
+                # The server answers with the tokens sampled so far. A request
+                # that it does not have yet is aborted in the next iteration.
                 self._call("POST", "/abort_requests", {})
             done, _ = concurrent.futures.wait(
-                futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED
+                futures, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
                 futures.remove(future)
                 yield future
 
-    def _one(self, job, open_ones):
+    def _run_job(self, job, connections):
         body = {
             "model": self.model,
             "token_ids": list(job.token_ids),
             "sampling_params": job.params,
         }
-        answer = self._call("POST", "/inference/v1/generate", body, open_ones)
+        path = "/inference/v1/generate"
+        answer = self._call("POST", path, body, connections)
         result = Result(job.params["n"])
         if answer.get("prompt_logprobs"):
             result.prompt = [
@@ -284,11 +286,11 @@ class ServerEngine:
             result.versions |= {span["version"] for span in spans}
         return result
 
-    def _call(self, method, path, body=None, open_ones=None, timeout=None):
-        open_ones = set() if open_ones is None else open_ones
+    def _call(self, method, path, body=None, connections=None, timeout=None):
+        connections = set() if connections is None else connections
         timeout = timeout or self.timeout
         return http.call(
-            self.url, self.api_key, method, path, body, timeout, open_ones
+            self.url, self.api_key, method, path, body, timeout, connections
         )
 
     def _rpc(self, method, *args):
@@ -297,7 +299,7 @@ class ServerEngine:
 
 
 def _flags(arguments):
-    """vLLM's engine arguments as those of its command line."""
+    """Converts vLLM's engine arguments to command line options."""
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value is True or value is False:

@@ -1,7 +1,7 @@
-"""vLLM on TPUs, in the process of the trainer, with KerasHub's own layers.
+"""vLLM on TPUs in the trainer's process, with KerasHub's layers.
 
-Written against tpu-inference 0.32 and KerasHub 0.32 (`keras_hub.vllm`). Its
-mapping is tested on a CPU; it has not run on a TPU.
+Written against tpu-inference 0.32 and KerasHub 0.32 (`keras_hub.vllm`). The
+mapping of weights is tested on a CPU; it has not run on a TPU.
 """
 
 import os
@@ -11,15 +11,16 @@ import jax
 import keras
 
 from keras_posttrain.models import presets
-from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.models.hf import checkpoint_files
+from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.rollout.vllm import weights as vllm_weights
-from keras_posttrain.rollout.vllm.jobs import EngineFailure, Job
-from keras_posttrain.rollout.vllm.local import LocalEngine, failing
+from keras_posttrain.rollout.vllm.jobs import Job
+from keras_posttrain.rollout.vllm.local import LocalEngine, engine_failures
 
-# Names of KerasHub's, by which its plugin of vLLM finds the model class.
+# KerasHub's vLLM plugin finds the model class by these names.
 ARCHITECTURE = "KerasHubForCausalLM"
 MODEL_TYPE = "keras_hub"
-# What vLLM sizes its cache by.
+# The fields of the config from which vLLM computes the size of its cache.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -30,21 +31,20 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-# The engine ranks so many tokens at each place, whether asked for or not.
+# The engine always ranks this many tokens at each position.
 MAX_LOGPROBS = 20
 
 
-def is_here(rollout):
-    """Whether a `VLLMRollout` runs on this process's TPUs."""
-    in_process = rollout.url is None and rollout.python is None
-    return in_process and jax.default_backend() == "tpu"
+def is_here():
+    """Returns whether this process computes on TPUs."""
+    return jax.default_backend() == "tpu"
 
 
 def check():
-    """Refuses an environment whose Keras has no weights for Flax.
+    """Checks that Keras was imported with support for Flax NNX.
 
     Raises:
-        RuntimeError: says what to set.
+        RuntimeError: says which environment variable to set.
     """
     if not keras.config.is_nnx_enabled():
         raise RuntimeError(
@@ -55,22 +55,22 @@ def check():
         )
 
 
-def write_model(task, directory, dtype):
-    """Writes what KerasHub's class reads: a config, and a preset beside it.
+def write_model(causal_lm, directory, dtype):
+    """Writes the config and the preset that KerasHub's vLLM model reads.
 
-    KerasHub's `setup_vllm_model` does so for a preset by its name; it wants
-    the preset's tokenizer, which is of no use here.
+    KerasHub's `setup_vllm_model` does this only for a named preset with a
+    tokenizer.
 
     Args:
-        task: the task.
+        causal_lm: a KerasHub `CausalLM`.
         directory: path of a folder, new or empty.
         dtype: str, the engine's dtype.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     preset = directory / "preset"
-    presets.save_to_preset(task.causal_lm, preset)
-    sizes = exchange.hf_config(task.causal_lm, dtype=dtype)
+    presets.save_to_preset(causal_lm, preset)
+    sizes = hf_config(causal_lm, dtype=dtype)
     config = {name: sizes[name] for name in SIZES if name in sizes}
     heads = config["num_attention_heads"]
     config.setdefault("head_dim", config["hidden_size"] // heads)
@@ -80,44 +80,45 @@ def write_model(task, directory, dtype):
         "keras_hub_preset": str(preset),
         "torch_dtype": dtype,
     }
-    checkpoint_files.write_json(directory / exchange.CONFIG, config)
+    checkpoint_files.write_json(directory / checkpoint_files.CONFIG, config)
 
 
 def arguments(found):
-    """vLLM's engine arguments for a TPU, from those for elsewhere."""
+    """Changes vLLM's engine arguments for TPUs."""
     return found | {
         "load_format": "auto",
         "max_logprobs": MAX_LOGPROBS,
-        # Of a temperature alone: `_job` refuses what else there is.
+        # Only the temperature is processed: `_job` rejects truncation.
         "logprobs_mode": "processed_logprobs",
     }
 
 
 class TPUWeights(vllm_weights.Weights):
-    """A task's weights under KerasHub's names, as they lie on the devices."""
+    """Weights under KerasHub's names, as arrays on the devices."""
 
     def shapes(self):
-        variables = self.task.causal_lm.backbone.variables
+        variables = self.causal_lm.backbone.variables
         return {v.path: list(v.shape) for v in variables}
 
     def arrays(self):
         """Yields `(path, array)`, JAX arrays in the trainer's dtype."""
         values = self._values()
-        for variable in self.task.causal_lm.backbone.variables:
+        for variable in self.causal_lm.backbone.variables:
             yield variable.path, values(variable)
 
 
 class TPUEngine(LocalEngine):
-    """tpu-inference in this process.
+    """A tpu-inference engine in this process.
 
-    All weights are given, an adapter added to them on the way. Samples are
-    not keyed by a request's seed: the engine has one for all.
+    All weights are loaded, with an adapter merged in. Samples do not depend
+    on a request's seed: the engine has one seed for all.
     """
 
     def _make(self):
+        # This imports vLLM, which is optional.
         from keras_hub.vllm import KerasHubLLM
 
-        # Else the model of PyTorch may be taken.
+        # With this variable vLLM might use its PyTorch model.
         os.environ.pop("MODEL_IMPL_TYPE", None)
         return KerasHubLLM(**self.arguments).llm_engine
 
@@ -134,15 +135,15 @@ class TPUEngine(LocalEngine):
         return found
 
     def push(self, weights, version):
-        """Gives all weights; bytes moved."""
-        with failing("the weights"):
-            # First: its blocks are those of the cache that goes.
-            if not self._engine.reset_prefix_cache():
-                raise EngineFailure("vLLM did not drop its cache of prefixes.")
+        """Loads all weights and returns the bytes moved."""
+        with engine_failures("the weights"):
+            # This comes first because the prefix cache refers to blocks of
+            # the cache that `write_state` frees.
+            self._reset_prefix_cache()
             [moved, *_] = self._engine.collective_rpc(
                 lambda worker: write_state(worker, weights.arrays())
             )
-            self._is_now(version)
+            self._set_version(version)
         return moved
 
     def run(self, jobs, *args, **kwargs):
@@ -151,29 +152,31 @@ class TPUEngine(LocalEngine):
 
 
 def write_state(worker, arrays):
-    """Puts weights in the place of those that a worker's runner has.
+    """Replaces the weights of a worker's model runner.
 
-    The cache of keys and values is of the old ones: it goes before, which
-    makes room for both sets of weights, and is made anew after.
+    The cache of keys and values belongs to the old weights. It is freed
+    first, which makes room for both sets of weights, and recreated at the
+    end.
 
     Args:
         worker: tpu-inference's `TPUWorker`.
-        arrays: iterable of `(path, array)`, each of KerasHub's variables once.
+        arrays: iterable of `(path, array)`, one for each variable of the
+            KerasHub model.
 
     Returns:
-        int, bytes written.
+        int, the bytes written.
 
     Raises:
-        ValueError: if a variable of the engine's is not given.
+        ValueError: if a variable of the engine is missing.
     """
     runner, given = worker.model_runner, {}
     worker.delete_kv_cache()
-    # Steps that still read the old weights end first.
+    # Wait for steps that still read the old weights.
     jax.effects_barrier()
     places = _variables(runner.state)
     for path, array in arrays:
         old = places[path].value
-        # A copy: the trainer's next step gives its own array away.
+        # The array is copied because the trainer's next step donates it.
         given[path] = jax.device_put(
             array.astype(old.dtype), old.sharding, may_alias=False
         )
@@ -184,7 +187,7 @@ def write_state(worker, arrays):
     leaves = [given[path] for path in places]
     runner.state = jax.tree_util.tree_unflatten(structure, leaves)
     runner.refresh_state_leaves()
-    # Which would keep the memory of those that it was loaded with.
+    # Otherwise the model would keep the memory of its initial weights.
     for variable in runner.model.backbone.variables:
         variable.assign(given[variable.path])
     worker.reinitialize_kv_cache()
@@ -192,7 +195,7 @@ def write_state(worker, arrays):
 
 
 def _variables(state):
-    """KerasHub's variables in a state of Flax's, by path, as its leaves."""
+    """Returns KerasHub's variables in a Flax state, by path."""
     leaves = jax.tree_util.tree_leaves(
         state, is_leaf=lambda node: isinstance(node, keras.Variable)
     )
@@ -200,17 +203,18 @@ def _variables(state):
 
 
 def _job(job):
-    """What tpu-inference does of a job.
+    """Adapts a job to tpu-inference.
 
     Raises:
-        ValueError: for what its log-probabilities are not ours under.
+        ValueError: for settings under which its log-probabilities would
+            differ from ours.
     """
     params = job.params
     cut = params.get("top_k") or params.get("min_p")
     if cut or params.get("top_p", 1.0) < 1:
         raise ValueError(
             "On TPUs vLLM's log-probabilities are renormalised over what "
-            "`top_k`, `top_p` and `min_p` leave. Sample without them, or use "
+            "`top_k`, `top_p` and `min_p` keep. Do not set them, or use "
             f"`NativeRollout`. Received: {params}"
         )
     ranked = params.get("prompt_logprobs")

@@ -1,4 +1,4 @@
-"""What vLLM is given of a task: its config, its weights, and the proof."""
+"""Writes the config and the weights for vLLM, and verifies them."""
 
 import pathlib
 
@@ -7,17 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf import checkpoint_files, exchange
+from keras_posttrain.models.hf import checkpoint_files
+from keras_posttrain.models.hf.adapter_files import WEIGHTS_FILE
+from keras_posttrain.models.hf.export import hf_config
+from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.rollout.native.decoding import (
     Placement,
     model_inputs,
     using,
 )
 
-# Ranks that vLLM makes room for.
+# The values of vLLM's `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# The most that a log-probability of the engine may be off the trainer's, by
-# the engine's dtype. Measured: 8e-5 and 0.09.
+# The largest difference allowed between log-probabilities of the engine and
+# the trainer, by the engine's dtype. Measured: 8e-5 in float32 and 0.09 in
+# bfloat16.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}
 HEAD = "lm_head.weight"
 PROBE_LENGTH = 48
@@ -25,21 +29,24 @@ MAX_SHARD_BYTES = 5 * 2**30
 
 
 class Weights:
-    """A task's weights as vLLM wants them, made one at a time.
+    """The weights of a model as Hugging Face tensors, computed one at a time.
 
     Args:
-        task: the task.
+        causal_lm: a KerasHub `CausalLM`.
+        adapter: `Adapter` attached to it, or `None`.
         dtype: str, the engine's dtype.
-        merged: bool, whether a LoRA adapter is added to the kernels; if not,
-            they are the base's.
+        merged: bool, whether the adapter is added to the kernels; if not,
+            they are those of the base.
     """
 
-    def __init__(self, task, dtype, merged):
-        self.task, self.dtype, self.merged = task, dtype, merged
-        self.table = {t.name: t for t in exchange.tensors(task.causal_lm)}
+    def __init__(self, causal_lm, adapter, dtype, merged):
+        self.causal_lm, self.adapter = causal_lm, adapter
+        self.dtype, self.merged = dtype, merged
+        self.table = {t.name: t for t in model_tensors(causal_lm)}
         self.is_tied = HEAD not in self.table
 
     def shapes(self):
+        """Returns a dict from names to shapes (lists of ints)."""
         return {name: list(t.shape) for name, t in self.table.items()}
 
     @property
@@ -48,7 +55,7 @@ class Weights:
         return size * sum(int(np.prod(s)) for s in self.shapes().values())
 
     def _values(self):
-        adapter = self.task.adapter
+        adapter = self.adapter
         if adapter is None:
             return lambda variable: variable.value
         if self.merged:
@@ -70,7 +77,7 @@ class Weights:
             yield name, array.astype(dtype, copy=False)
 
     def write(self, directory):
-        """Writes them as safetensors; one tensor in memory at a time."""
+        """Writes safetensors files with one tensor in memory at a time."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True)
         dtypes = dict.fromkeys(self.table, self.dtype)
@@ -83,13 +90,14 @@ class Weights:
         )
 
     def check(self, expected):
-        """Refuses an engine whose model has other weights.
+        """Checks that an engine's model has the same weights.
 
         Args:
-            expected: dict from names to shapes, what the engine has.
+            expected: dict from names to shapes, those of the engine.
 
         Raises:
-            ValueError: names what is missing, too much or of another shape.
+            ValueError: names weights that only one of them has, or whose
+                shapes differ.
         """
         own = self.shapes()
         if self.is_tied:
@@ -110,76 +118,78 @@ class Weights:
             )
 
 
-def write_config(task, directory, dtype):
+def write_config(causal_lm, directory, dtype):
     """Writes the `config.json` from which vLLM builds the model."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = exchange.hf_config(task.causal_lm, dtype=dtype)
-    checkpoint_files.write_json(directory / exchange.CONFIG, config)
+    config = hf_config(causal_lm, dtype=dtype)
+    checkpoint_files.write_json(directory / checkpoint_files.CONFIG, config)
 
 
-def write_adapter(task, directory):
-    """Writes the adapter as PEFT does; the bytes of its weights."""
+def write_adapter(adapter, directory):
+    """Writes an adapter in PEFT's format; returns the bytes of its weights."""
     directory = pathlib.Path(directory)
-    task.adapter.save(directory)
-    return (directory / "adapter_model.safetensors").stat().st_size
+    adapter.save(directory)
+    return (directory / WEIGHTS_FILE).stat().st_size
 
 
 def room_for_rank(rank):
-    """The least `max_lora_rank` of vLLM for a rank, or `None`."""
+    """Returns the least `max_lora_rank` of vLLM for a rank, or `None`."""
     return next((r for r in RANKS if r >= rank), None)
 
 
 class Probe:
-    """A sequence whose log-probabilities tell whose weights an engine has.
+    """A sequence whose log-probabilities identify the weights of an engine.
 
     Args:
-        task: the task.
-        length: int, the most tokens that it may have.
+        policy, using_weights: as in `native/decoding.py:using`.
+        length: int, the most tokens of the sequence.
     """
 
-    def __init__(self, task, length):
-        self.task = task
-        vocabulary = task.causal_lm.backbone.vocabulary_size
+    def __init__(self, policy, using_weights, length):
+        self.policy, self._using_weights = policy, using_weights
+        vocabulary = policy.backbone.vocabulary_size
         rng = np.random.default_rng(20)
         count = max(2, min(PROBE_LENGTH, length))
         self.token_ids = rng.integers(0, vocabulary, count).tolist()
         self._run = jax.jit(self._logps, static_argnums=0)
 
-    def __call__(self):
-        """The trainer's log-probabilities: `(tokens,)`, the first 0."""
-        task = self.task
-        length = len(self.token_ids)
+    def __call__(self, weights):
+        """Computes the log-probabilities under the trainer's weights.
+
+        Args:
+            weights: `(trainable, frozen)`, lists of arrays.
+
+        Returns:
+            A float32 array of shape `(tokens,)`; the first is 0.
+        """
+        length, adapter = len(self.token_ids), self.policy.adapter
         batch = model_inputs([[self.token_ids]], length, Placement(1).shards)
-        adapted = task.adapter is not None and not task.adapter.is_merged
-        weights = (
-            [v.value for v in task.trainable_variables],
-            [v.value for v in task.non_trainable_variables],
-        )
+        adapted = adapter is not None and not adapter.is_merged
         return np.asarray(self._run(adapted, weights, batch))[0]
 
     def _logps(self, adapted, weights, batch):
-        with using(self.task, adapted, weights):
-            outputs = self.task.policy.token_outputs(
+        with using(self.policy, self._using_weights, adapted, weights):
+            outputs = self.policy.token_outputs(
                 batch, batch["segment_ids"] > 0, differentiable=False
             )
         return outputs["per_token_logps"]
 
 
 def compare(found, expected, dtype):
-    """The most that a probe's log-probabilities differ.
+    """Returns the largest difference of a probe's log-probabilities.
 
     Raises:
-        RuntimeError: if that is too much, with both numbers.
+        RuntimeError: if it exceeds the tolerance; shows both numbers.
     """
     gap = np.abs(np.asarray(found, "float64") - expected)
     worst = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
     if not gap[worst] <= TOLERANCES[dtype]:
         raise RuntimeError(
-            "The engine does not sample from the trainer's weights: of the "
+            "The engine does not sample from the trainer's weights: for the "
             f"probe's token {worst} the engine says log-probability "
             f"{found[worst]:.6f}, the trainer {expected[worst]:.6f}; at most "
             f"{TOLERANCES[dtype]} apart was expected in {dtype}. The run "
-            "stops rather than learn from another policy's samples."
+            "stops, so as not to train on samples of another policy."
         )
     return float(gap[worst])

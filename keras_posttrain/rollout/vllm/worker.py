@@ -1,8 +1,9 @@
-"""What runs inside vLLM's own processes.
+"""Extensions that run in vLLM's processes.
 
-This file imports nothing of `keras_posttrain`: where the server runs in an
-environment of its own, a copy of it is all that is put there. Written for
-vLLM 0.32 and its first model runner.
+This file imports nothing of `keras_posttrain`: a server in another
+environment gets only a copy of it. torch, vLLM and safetensors are imported
+in functions, because importing them is slow and they may be missing in the
+trainer's environment. Written for vLLM 0.32 and its first model runner.
 """
 
 import os
@@ -10,32 +11,33 @@ import secrets
 
 
 class RolloutWorkerExtension:
-    """Methods that are added to vLLM's workers, called by name.
+    """Methods that vLLM adds to its workers, called by name.
 
-    `LLM(worker_extension_cls=...)` or `--worker-extension-cls`.
+    Set by `LLM(worker_extension_cls=...)` or `--worker-extension-cls`.
     """
 
     def kpt_prepare(self):
-        """Makes log-probabilities those of the whole distribution.
+        """Makes log-probabilities those of the full distribution.
 
-        vLLM knows two kinds: before the temperature, or renormalised over
-        what top-k, top-p and min-p leave; and those of a prompt's tokens are
-        always before the temperature. Here both are at the request's
-        temperature (at 0 that of 1) and over the whole vocabulary.
+        vLLM has log-probabilities before the temperature, or renormalised
+        over the tokens that top-k, top-p and min-p keep. Those of a prompt's
+        tokens are always before the temperature. Here both are at the
+        request's temperature (at 1 if that is 0) and over the full
+        vocabulary.
 
         Returns:
-            A dict: `device`, the kind of device.
+            A dict with `device`, the type of device.
         """
         runner = self.model_runner
         if not getattr(runner, "_kpt_prepared", False):
-            _sample_with_whole_logprobs(runner.sampler)
+            _sample_with_full_logprobs(runner.sampler)
             _score_at_temperature(runner)
-            _leave_the_head(runner.get_model())
+            _skip_lora_of_head(runner.get_model())
             runner._kpt_prepared = True
         return {"device": self.device.type}
 
     def kpt_tensors(self):
-        """Names and shapes of all weights, as in a checkpoint."""
+        """Returns names and shapes of all weights, as in a checkpoint."""
         model = self.model_runner.get_model()
         packed = getattr(model, "packed_modules_mapping", {})
         found = {}
@@ -46,7 +48,7 @@ class RolloutWorkerExtension:
         return found
 
     def kpt_load(self, directory):
-        """Takes the weights in a directory of safetensors files."""
+        """Loads the weights in a directory of safetensors files."""
         import pathlib
 
         from safetensors import safe_open
@@ -60,13 +62,13 @@ class RolloutWorkerExtension:
         return self.kpt_load_tensors(tensors())
 
     def kpt_load_arrays(self, arrays):
-        """Takes the weights of an iterator of `(name, numpy array)`."""
+        """Loads the weights of an iterator of `(name, numpy array)`."""
         import torch
 
         def tensors():
             for name, array in arrays:
                 if array.dtype.name == "bfloat16":
-                    # Which NumPy has from elsewhere, and torch does not know.
+                    # torch does not support NumPy arrays of bfloat16.
                     bits = torch.from_numpy(array.view("uint16"))
                     yield name, bits.view(torch.bfloat16)
                 else:
@@ -75,7 +77,7 @@ class RolloutWorkerExtension:
         return self.kpt_load_tensors(tensors())
 
     def kpt_load_tensors(self, tensors):
-        """Takes the weights of an iterator of `(name, tensor)`."""
+        """Loads the weights of an iterator of `(name, tensor)`."""
         count = 0
 
         def counted():
@@ -89,8 +91,8 @@ class RolloutWorkerExtension:
         return {"tensors": count}
 
     def _kpt_repack(self):
-        # On a CPU the head keeps a packed copy of its matrix, which a reload
-        # leaves as it was where the head is tied to the embedding.
+        # On a CPU the head has a packed copy of its matrix. Reloading weights
+        # does not update the copy if the head is tied to the embedding.
         if self.device.type != "cpu":
             return
         from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -103,24 +105,27 @@ class RolloutWorkerExtension:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def settle_on_cpu(threads):
-    """Makes torch share a CPU with the trainer, in the process of both.
+def share_cpu(threads):
+    """Limits torch's use of a CPU in the trainer's process.
 
-    Where KerasHub has imported vLLM already, environment variables come too
-    late for this.
+    If KerasHub has imported vLLM already, it is too late for environment
+    variables.
+
+    Args:
+        threads: int, torch's threads.
     """
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
-    # Else parts of the sampler are compiled for ten seconds.
+    # Compiling parts of the sampler would take ten seconds.
     torch.compiler.set_stance("force_eager")
 
 
 class RequireKey:
-    """ASGI middleware: no path but `/health` is served without the key.
+    """ASGI middleware that requires the key for all paths but `/health`.
 
-    vLLM's own `--api-key` leaves the paths open by which weights are changed.
+    vLLM's `--api-key` does not protect the paths that change weights.
     """
 
     def __init__(self, app):
@@ -138,13 +143,13 @@ class RequireKey:
         await self.app(scope, receive, send)
 
 
-def _sample_with_whole_logprobs(sampler):
+def _sample_with_full_logprobs(sampler):
     import torch
 
     plain = sampler.sample
 
     def sample(logits, metadata, *args, **kwargs):
-        whole = None
+        logprobs = None
         if metadata.max_num_logprobs is not None:
             scaled = logits
             if not metadata.all_greedy:
@@ -152,9 +157,9 @@ def _sample_with_whole_logprobs(sampler):
                 greedy = temperature < 1e-5
                 temperature = torch.where(greedy, 1.0, temperature)
                 scaled = logits / temperature.unsqueeze(1)
-            whole = sampler.compute_logprobs(scaled)
+            logprobs = sampler.compute_logprobs(scaled)
         sampled, _ = plain(logits, metadata, *args, **kwargs)
-        return sampled, whole
+        return sampled, logprobs
 
     sampler.sample = sample
 
@@ -187,16 +192,16 @@ def _score_at_temperature(runner):
     runner._get_prompt_logprobs_dict = scores
 
 
-def _leave_the_head(model):
-    # An adapter of ours has no part in the head. vLLM adds one of zeros, by
-    # indices of the tokens sampled from, which are not those of a prompt.
+def _skip_lora_of_head(model):
+    # Our adapters do not change the head. vLLM would add zeros to its logits,
+    # by indices of sampled tokens that do not match the tokens of a prompt.
     for module in model.modules():
         if type(module).__name__ == "LogitsProcessorWithLoRA":
             module.punica_wrapper.add_lora_logits = lambda y, *_, **__: y
 
 
 def _checkpoint_shapes(name, module, packed):
-    """Names and shapes that a checkpoint has for one module of vLLM's."""
+    """Returns a checkpoint's names and shapes for a module of vLLM."""
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         VocabParallelEmbedding,

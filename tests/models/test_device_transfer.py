@@ -16,17 +16,17 @@ from keras_posttrain.models.hf import checkpoint_files
 
 def test_variables_without_values_take_them_later():
     """Pins a private method of Keras, which calls the initializer."""
-    drawn = []
+    initialized = []
 
     def initializer(shape, dtype=None):
-        drawn.append(shape)
+        initialized.append(shape)
         return np.ones(shape, dtype)
 
     with without_values() as made:
         variable = keras.Variable(initializer, (2, 3), "bfloat16", name="v")
         layer = keras.layers.Dense(4, kernel_initializer=initializer)
         layer.build((None, 3))
-    assert not drawn
+    assert not initialized
     assert made == [variable, layer.kernel, layer.bias]
     assert variable.shape == (2, 3) and variable.dtype == "bfloat16"
     variable.assign(np.full((2, 3), 2.0))
@@ -34,9 +34,9 @@ def test_variables_without_values_take_them_later():
     # As it was, also for those that are made in no scope, and later.
     with keras.StatelessScope():
         pass
-    assert not drawn
+    assert not initialized
     keras.Variable(initializer, (2,))
-    assert drawn == [(2,)]
+    assert initialized == [(2,)]
 
 
 def test_a_failure_inside_puts_the_method_back():

@@ -1,4 +1,4 @@
-"""Families without the attention seam, sampled by KerasHub's own decode."""
+"""Families without the attention hook, sampled by KerasHub's decoding."""
 
 import os
 import pathlib
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.rollout.native.batch_decoder import LockstepDecoder
+from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
+from keras_posttrain.rollout.native.samples import Samples
 from keras_posttrain.rollout.rollout import Request
 
 M = keras_hub.models
@@ -67,13 +68,31 @@ LENGTH = 26
 STOP = (7, 8, 9)
 
 
+def decoder_of(task, num_slots, **settings):
+    return BatchDecoder(
+        task.causal_lm, task.using_weights, num_slots, **settings
+    )
+
+
+def weights_of(task):
+    return (
+        [v.value for v in task.trainable_variables],
+        [v.value for v in task.non_trainable_variables],
+    )
+
+
+def generate(task, num_slots, asked, emit=None, **settings):
+    decoder = decoder_of(task, num_slots, **settings)
+    return decoder.generate(weights_of(task), asked, emit)
+
+
 def make(family):
     keras.utils.set_random_seed(1)
     backbone = getattr(M, family + "Backbone")(**FAMILIES[family])
     causal_lm = getattr(M, family + "CausalLM")(
         backbone=backbone, preprocessor=None
     )
-    # As they are made, all tokens would be about as probable.
+    # With the initial weights all tokens would be about equally probable.
     for v in causal_lm.variables:
         if len(v.shape) > 1:
             v.assign(3 * v.value)
@@ -156,9 +175,8 @@ def check_samples(task, asked, out):
 def test_samples_are_the_models(family):
     """Prompts of 1 to 14 tokens in one batch, of several temperatures."""
     task = make(family)
-    decoder = LockstepDecoder(task, 16)
     asked = requests()
-    out = decoder.generate(asked)
+    out = generate(task, 16, asked)
     flat = check_samples(task, asked, out)
     rows = [
         {
@@ -185,11 +203,10 @@ def gpt2():
 )
 def test_tokens_are_the_same_in_any_batch(gpt2, limits):
     asked = requests(**limits)
-    want = LockstepDecoder(gpt2, 16).generate(asked)
+    want = generate(gpt2, 16, asked)
     order = [3, 0, 4, 2, 1]
     for slots in (1, 3):
-        decoder = LockstepDecoder(gpt2, slots)
-        out = decoder.generate([asked[i] for i in order])
+        out = generate(gpt2, slots, [asked[i] for i in order])
         for i, samples in zip(order, out):
             for a, b in zip(samples, want[i]):
                 assert a[0] == b[0] and a[2] == b[2]
@@ -200,90 +217,94 @@ def test_tokens_are_the_same_in_any_batch(gpt2, limits):
 
 
 def test_truncation_and_weights_are_those_of_the_call(gpt2):
-    decoder = LockstepDecoder(gpt2, 8)
+    decoder = decoder_of(gpt2, 8)
     [prompt] = [r.token_ids for r in requests()[3:4]]
     greedy = Request(prompt, max_tokens=10, temperature=0, seed=0)
     best = Request(prompt, 3, 10, temperature=2.0, top_k=1, seed=0)
-    [[one]], many = (decoder.generate([r]) for r in (greedy, best))
+    [[one]], many = (
+        decoder.generate(weights_of(gpt2), [r]) for r in (greedy, best)
+    )
     assert all(s[0] == one[0] for s in many[0])
     programs = list(decoder.programs)
     kernel = gpt2.policy.kernel
     old = np.array(kernel.value)
     try:
         kernel.assign(-old)
-        [[other]] = decoder.generate([greedy])
+        [[other]] = decoder.generate(weights_of(gpt2), [greedy])
     finally:
         kernel.assign(old)
     assert other[0] != one[0]
     assert decoder.programs == programs
-    assert decoder.generate([greedy])[0][0][0] == one[0]
+    [[again]] = decoder.generate(weights_of(gpt2), [greedy])
+    assert again[0] == one[0]
 
 
-def test_equal_requests_do_not_draw_the_same(gpt2):
-    decoder = LockstepDecoder(gpt2, 4)
+def test_equal_requests_get_different_samples(gpt2):
     one = Request([5, 6, 11], max_tokens=10, seed=3)
-    a, b = decoder.generate([one, one])
-    [both] = decoder.generate([Request([5, 6, 11], 2, 10, seed=3)])
+    a, b = generate(gpt2, 4, [one, one])
+    [both] = generate(gpt2, 4, [Request([5, 6, 11], 2, 10, seed=3)])
     assert [a[0][0], b[0][0]] == [s[0] for s in both]
     assert a[0][0] != b[0][0]
 
 
-def test_tokens_are_told_as_they_come(gpt2):
-    told, calls = {}, []
+def test_tokens_are_streamed(gpt2):
+    streamed, calls = {}, []
 
     def emit(request, generation, ids):
         calls.append((request, generation))
-        told.setdefault((request, generation), []).extend(ids)
+        streamed.setdefault((request, generation), []).extend(ids)
 
     asked = [
         Request([5, 6, 11], 2, 30, seed=3),
         Request([5], 1, 5, seed=3, stop_token_ids=range(50)),
     ]
-    out = LockstepDecoder(gpt2, 4).generate(asked, emit)
+    out = generate(gpt2, 4, asked, emit)
     for i, samples in enumerate(out):
         for g, s in enumerate(samples):
-            assert told[i, g] == s[0]
+            assert streamed[i, g] == s[0]
     assert calls.count((0, 0)) == 2
     assert [s[0] for x in out for s in x] == [
-        s[0] for x in LockstepDecoder(gpt2, 4).generate(asked) for s in x
+        s[0] for x in generate(gpt2, 4, asked) for s in x
     ]
 
 
 def test_lengths_far_apart_share_no_batch(gpt2):
     """Two prompts of 2 tokens, two of 30: 28 columns of waiting would cost
-    more than the 4 columns that each batch has to draw."""
+    more than the 4 columns that each batch has to sample."""
     rng = np.random.default_rng(0)
     asked = [
         Request(rng.integers(3, 97, n).tolist(), 1, 4, seed=0)
         for n in (2, 30, 2, 30)
     ]
-    decoder = LockstepDecoder(gpt2, 8)
+    decoder = decoder_of(gpt2, 8)
     batches = [
         [s.request for s in batch]
-        for batch in decoder._batches(decoder._samples(asked))
+        for batch in decoder._batches(Samples(asked))
     ]
     assert batches == [[0, 2], [1, 3]]
-    assert [len(x[0][0]) for x in decoder.generate(asked)] == [4] * 4
-    assert decoder.generate([]) == []
+    assert [len(x[0][0]) for x in generate(gpt2, 8, asked)] == [4] * 4
+    assert generate(gpt2, 8, []) == []
 
 
 def test_the_budget_of_the_cache(gpt2):
     """Two layers of keys and values of 40 tokens, 16 numbers each, twice:
     2 * 2 * 2 * 40 * 16 * 4 = 20,480 bytes a row."""
     asked = [Request([5, 6, 11], 4, 8, seed=3)]
-    small = LockstepDecoder(gpt2, 16, cache_bytes=2 * 20_480 + 100)
-    out = small.generate(asked)
-    assert small.programs[0].startswith("lockstep prefill of 2 x")
-    whole = LockstepDecoder(gpt2, 16).generate(asked)
+    small = decoder_of(gpt2, 16, cache_bytes=2 * 20_480 + 100)
+    out = small.generate(weights_of(gpt2), asked)
+    assert small.programs[0].startswith("batch prefill of 2 x")
+    whole = generate(gpt2, 16, asked)
     assert [s[0] for s in out[0]] == [s[0] for s in whole[0]]
     with pytest.raises(ValueError, match="20 KiB, the budget is 9.766 KiB"):
-        LockstepDecoder(gpt2, 16, cache_bytes=10_000).generate(asked)
+        generate(gpt2, 16, asked, cache_bytes=10_000)
 
 
 def test_positions_end(gpt2):
     with pytest.raises(ValueError, match="Request 1 .* of 40 tokens.*41 in"):
-        LockstepDecoder(gpt2, 4).generate(
-            [Request([5], max_tokens=39), Request([5], max_tokens=40)]
+        generate(
+            gpt2,
+            4,
+            [Request([5], max_tokens=39), Request([5], max_tokens=40)],
         )
 
 
@@ -294,7 +315,7 @@ def test_a_wrong_decode_is_refused():
     causal_lm = M.GPTNeoXCausalLM(backbone=backbone, preprocessor=None)
     task = kpt.SFTTask(causal_lm, sequence_length=16)
     with pytest.raises(ValueError, match="GPTNeoX.* position 0"):
-        LockstepDecoder(task, 4)
+        decoder_of(task, 4)
 
 
 def test_a_window_that_cannot_be_decoded_is_refused():
@@ -306,11 +327,11 @@ def test_a_window_that_cannot_be_decoded_is_refused():
     causal_lm = M.QwenMoeCausalLM(backbone=backbone, preprocessor=None)
     task = kpt.SFTTask(causal_lm, sequence_length=16)
     with pytest.raises(ValueError, match="Qwen-MoE with a sliding window"):
-        LockstepDecoder(task, 4)
+        decoder_of(task, 4)
 
 
 @pytest.mark.slow
-def test_the_two_engines_draw_the_same():
+def test_the_two_decoders_sample_the_same():
     """On a family that both can serve."""
     keras.utils.set_random_seed(1)
     backbone = M.Llama3Backbone(**GROUPED)
@@ -319,9 +340,7 @@ def test_the_two_engines_draw_the_same():
     engine = kpt.rollout.NativeRollout(num_slots=4)
     engine.set_model(task)
     asked = requests()
-    for ours, theirs in zip(
-        LockstepDecoder(task, 3).generate(asked), engine.generate(asked)
-    ):
+    for ours, theirs in zip(generate(task, 3, asked), engine.generate(asked)):
         for a, b in zip(ours, theirs):
             assert a[0] == b.token_ids and a[2] == b.finish_reason
             np.testing.assert_allclose(a[1], b.per_token_logps, atol=3e-5)
@@ -330,16 +349,15 @@ def test_the_two_engines_draw_the_same():
 EIGHT_DEVICES = """
 import jax
 import keras
-from keras_posttrain.rollout.lockstep import LockstepDecoder
-from tests.rollout.test_lockstep import make, requests
+from tests.rollout.test_batch_decoder import generate, make, requests
 
 assert len(jax.devices()) == 8
-one = LockstepDecoder(make("GPT2"), 16).generate(requests())
+one = generate(make("GPT2"), 16, requests())
 many = keras.distribution.DataParallel(
     devices=keras.distribution.list_devices()
 )
 keras.distribution.set_distribution(many)
-eight = LockstepDecoder(make("GPT2"), 16).generate(requests())
+eight = generate(make("GPT2"), 16, requests())
 for a, b in zip(one, eight):
     assert [s[0] for s in a] == [s[0] for s in b]
 print("equal")
@@ -347,7 +365,7 @@ print("equal")
 
 
 @pytest.mark.slow
-def test_eight_devices_draw_the_same(tmp_path):
+def test_eight_devices_sample_the_same(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(EIGHT_DEVICES)
     root = str(pathlib.Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""What a model shows of its inside, and a policy beside its teachers."""
+"""Captured activations, and a policy compared with its teachers."""
 
 import functools
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from keras_posttrain.losses.divergence import forward_kl
-from keras_posttrain.models.activation_capture import Taps
+from keras_posttrain.losses.divergence import forward_kl_loss
+from keras_posttrain.models.activation_capture import ActivationCapture
 from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
@@ -26,7 +26,7 @@ def models():
 
 
 def batch_of(*rows, length=LENGTH, seed=1):
-    """Each row is the lengths of its sequences; tokens are drawn in order."""
+    """Each row is given by the lengths of its sequences."""
     rng = np.random.default_rng(seed)
     batch = {
         name: np.zeros((len(rows), length), "int32")
@@ -48,15 +48,17 @@ def tapped(policy, batch, layers=(0, 1)):
 
     @jax.jit
     def run(batch):
-        taps = Taps(hidden_layers=layers, attention_layers=layers)
-        final = policy.hidden_states(batch, taps=taps)
-        return final, taps.hidden, taps.attentions
+        capture = ActivationCapture(
+            hidden_layers=layers, attention_layers=layers
+        )
+        final = policy.hidden_states(batch, capture=capture)
+        return final, capture.hidden, capture.attentions
 
     return run(batch)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
-def test_taps_are_what_transformers_shows(models, name):
+def test_captures_are_those_of_transformers(models, name):
     """Gemma 2 caps its scores and every second layer has a window; Qwen 3
     norms queries and keys, and heads share keys."""
     torch = pytest.importorskip("torch")
@@ -93,8 +95,8 @@ def test_the_last_layers_output_is_before_the_norm(models):
 
 
 def test_attention_stays_within_its_sequence(models):
-    """Two sequences of a row show what each shows alone; nothing is seen
-    ahead, by another sequence, or by padding; and taps change nothing."""
+    """Two sequences of a row have the attention weights of each alone: 0
+    ahead, to another sequence and to padding. A capture changes no output."""
     policy = Policy(models("gemma2"))
     batch = batch_of([5, 4])
     alone = batch_of([5], [4])
@@ -126,7 +128,7 @@ def test_attention_stays_within_its_sequence(models):
             )
 
 
-def test_hidden_taps_and_their_gradients_stand_rematerialisation(models):
+def test_hidden_states_and_their_gradients_survive_rematerialisation(models):
     causal_lm = models("qwen3")
     batch = batch_of([LENGTH])
     variables = causal_lm.backbone.transformer_layers[0].trainable_variables
@@ -135,10 +137,10 @@ def test_hidden_taps_and_their_gradients_stand_rematerialisation(models):
         import keras
 
         def loss(values):
-            taps = Taps(hidden_layers=(1,))
+            capture = ActivationCapture(hidden_layers=(1,))
             with keras.StatelessScope(list(zip(variables, values))):
-                policy.hidden_states(batch, taps=taps)
-            return jnp.sum(taps.hidden[1] ** 2)
+                policy.hidden_states(batch, capture=capture)
+            return jnp.sum(capture.hidden[1] ** 2)
 
         return jax.jit(jax.grad(loss))([v.value for v in variables])
 
@@ -149,24 +151,34 @@ def test_hidden_taps_and_their_gradients_stand_rematerialisation(models):
 
 
 @pytest.mark.parametrize(
-    "taps, remat, message",
+    "capture, remat, message",
     [
-        (Taps(hidden_layers=(2,)), "none", r"from 0 to 1.*hidden_layers=\(2,"),
-        (Taps(attention_layers=(-1,)), "none", "attention_layers=.-1"),
-        (Taps(attention_layers=(0,)), "full", "remat='none'"),
+        (
+            ActivationCapture(hidden_layers=(2,)),
+            "none",
+            r"from 0 to 1.*hidden_layers=\(2,",
+        ),
+        (
+            ActivationCapture(attention_layers=(-1,)),
+            "none",
+            "attention_layers=.-1",
+        ),
+        (ActivationCapture(attention_layers=(0,)), "full", "remat='none'"),
     ],
 )
-def test_what_cannot_be_tapped_says_so(models, taps, remat, message):
+def test_what_cannot_be_captured_says_so(models, capture, remat, message):
     policy = Policy(models("qwen3"), remat=remat)
     with pytest.raises(ValueError, match=message):
-        policy.hidden_states(batch_of([LENGTH]), taps=taps)
+        policy.hidden_states(batch_of([LENGTH]), capture=capture)
 
 
-def test_a_family_without_the_seam_says_so(models):
+def test_a_family_without_the_hook_says_so(models):
     policy = Policy(models("qwen3"))
     policy.packable = False
     with pytest.raises(ValueError, match="KerasHub's own call"):
-        policy.hidden_states(batch_of([LENGTH]), taps=Taps(hidden_layers=(0,)))
+        policy.hidden_states(
+            batch_of([LENGTH]), capture=ActivationCapture(hidden_layers=(0,))
+        )
 
 
 # A policy and its teachers
@@ -184,7 +196,7 @@ def log_softmax(policy, hidden, temperature=1.0):
 def test_a_policy_beside_its_teachers(models):
     """A packed batch with a shared prompt; one teacher reads the same batch,
     another a longer one of its own, a third is a top 5 (its tail included).
-    The sum is that of whole distributions, token by token."""
+    The sum is that of full distributions, token by token."""
     student, other = Policy(models("gemma2")), Policy(models("gemma2_ref"))
     batch = batch_of([3, 4, 4])
     batch["prefix_segments"] = np.array([[0, 1, 1]], "int32")
@@ -206,7 +218,7 @@ def test_a_policy_beside_its_teachers(models):
     def run(batch, longer):
         teachers = (other.teacher(batch), student.teacher(longer, source), top)
         return student.divergence_sum(
-            batch, tuple(weights), teachers, shares, forward_kl,
+            batch, tuple(weights), teachers, shares, forward_kl_loss,
             temperature=2.0, tail=False, needs=needs,
         )  # fmt: skip
 
@@ -221,9 +233,9 @@ def test_a_policy_beside_its_teachers(models):
         log_softmax(other, forward[1][places], 2.0),
         log_softmax(student, forward[2][source[0]], 2.0),
     )
-    parts = [forward_kl(ours, t) for t in theirs]
+    parts = [forward_kl_loss(ours, t) for t in theirs]
     parts.append(
-        forward_kl(jnp.take_along_axis(ours, top.ids, axis=1), top.logps)
+        forward_kl_loss(jnp.take_along_axis(ours, top.ids, axis=1), top.logps)
     )
     used = (np.arange(LENGTH) >= 5) & (batch["segment_ids"][0] > 0)
     divergences = np.where(used, sum(shares[:, 0] * np.stack(parts)), 0)
@@ -256,7 +268,7 @@ def test_a_mask_adds_values_without_weight(models):
         hidden = policy.hidden_states(batch)
         teacher = policy.teacher(batch, hidden=hidden)
         total, found = policy.divergence_sum(
-            batch, (weights, None), [teacher], None, forward_kl,
+            batch, (weights, None), [teacher], None, forward_kl_loss,
             hidden=hidden, needs=("agrees", "per_token_logps"), mask=mask,
         )  # fmt: skip
         plain = policy.token_outputs(batch, mask, hidden=hidden)

@@ -1,0 +1,211 @@
+"""The preparation of a dataset's rows: encoded, checked, cut and counted."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from keras_posttrain.data.rows import columns, datasets
+
+TRUNCATIONS = ("error", "drop", "cut")
+NO_LOSS = "no token with loss"
+TOO_LONG = "too long"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSettings:
+    """The settings that all kinds of rows are prepared with.
+
+    Args:
+        tokenizer: a `Tokenizer`, or `None` where all rows are tokenised.
+        sequence_length: int, the most tokens of a sequence.
+        vocabulary_size: int, how many token ids the model has.
+        truncation: string, how longer rows are treated: `"error"`,
+            `"drop"`, or `"cut"` off their ends.
+        chat_template_kwargs: dict of further variables for the chat template,
+            or `None`.
+        name: string, the dataset's name in errors and the report.
+
+    Raises:
+        ValueError: a setting is none of those above.
+    """
+
+    tokenizer: object
+    sequence_length: int
+    vocabulary_size: int
+    truncation: str = "error"
+    chat_template_kwargs: dict | None = None
+    name: str = "dataset"
+
+    def __post_init__(self):
+        if self.sequence_length < 2:
+            raise ValueError(
+                "`sequence_length` must be at least 2: a token is predicted "
+                "from one before it. Received: "
+                f"sequence_length={self.sequence_length}."
+            )
+        if self.truncation not in TRUNCATIONS:
+            raise ValueError(
+                f"`truncation` must be one of {TRUNCATIONS}. Received: "
+                f"truncation={self.truncation!r}."
+            )
+
+
+class DroppedRow(Exception):
+    """Raised by an encoder to leave a row out; the report counts it.
+
+    Args:
+        reason: string, a key of `DataReport.dropped`.
+        length: int, tokens of the row, where the row was not encoded.
+    """
+
+    def __init__(self, reason, length=0):
+        super().__init__(reason)
+        self.reason, self.length = reason, length
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncodedRow:
+    """A row as token ids, before it is checked and cut.
+
+    Args:
+        sides: list of `(token_ids, completion_mask)`, one for each of its
+            sequences: int64 and float32 arrays of shape `(length,)`.
+        build: function of the sides within the limit to an example.
+        weight: float, by which the masks are multiplied.
+    """
+
+    sides: list
+    build: Callable
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """The errors of one kind of rows.
+
+    Args:
+        too_long: template with `where`, `length` and `limit`.
+        no_loss: template with `where` and `length`; `None` where rows need
+            no token with loss.
+        none_left: template with `name` and `report`.
+    """
+
+    too_long: str
+    no_loss: str | None
+    none_left: str
+
+
+class Preparation:
+    """Prepares one row at a time: `(index, row)` to an example or `None`.
+
+    Args:
+        encode: function `(index, row, where)` to an `EncodedRow`; `where`
+            names the row in errors. It may raise `DroppedRow`.
+        settings: `RowSettings`.
+        messages: `Messages`.
+        report: `DataReport`, filled as rows are prepared.
+        limit: int, the most tokens; `None` for `settings.sequence_length`.
+        keeps_end: bool, whether a row that is cut keeps its end.
+    """
+
+    def __init__(
+        self, encode, settings, messages, report, limit=None, keeps_end=False
+    ):
+        self.encode, self.settings = encode, settings
+        self.messages, self.report = messages, report
+        self.limit = limit or settings.sequence_length
+        kept = slice(-self.limit, None) if keeps_end else slice(self.limit)
+        self._kept = kept
+
+    def __call__(self, index, row):
+        report = self.report
+        where = f"row {index} of `{self.settings.name}`"
+        try:
+            encoded = self.encode(index, row, where)
+            length = self._check(encoded.sides, where)
+            report.longest = max(report.longest, length)
+            sides = self._cut(encoded, length)
+            example = encoded.build(sides)
+        except DroppedRow as dropped:
+            report.rows += 1
+            report.longest = max(report.longest, dropped.length)
+            report.dropped[dropped.reason] += 1
+            return None
+        report.rows += 1
+        report.kept += 1
+        report.cut += length > self.limit
+        report.tokens += sum(len(ids) for ids, _ in sides)
+        report.loss_tokens += sum(np.count_nonzero(m) for _, m in sides)
+        return example
+
+    def _check(self, sides, where):
+        """Returns the tokens of the longest side.
+
+        Raises:
+            ValueError: a side cannot be used.
+        """
+        for ids, mask in sides:
+            columns.check_token_ids(ids, self.settings.vocabulary_size, where)
+            mask[:1] = 0.0
+        longest = max(len(ids) for ids, _ in sides)
+        if self.settings.truncation != "error":
+            return longest
+        if longest > self.limit:
+            raise ValueError(
+                self.messages.too_long.format(
+                    where=where, length=longest, limit=self.limit
+                )
+            )
+        for ids, mask in sides:
+            if self.messages.no_loss is not None and not mask.any():
+                raise ValueError(
+                    self.messages.no_loss.format(where=where, length=len(ids))
+                )
+        return longest
+
+    def _cut(self, encoded, length):
+        """Returns the sides within the limit, their masks weighted."""
+        if length > self.limit and self.settings.truncation == "drop":
+            raise DroppedRow(TOO_LONG)
+        sides = [(ids[self._kept], m[self._kept]) for ids, m in encoded.sides]
+        if self.messages.no_loss is not None:
+            if not all(mask.any() for _, mask in sides):
+                raise DroppedRow(NO_LOSS)
+        weight = np.float32(encoded.weight)
+        return [(ids.astype(np.int32), mask * weight) for ids, mask in sides]
+
+
+def prepare_rows(dataset, prepare):
+    """Prepares all rows of a dataset.
+
+    Args:
+        dataset: as of `prepare_sft`.
+        prepare: a `Preparation`.
+
+    Returns:
+        Tuple `(examples, report)`: a list of examples, or of a Grain
+        `IterDataset` another one, and the report.
+
+    Raises:
+        ValueError: a row cannot be used, or none is left.
+    """
+    report = prepare.report
+    if datasets.is_stream(dataset):
+        return dataset.map_with_index(prepare).filter(_is_kept), report
+    rows = datasets.read_rows(dataset, report.name)
+    examples = [
+        example
+        for index in range(len(rows))
+        if (row := rows[index]) is not None
+        and (example := prepare(index, row)) is not None
+    ]
+    if not examples:
+        raise ValueError(
+            prepare.messages.none_left.format(name=report.name, report=report)
+        )
+    return examples, report
+
+
+def _is_kept(example):
+    return example is not None

@@ -1,0 +1,113 @@
+"""Rows of supervised training to tokens with weights."""
+
+from keras_posttrain.data.rows import columns, encoding
+from keras_posttrain.data.rows.examples import DataReport, Example
+from keras_posttrain.data.rows.preparation import (
+    EncodedRow,
+    Messages,
+    Preparation,
+    prepare_rows,
+)
+
+MESSAGES = Messages(
+    too_long=(
+        "A row must have at most `sequence_length` tokens. Received: {where} "
+        "with {length} tokens, sequence_length={limit}. Use "
+        "sequence_length={length} or more, truncation='drop' to leave out "
+        "such rows, or truncation='cut' to cut their ends."
+    ),
+    no_loss=(
+        "A row must have a token to learn: one with a weight in the loss that "
+        "is not the row's first. Received: {where} with {length} tokens, none "
+        "of which carries loss. Remove the row, or use truncation='drop'."
+    ),
+    none_left=(
+        "No row of `{name}` is left to train on. Received: {report}. Use a "
+        "larger `sequence_length`, or truncation='cut'."
+    ),
+)
+
+
+def prepare_sft(dataset, settings, train_on="auto"):
+    """Tokenizes and checks the rows of a dataset for supervised training.
+
+    A row is one of
+    - `{"text"}`: opened as the tokenizer opens a text, and ended;
+    - `{"messages"}`, and `"tools"` where there are any;
+    - `{"prompt", "completion"}`, each a string or a list of messages;
+    - `{"prompt_ids", "completion_ids"}`, to which nothing is added;
+    - `{"token_ids", "completion_mask"}`, to which nothing is added; the mask
+      may hold weights.
+
+    A `"weight"` of a row multiplies its mask. All rows of a dataset are of
+    one type; other columns are ignored.
+
+    Args:
+        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`
+            or `IterDataset`, or a path to `.jsonl`, `.json` or `.parquet`.
+        settings: `RowSettings`.
+        train_on: `"completion"` (of messages: the last assistant turn),
+            `"assistant"` (all its turns), `"all"` tokens, or `"auto"`: the
+            assistant's turns of messages, the completion of rows that have
+            one, all of a text.
+
+    Returns:
+        Tuple `(examples, report)`: a list of `Example`s and a `DataReport`.
+        Of a Grain `IterDataset` the examples are a Grain `IterDataset` that
+        prepares rows as they are read, and the report is filled meanwhile.
+
+    Raises:
+        ValueError: a row cannot be used; the message names it.
+
+    Example:
+
+    ```python
+    rows = [{"prompt_ids": [5, 6], "completion_ids": [7, 1]}]
+    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
+    examples, report = prepare_sft(rows, settings)
+    examples[0].completion_mask  # [0, 0, 1, 1]
+    ```
+    """
+    encode = _Encoder(settings, train_on)
+    report = DataReport(settings.name)
+    return prepare_rows(
+        dataset, Preparation(encode, settings, MESSAGES, report)
+    )
+
+
+class RowTypeCheck:
+    """Checks that all rows of a dataset are of one type."""
+
+    def __init__(self):
+        self.first = None
+
+    def __call__(self, index, row, where):
+        """Returns the type of a row, a key of `columns.KINDS`."""
+        kind = columns.row_kind(row, where)
+        if self.first is None:
+            self.first = (index, kind)
+        if kind != self.first[1]:
+            raise ValueError(
+                "All rows of a dataset must be of one type. Received: row "
+                f"{self.first[0]} has {columns.describe(self.first[1])}, "
+                f"{where} has {columns.describe(kind)}. Train on them as two "
+                "datasets, or turn them into one type."
+            )
+        return kind
+
+
+class _Encoder:
+    def __init__(self, settings, train_on):
+        encoding.check_train_on(train_on)
+        self.settings, self.train_on = settings, train_on
+        self.row_type = RowTypeCheck()
+
+    def __call__(self, index, row, where):
+        kind = self.row_type(index, row, where)
+        side = encoding.encode_row(
+            row, kind, self.settings, self.train_on, where
+        )
+        weight = columns.weight(row, where)
+        return EncodedRow(
+            [side], lambda sides: Example(*sides[0], index), weight
+        )

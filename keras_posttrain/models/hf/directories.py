@@ -1,0 +1,82 @@
+"""Finds the directory of a Hugging Face checkpoint."""
+
+import difflib
+import os
+import pathlib
+
+import keras_hub
+
+from keras_posttrain.models.hf.checkpoint_files import CONFIG, read_json
+
+# The files to download. Some repositories have the weights a second time in
+# other safetensors files.
+PATTERNS = [
+    "*.json",
+    "*.jinja",
+    "model*.safetensors",
+    "*.txt",
+    "tokenizer.model",
+]
+
+
+def resolve(preset):
+    """Returns the directory of a Hugging Face preset, downloaded if needed.
+
+    Args:
+        preset: str or path: a directory, `hf://owner/name` (downloaded),
+            `kaggle://...` or the name of a KerasHub preset.
+
+    Returns:
+        A `pathlib.Path` if the preset has a Hugging Face `config.json` (with
+        a `model_type`); `None` if it is a preset of KerasHub.
+
+    Raises:
+        ValueError: if there is no such directory or preset.
+
+    Example:
+
+    ```python
+    resolve("path/of/Qwen3-0.6B")  # PosixPath('path/of/Qwen3-0.6B')
+    resolve("qwen3_0.6b_en")  # None
+    ```
+    """
+    preset = os.fspath(preset)
+    if preset.startswith("hf://"):
+        return _download(preset)
+    if "://" in preset or preset in keras_hub.models.CausalLM.presets:
+        return None
+    path = pathlib.Path(preset).expanduser()
+    if not path.is_dir():
+        names = keras_hub.models.CausalLM.presets
+        close = difflib.get_close_matches(preset, names, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?"
+        raise ValueError(
+            "A preset must be the path of an existing directory (Hugging "
+            "Face's or KerasHub's), 'hf://owner/name', 'kaggle://...' or a "
+            "name in `keras_hub.models.CausalLM.presets`. "
+            f"Received: preset={preset!r}.{hint if close else ''}"
+        )
+    if not (path / CONFIG).is_file():
+        raise ValueError(
+            f"The directory of a model must hold `{CONFIG}`. Received: "
+            f"preset={preset!r}, with {sorted(p.name for p in path.iterdir())}"
+        )
+    return path if "model_type" in read_json(path / CONFIG) else None
+
+
+def _download(preset):
+    # Slow to import, and only needed for downloads.
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    repository = preset.removeprefix("hf://").strip("/")
+    if repository.count("/") != 1:
+        raise ValueError(
+            "A preset on the Hugging Face Hub must be 'hf://owner/name'. "
+            f"Received: preset={preset!r}"
+        )
+    # The config comes first: it shows whether KerasHub should download the
+    # rest.
+    config = pathlib.Path(hf_hub_download(repository, CONFIG))
+    if "model_type" not in read_json(config):
+        return None
+    return pathlib.Path(snapshot_download(repository, allow_patterns=PATTERNS))

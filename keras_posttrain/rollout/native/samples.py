@@ -1,0 +1,128 @@
+"""The samples of a call of `generate`, and their sampling settings."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.rollout.native.sampling import sample_keys
+
+# A `top_k` without effect.
+NO_TOP_K = 2**31 - 1
+
+
+def power_of_two(n, at_least=1):
+    """Returns the least power of two that is at least `n`."""
+    return max(1 << max(n - 1, 0).bit_length(), at_least)
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One sample of a request, with the tokens sampled so far.
+
+    Args:
+        request: int, the index of its request.
+        generation: int, the index of the sample within its request.
+        settings: `Request`.
+        key: uint32 array of shape `(2,)`, see `sample_key`.
+    """
+
+    request: int
+    generation: int
+    settings: object
+    key: np.ndarray
+    token_ids: list = dataclasses.field(default_factory=list)
+    logps: list = dataclasses.field(default_factory=list)
+    # The reason that holds if the call ends before the sample does.
+    finish_reason: str = "interrupted"
+
+    @property
+    def prompt(self):
+        return self.settings.token_ids
+
+    @property
+    def end(self):
+        """Tokens of the prompt and the longest completion."""
+        return len(self.prompt) + self.settings.max_tokens
+
+    def finish(self, stopped):
+        """Sets the reason why the sample ended."""
+        self.finish_reason = "stop" if stopped else "length"
+
+
+class Samples(list):
+    """All samples of a call, in the order of their requests.
+
+    Args:
+        requests: list of `Request`s that have seeds.
+
+    Attributes:
+        num_stop_ids: int, the columns of the array of stop tokens.
+        truncated: bool, whether a request sets `top_k`, `top_p` or `min_p`.
+    """
+
+    def __init__(self, requests):
+        super().__init__(
+            Sample(i, g, r, key)
+            for i, (r, keys) in enumerate(zip(requests, sample_keys(requests)))
+            for g, key in enumerate(keys)
+        )
+        self.num_requests = len(requests)
+        self.num_stop_ids = power_of_two(
+            max((len(r.stop_token_ids) for r in requests), default=0)
+        )
+        self.truncated = any(
+            r.top_k or r.min_p or (r.top_p is not None and r.top_p < 1)
+            for r in requests
+        )
+
+    def by_request(self):
+        """Returns a list of the samples of each request."""
+        found = [[] for _ in range(self.num_requests)]
+        for s in self:
+            found[s.request].append(s)
+        return found
+
+    def settings(self, rows):
+        """Returns the arrays by which rows of logits are sampled.
+
+        Args:
+            rows: list with the `Sample` of each row, or `None` for an idle
+                row.
+
+        Returns:
+            A dict of arrays with a leading `rows` axis: `keys`,
+            `temperature`, `stop` (-1 where unused), and, if any request
+            truncates, `top_k`, `top_p` and `min_p`.
+        """
+        count = len(rows)
+        found = {
+            "keys": np.zeros((count, 2), "uint32"),
+            "temperature": np.ones(count, "float32"),
+            "stop": np.full((count, self.num_stop_ids), -1, "int32"),
+        }
+        if self.truncated:
+            found["top_k"] = np.full(count, NO_TOP_K, "int32")
+            found["top_p"] = np.ones(count, "float32")
+            found["min_p"] = np.zeros(count, "float32")
+        for row, s in enumerate(rows):
+            if s is None:
+                continue
+            r = s.settings
+            found["keys"][row] = s.key
+            found["temperature"][row] = r.temperature
+            found["stop"][row, : len(r.stop_token_ids)] = r.stop_token_ids
+            if self.truncated:
+                found["top_k"][row] = min(r.top_k or NO_TOP_K, NO_TOP_K)
+                found["top_p"][row] = 1.0 if r.top_p is None else r.top_p
+                found["min_p"][row] = r.min_p or 0.0
+        return found
+
+
+def check_finite(request, logps):
+    """Raises a `ValueError` if a log-probability is not finite."""
+    if not np.all(np.isfinite(logps)):
+        raise ValueError(
+            f"The model returned NaN or infinity for a token of request "
+            f"{request}: its weights or activations are not finite. Do not "
+            "use these samples."
+        )

@@ -1,0 +1,20 @@
+"""Every task through the contract: one update, one run, one model."""
+
+import pytest
+
+from tests.tasks import contract
+
+
+@pytest.mark.parametrize("name", contract.CASES)
+def test_the_same_update_however_it_is_run(name):
+    contract.check_same_update(name)
+
+
+@pytest.mark.parametrize("name", contract.TASKS)
+def test_a_killed_and_resumed_run_is_the_straight_one(name, tmp_path):
+    contract.check_resumed_run(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", contract.TASKS)
+def test_what_is_exported_is_the_model(name, tmp_path):
+    contract.check_export(name, tmp_path)
