@@ -180,7 +180,7 @@ class PPOTask(RolloutTask):
             model,
             lora=self.adapter.lora if self.adapter else None,
             sequence_length=self.sequence_length,
-            remat=self.remat,
+            remat=self.policy.remat,
         )
 
     def _check_value_model(self, source):

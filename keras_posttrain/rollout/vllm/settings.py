@@ -23,8 +23,8 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
     """Checks the arguments of `VLLMRollout`."""
     if url is not None and python is not None:
         raise ValueError(
-            "`url` is that of a running server, `python` starts one: pass "
-            f"only one of them. Received: url={url!r}, python={python!r}"
+            "`url` is that of a running server, `python` starts one: "
+            f"pass one of them. Received: url={url!r}, python={python!r}"
         )
     if url is not None and not str(url).startswith(("http://", "https://")):
         raise ValueError(
