@@ -315,7 +315,7 @@ class DistillTask(Task):
         return isinstance(self.objective, PolicyLoss)
 
     def companion_models(self):
-        return {"teachers": self.given.models()}
+        return {"teachers": list(self.teachers) or self.given.models()}
 
     def set_companions(self, companions):
         self.teachers, self.cached = companions["teachers"], None

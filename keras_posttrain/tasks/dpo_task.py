@@ -110,7 +110,8 @@ class DPOTask(PreferenceTask):
     def companion_models(self):
         if not self.compares:
             return {}
-        return {"reference": [self._given_reference.value]}
+        model = self.reference or self._given_reference.value
+        return {"reference": [model]}
 
     def set_companions(self, companions):
         # A step whose batches hold what a cached reference computes needs
