@@ -5,11 +5,14 @@ import functools
 import math
 import os
 import re
+import threading
 
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
+# Held while JAX's cache of programs is off, which is a setting of the process.
+_COMPILING = threading.Lock()
 # Silence libtpu's warnings on machines without a TPU.
 LIBTPU_SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -113,14 +116,15 @@ def compile(lowered):
     Returns:
         A `jax.stages.Compiled`.
     """
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        return lowered.compile()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+    with _COMPILING:
+        before = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
+        try:
+            return lowered.compile()
+        finally:
+            jax.config.update("jax_enable_compilation_cache", before)
+            compilation_cache.reset_cache()
 
 
 def _unknown(name, why=""):

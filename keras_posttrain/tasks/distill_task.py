@@ -291,7 +291,7 @@ class DistillTask(Task):
         return bool(self.feature_maps)
 
     def companion_models(self):
-        return {"teachers": self.given.models()}
+        return {"teachers": list(self.teachers) or self.given.models()}
 
     def make_step(self, weights=None):
         step = super().make_step(weights)

@@ -111,7 +111,8 @@ class DPOTask(PreferenceTask):
     def companion_models(self):
         if not self.compares:
             return {}
-        return {"reference": [self._given_reference.value]}
+        model = self.reference or self._given_reference.value
+        return {"reference": [model]}
 
     def begin_run(self, datasets, batch_size, callbacks):
         if self.labelled:

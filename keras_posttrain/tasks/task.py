@@ -955,7 +955,8 @@ class Task(keras.Model):
 
         Returns:
             Dict by role (`"reference"`, `"teachers"`) of lists of presets,
-            KerasHub `CausalLM`s, and `None` for the policy.
+            KerasHub `CausalLM`s, `None` for the policy, and the
+            `FrozenPolicy`s of a run that has begun.
         """
         return {}
 

@@ -264,9 +264,18 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
     """The `FrozenPolicy` that a run would have, without its values.
 
     Args:
-        model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
+        model: a preset, a KerasHub `CausalLM`, `None` for the policy, or the
+            `FrozenPolicy` of a run that has begun.
         policy, weights, role: as in `frozen_policy`.
     """
+    if isinstance(model, FrozenPolicy):
+        return FrozenPolicy(
+            model.policy,
+            model.kind,
+            role=role,
+            variables=model.variables,
+            weights=model.weights,
+        )
     if model is not None:
         with shapes_only():
             if isinstance(model, (str, os.PathLike)):

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from keras_posttrain.planning.example_batches import dummy_batch
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import topology
 from keras_posttrain.models import sharding
-from keras_posttrain.planning import lowering as core
+from keras_posttrain.planning.lowering import planned
 from keras_posttrain.training import step as steps
 
 pytest.importorskip("libtpu")
@@ -207,9 +206,9 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     task = shaped(tmp_path, sizes, 2048)
     task.compile(keras.optimizers.SGD(1e-5))
     devices = list(topology.get("v5p:2x2x2").devices)
-    with core.planned(task, kpt.distribution.fsdp(devices=devices)):
-        batch = dummy_batch(task, len(devices))
-        program = topology.compile(core.lower_step(task, batch))
+    with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
+        batch = every.task.example_batch(len(devices))
+        program = topology.compile(every.lower(batch))
     memory = program.memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     # Kernel and sum are three of these, the layers' backward pass four; with

@@ -13,15 +13,15 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from keras_posttrain.planning.example_batches import dummy_batch
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
 from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention
-from keras_posttrain.planning import lowering as core
-from keras_posttrain.planning import train_plan
+from keras_posttrain.planning import depths, train_plan
+from keras_posttrain.planning.advice import advise
+from keras_posttrain.planning.lowering import planned
 from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
 
 LLAMA = REFERENCE / "models" / "llama3"
@@ -322,17 +322,15 @@ def test_a_plan_changes_nothing():
     full = dataclasses.replace(plan, capacity=plan.needed / 0.95)
     line = dataclasses.replace(full, compiled_layers=(1, 2))
     roomy = dataclasses.replace(line, capacity=plan.set_aside / 0.9)
-    assert (
-        train_plan._advice(task, full) == train_plan._advice(task, roomy) == ()
-    )
+    assert advise(full, task.policy) == advise(roomy, task.policy) == ()
     assert "layers compiled" not in str(full) and "1 and 2 of 2" in str(line)
-    (advice,) = train_plan._advice(task, line)
+    (advice,) = advise(line, task.policy)
     assert advice.startswith("exact=True") and "95%" in advice
     assert "285% when packed loosely" in advice
     lacking = dataclasses.replace(line, capacity=plan.needed / 1.05)
-    assert train_plan._advice(task, lacking)[-1].startswith("exact=True")
+    assert advise(lacking, task.policy)[-1].startswith("exact=True")
     lacking = dataclasses.replace(line, capacity=plan.needed / 1.2)
-    assert "exact" not in str(train_plan._advice(task, lacking))
+    assert "exact" not in str(advise(lacking, task.policy))
 
 
 @pytest.mark.slow
@@ -426,7 +424,7 @@ def test_what_does_not_fit_is_a_plan():
     def compiled(depth):
         return on_four(too_large, ((128, 131072), "bfloat16", ()))
 
-    found, refusal = train_plan._measured(compiled, 2, (2,))
+    found, refusal = depths.measured(compiled, 2, (2,))
     assert found is None
     assert "RESOURCE_EXHAUSTED" in refusal["refusal"]
     assert refusal["refused_bytes"] == pytest.approx(2 * 131072**2, rel=0.05)
@@ -484,13 +482,14 @@ def test_fewer_layers_of_what_a_step_compares_with(tmp_path, kind):
         reference = None if kind == "copy" else other
         task = shaped(student, kpt.DPOTask, reference=reference)
     task.compile(keras.optimizers.SGD(0.1))
-    with core.planned(task, four(), layers=1, others=2):
-        core.lower_step(task, dummy_batch(task, 4))
-        beside = [v.path for v in core.reference_variables(task)]
-        (reference,) = core.references(task)
-        assert len(beside) == len(reference.variables)
+    with planned(task, four()) as every:
+        few = every.with_layers(1, 2)
+        few.lower(few.task.example_batch(4))
+        (companion,) = few.companions
+        beside = companion.variables
     # Nine a layer, an embedding, its norm and a head.
     assert len(beside) == (1 if kind == "copy" else 2) * 9 + 3
+    assert len(few.step.weights.trainable) == 1 * 9 + 3
     assert len(task.trainable_variables) == 3 * 9 + 3
 
 
@@ -529,9 +528,9 @@ def test_a_head_that_is_split_takes_more_tokens_at_once(tmp_path, strategy):
     task = shaped(with_sizes(tmp_path, vocab_size=65536))
     task.compile(keras.optimizers.SGD(0.1))
     devices = topology.get("v5e:2x2").devices
-    with core.planned(task, strategy(devices=list(devices))):
-        batch = dummy_batch(task, 32)
-        assert train_plan._head_trips(task, batch, 1) == 4
+    with planned(task, strategy(devices=list(devices))) as every:
+        batch = every.task.example_batch(32)
+        assert train_plan.head_trips(every, batch) == 4
 
 
 # --- Errors ------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Weights between files and devices: what each step keeps and takes."""
 
+import concurrent.futures
+import threading
+
 import keras
 import ml_dtypes
 import numpy as np
@@ -40,6 +43,31 @@ def test_a_failure_inside_puts_the_method_back():
     before = keras.Variable._initialize_with_initializer
     with pytest.raises(RuntimeError), without_values():
         raise RuntimeError
+    assert keras.Variable._initialize_with_initializer is before
+
+
+def test_only_variables_of_the_same_thread_are_deferred():
+    """Scopes of two threads, of which the first to open closes first."""
+    before = keras.Variable._initialize_with_initializer
+    opened, closed = threading.Event(), threading.Event()
+
+    def other():
+        outside = keras.Variable("ones", (2,))
+        with without_values() as made:
+            opened.set()
+            assert closed.wait(60)
+            inside = keras.Variable("ones", (2,))
+        return outside._value, inside._value, made[0] is inside
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with without_values() as made:
+            found = pool.submit(other)
+            assert opened.wait(60)
+        variable = keras.Variable("ones", (2,))
+        closed.set()
+        outside, inside, is_made = found.result()
+    assert made == [] and variable._value is not None
+    assert outside is not None and inside is None and is_made
     assert keras.Variable._initialize_with_initializer is before
 
 
