@@ -740,7 +740,6 @@ def killed_runs(kind, kills, seed, directory, straight_process):
 ONLY_IN_FULL = ("full-packed", "lora-packed-stream", "lora-unpacked")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -759,7 +758,6 @@ def test_killed_at_more_random_steps(kind, seed, straight_process, tmp_path):
     killed_runs(kind, 3, seed, tmp_path / "run", straight_process)
 
 
-@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_and_in_validation(
     straight_process, tmp_path
 ):
@@ -776,7 +774,6 @@ def test_killed_before_the_first_checkpoint_and_in_validation(
     assert_same_run(tmp_path, final_of(tmp_path), straight)
 
 
-@pytest.mark.slow
 def test_a_terminated_process_has_saved(straight_process, tmp_path):
     run = KINDS["lora-unpacked"]
     process = start(tmp_path, every=100, pause=0.1, **run)
@@ -791,7 +788,6 @@ def test_a_terminated_process_has_saved(straight_process, tmp_path):
     assert_same_run(tmp_path, final_of(tmp_path), straight)
 
 
-@pytest.mark.slow
 def test_a_full_disk_spares_the_last_checkpoint(straight_process, tmp_path):
     run = KINDS["lora-unpacked"] | {"every": 2, "keep": 1}
     process = start(tmp_path, pause=0.1, **run)

@@ -1,10 +1,7 @@
 """The loop of `GRPOTask`: what it must keep, however it is run."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 
 import keras
 import keras_hub
@@ -670,71 +667,35 @@ def test_a_family_without_the_seam_trains():
         fit(task, rows, share_prefix=True)
 
 
-DEVICES = """
-import sys
+@pytest.mark.parametrize("settings", [{}, {"packing": 32}])
+def test_eight_devices_equal_one(eight_devices, settings):
+    def run(distribution, **settings):
+        keras.distribution.set_distribution(distribution)
+        task = kpt.GRPOTask.from_preset(
+            MODEL, lora=kpt.LoRA(rank=4), sequence_length=64
+        )
+        task.tokenizer = None
+        compiled(
+            task,
+            loss=kpt.losses.GRPOLoss(beta=0.1),
+            optimizer=keras.optimizers.SGD(0.03),
+            num_iterations=2,
+        )
+        steps = recorded(task, rows=prompts(8), epochs=2, **settings)
+        return steps, weights(task)
 
-import jax
-import keras
-import numpy as np
-
-import keras_posttrain as kpt
-from tests.support import weights
-from tests.tasks.test_grpo import compiled, prompts, recorded
-
-assert len(jax.devices()) == 8
-
-
-def run(distribution, **settings):
-    keras.distribution.set_distribution(distribution)
-    task = kpt.GRPOTask.from_preset(
-        sys.argv[1] + "/models/llama3",
-        lora=kpt.LoRA(rank=4),
-        sequence_length=64,
+    one = run(None)
+    eight = run(
+        keras.distribution.DataParallel(devices=eight_devices), **settings
     )
-    task.tokenizer = None
-    compiled(
-        task,
-        loss=kpt.losses.GRPOLoss(beta=0.1),
-        optimizer=keras.optimizers.SGD(0.03),
-        num_iterations=2,
-    )
-    steps = recorded(task, rows=prompts(8), epochs=2, **settings)
-    return steps, weights(task)
-
-
-many = keras.distribution.DataParallel(
-    devices=keras.distribution.list_devices()
-)
-one = run(None)
-for settings in ({}, {"packing": 32}):
-    eight = run(many, **settings)
     for ours, theirs in zip(one[0], eight[0], strict=True):
         for key in ("loss", "grad_norm", "kl", "reward"):
             np.testing.assert_allclose(
                 ours[key], theirs[key], rtol=1e-4, atol=1e-5
             )
-    for key, value in one[1].items():
-        np.testing.assert_allclose(value, eight[1][key], atol=1e-4)
-print("equal")
-"""
-
-
-@pytest.mark.full
-def test_eight_devices_equal_one(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(DEVICES)
-    done = subprocess.run(
-        [sys.executable, str(script), str(REFERENCE)],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(REFERENCE.parent.parent),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("equal\n")
+    pairs = zip(one[1].items(), eight[1].values(), strict=True)
+    for (key, value), other in pairs:
+        np.testing.assert_allclose(value, other, atol=1e-4, err_msg=key)
 
 
 # What is refused, before anything is sampled

@@ -128,7 +128,6 @@ def check(name, seed):
     assert after >= (0.8 if name == "grpo" else before + 0.3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, seed", FAST)
 def test_it_learns(name, seed):
     check(name, seed)
@@ -149,7 +148,6 @@ def test_every_algorithm_learns(name, seed):
     check(name, seed)
 
 
-@pytest.mark.slow
 def test_an_adapter_learns_and_leaves_the_base_as_it_is():
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/qwen3", lora=kpt.LoRA(rank=8), sequence_length=64

@@ -119,7 +119,6 @@ def test_a_coupled_loss_does_not_see_them(paired):
         np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.slow
 def test_what_is_kept_of_a_teacher_is_of_its_own_row(tmp_path):
     """Batches of three with a row of padding each are asked about seven."""
     found = []
@@ -142,7 +141,6 @@ def test_what_is_kept_of_a_teacher_is_of_its_own_row(tmp_path):
         np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.slow
 def test_what_is_kept_of_a_reference_is_of_its_own_row(devices, tmp_path):
     """Rows of padding are among those that the reference reads."""
     rows = load_json("dpo.json")["datasets"]["llama3"][:7]

@@ -251,9 +251,7 @@ def test_an_update_does_not_depend_on_how_it_is_run():
         assert_same(weights(task), weights(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "own", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("own", [False, True])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(own, tmp_path):
     def run(directory, dies_at=None):
         calls = []
