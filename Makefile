@@ -21,17 +21,17 @@ vllm: $(VLLM_ENV)/.installed
 	$(VLLM_PIP) install -q --no-deps -e .
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not full"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
 
 test-full: lint
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m ""
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30 -m ""
 
 # With a real vLLM, in an environment of its own (some GB). vLLM keeps beside
 # it what it finds out about a kind of model in a process made for that. Here
 # the package is the clone's, so that clones may share the environment.
 test-vllm: $(VLLM_ENV)/.installed
 	VLLM_CACHE_ROOT=$(abspath $(VLLM_ENV))/cache $(VLLM_ENV)/bin/python \
-	-m pytest -n $(WORKERS) --dist worksteal -m "not full" -W ignore tests/vllm
+	-m pytest -n $(WORKERS) --dist worksteal --durations=10 -W ignore tests/vllm
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: JAX on the CPU, exact float32 products."""
+"""Set-up shared by all tests: JAX on eight CPU devices, exact products."""
 
 import json
 import os
@@ -12,25 +12,72 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
+import keras
 import pytest
+
+# The CPU as eight devices, in this process alone: the processes that tests
+# start have one device each, as a user's script has. A model is placed on the
+# first device unless a test sets a distribution.
+DEVICES = 8
+jax.config.update("jax_num_cpu_devices", DEVICES)
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
+# The layer of a test that names none, by the end of its file's name.
+LAYERS = {
+    "_reference.py": "reference",
+    "_learning.py": "learning",
+    "guides.py": "guides",
+    "guide.py": "guides",
+    "contract.py": "contract",
+}
+
 
 def pytest_configure(config):
-    """Compiled programs are kept in pytest's cache, one folder a worker.
+    """Keeps compiled programs, small ones too, for all workers and runs.
 
-    JAX does not lock its cache folder, so parallel workers do not share one.
-    Small programs are kept too: the tests and the processes they start make
-    the same ones again and again.
+    `JAX_COMPILATION_CACHE_DIR` names another folder than pytest's cache. JAX
+    neither locks the folder nor renames finished files into it, but an entry
+    that is read while it is written, or that a killed process left, fails to
+    decompress and is compiled again.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    folder = str(config.cache.mkdir(f"jax-{worker}"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    folder = os.environ.setdefault(
+        "JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax"))
+    )
     jax.config.update("jax_compilation_cache_dir", folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def layer(item):
+    """The name of the layer that a test belongs to."""
+    for name in ("unit", "devices", *LAYERS.values()):
+        if item.get_closest_marker(name):
+            return None
+    if "eight_devices" in item.fixturenames:
+        return "devices"
+    for end, name in LAYERS.items():
+        if item.path.name.endswith(end):
+            return name
+    return "unit"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if name := layer(item):
+            item.add_marker(name)
+
+
+@pytest.fixture
+def eight_devices():
+    """Names of eight devices; the distribution that a test sets is removed."""
+    names = keras.distribution.list_devices()
+    if len(names) != DEVICES:
+        pytest.skip(f"Needs {DEVICES} devices, set JAX_PLATFORMS=cpu: {names}")
+    yield names
+    keras.distribution.set_distribution(None)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ package. `PYTHONPATH` says which one is recorded: `PYTHONPATH=/a/checkout
 python tests/record_runs.py record a.json`. Of every run the record holds the
 metrics log without times, the history, and SHA-256 sums of the trained
 weights and of the optimizer's state; of plans the numbers. `compare` prints
-each difference and exits with 1 where there is one.
+each difference and exits with 1 where there is one. A record that was cut off
+resumes where it stopped when it is started again.
 
 Runs named `mesh/...` and `plan/...` run on eight simulated devices, the
 others on one.
@@ -73,48 +74,52 @@ def environment(devices):
 
 
 def record(path, only, jobs, cache):
+    """Runs what is not in `<path>.part` yet, where workers add their runs."""
     load_runs()
     names = [n for n in RUNS if re.search(only, n)]
-    single = [n for n in names if not n.startswith(("mesh/", "plan/"))]
-    mesh = [n for n in names if n.startswith("mesh/")]
-    plan = [n for n in names if n.startswith("plan/")]
+    part = pathlib.Path(f"{path}.part")
+    done = recorded_in(part)
+    left = [n for n in names if "error" in done.get(n, {"error": "none"})]
+    single = [n for n in left if not n.startswith(("mesh/", "plan/"))]
+    mesh = [n for n in left if n.startswith("mesh/")]
+    plan = [n for n in left if n.startswith("plan/")]
     parts = [(mesh, 8), (plan, 8)]
     parts += [(single[i::4], 1) for i in range(4)]
-    found = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(jobs) as pool,
-    ):
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = [
-            pool.submit(run_worker, part, devices, folder, cache)
-            for part, devices in parts
-            if part
+            pool.submit(run_worker, names, devices, part, cache)
+            for names, devices in parts
+            if names
         ]
         for call in calls:
-            found |= call.result()
-    found = {n: found.get(n, {"error": "the worker died"}) for n in names}
+            call.result()
+    done = recorded_in(part)
+    found = {n: done.get(n, {"error": "the worker died"}) for n in names}
     pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")
     failed = [n for n in names if "error" in found[n]]
     print(f"{len(names)} runs, {len(failed)} failed: {failed}")
-    return 0
+    if not failed:
+        part.unlink()
+    return 1 if failed else 0
 
 
-def run_worker(names, devices, folder, cache):
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        out = pathlib.Path(own, "out.jsonl")
-        out.touch()
+def recorded_in(part):
+    lines = part.read_text().splitlines() if part.exists() else []
+    return {k: v for line in lines for k, v in json.loads(line).items()}
+
+
+def run_worker(names, devices, part, cache):
+    with tempfile.TemporaryDirectory() as programs:
         done = subprocess.run(
-            [sys.executable, __file__, "worker", str(out), *names],
+            [sys.executable, __file__, "worker", str(part), *names],
             env={
                 **os.environ,
                 **environment(devices),
-                "JAX_COMPILATION_CACHE_DIR": cache or f"{own}/programs",
+                "JAX_COMPILATION_CACHE_DIR": cache or programs,
             },
         )
-        if done.returncode:
-            print(f"a worker ended with {done.returncode}", flush=True)
-        lines = out.read_text().splitlines()
-        return {k: v for line in lines for k, v in json.loads(line).items()}
+    if done.returncode:
+        print(f"a worker ended with {done.returncode}", flush=True)
 
 
 def worker(out, names):

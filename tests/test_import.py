@@ -98,7 +98,6 @@ def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
     assert cache_setting(before) == mine
 
 
-@pytest.mark.slow
 def test_it_adds_little_to_kerashubs_import():
     """What costs seconds is imported where it is used."""
     code = (

@@ -759,7 +759,6 @@ def killed_runs(kind, kills, seed, directory, straight_process):
 KILLED = "full-stream"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -795,7 +794,6 @@ def test_killed_before_the_first_checkpoint_and_in_validation(
     assert_same_run(tmp_path, final_of(tmp_path), straight)
 
 
-@pytest.mark.slow
 def test_a_terminated_process_has_saved(straight_process, tmp_path):
     run = KINDS["lora-unpacked"]
     process = start(tmp_path, every=100, pause=0.1, **run)

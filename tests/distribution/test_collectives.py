@@ -58,7 +58,7 @@ def shaped(folder, sizes, length, lora=None):
 @pytest.mark.parametrize(
     "chips, strategy, layers, lora, micro",
     [
-        pytest.param("v5e:2x4", BOTH, 2, None, None, marks=pytest.mark.slow),
+        ("v5e:2x4", BOTH, 2, None, None),
         # On a square grid XLA makes an all-reduce of a reduce-scatter.
         pytest.param(
             "v5e:4x4",
@@ -70,14 +70,7 @@ def shaped(folder, sizes, length, lora=None):
         ),
         # Over 64 chips, and along three axes of the network, it would make
         # an all-reduce of a gather as well: twice the ideal's bytes.
-        pytest.param(
-            "v5p:4x4x4",
-            kpt.distribution.fsdp,
-            2,
-            None,
-            None,
-            marks=pytest.mark.slow,
-        ),
+        ("v5p:4x4x4", kpt.distribution.fsdp, 2, None, None),
         pytest.param(
             "v5e:2x2",
             kpt.distribution.fsdp,
@@ -192,7 +185,6 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
     assert layers * inputs < most < layers * inputs + 3 * kernel
 
 
-@pytest.mark.slow
 def test_the_head_leaves_nothing_whole_behind(tmp_path):
     """What it sums up whole is gone before the layers' backward pass.
 

@@ -274,7 +274,6 @@ def test_ideal_bytes():
 # --- Plans -------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_plan_for_tpus():
     """A step of full fine-tuning, and one layout against another."""
     task = shaped(remat="full")
@@ -295,7 +294,6 @@ def test_a_plan_for_tpus():
         assert word in text
 
 
-@pytest.mark.slow
 def test_a_plan_changes_nothing():
     task = kpt.SFTTask.from_preset(
         LLAMA, sequence_length=64, lora=kpt.LoRA(rank=2)
@@ -333,12 +331,10 @@ def test_a_plan_changes_nothing():
     assert "exact" not in str(advise(lacking, task.policy))
 
 
-@pytest.mark.slow
 def test_arguments_are_what_a_run_allocates():
     run_on_eight_devices("tests.distribution.planned_and_run")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -431,7 +427,6 @@ def test_what_does_not_fit_is_a_plan():
     assert out_of_memory(ValueError("another")) is None
 
 
-@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
     chip = topology.CHIPS["v5e"]
     small = dataclasses.replace(chip, memory=2.0**19)
@@ -445,7 +440,6 @@ def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
         assert word in text
 
 
-@pytest.mark.slow
 def test_search_ranks():
     task = shaped()
     task.compile(keras.optimizers.AdamW(1e-4))

@@ -1,4 +1,4 @@
-"""Two processes on one machine, compared with one that has all devices."""
+"""Two processes with four devices each, compared with one that has eight."""
 
 import filecmp
 import os
@@ -12,16 +12,17 @@ import time
 import numpy as np
 import pytest
 
+from tests.distribution.two_processes import outcome
 from tests.support import REFERENCE, read_log
 
 ROOT = REFERENCE.parent.parent
-DEVICES = 4
+pytestmark = pytest.mark.usefixtures("eight_devices")
 # For a machine that many tests share.
-SECONDS = 400
+SECONDS = 1200
 
 
-def start(case, directory, count=2):
-    """A script in each of so many processes, with four devices in all."""
+def start(directory, *cases):
+    """The script in each of two processes, with eight devices in all."""
     directory.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -29,17 +30,15 @@ def start(case, directory, count=2):
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count="
-        f"{DEVICES // count}",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
     }
-    script = "tests.distribution.two_processes", case, str(directory)
+    script = "-m", "tests.distribution.two_processes", str(directory), port
     started = []
-    for i in range(count):
-        rank = (port, str(count), str(i)) if count > 1 else ()
+    for i in range(2):
         with open(directory / f"log{i}", "w") as log:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", *script, *rank],
+                    [sys.executable, *script, str(i), *cases],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
@@ -67,28 +66,51 @@ def finish(started, directory):
     ]
 
 
-def run(case, directory, count=2):
-    """Runs a script that ends well; what came of it, a dict of arrays."""
-    for status, output in finish(start(case, directory, count), directory):
+def run(directory, *cases):
+    """Two processes that end well; an array by name for each case."""
+    started = start(directory, *cases)
+    for status, output in finish(started, directory):
         assert status == 0 and output.endswith("done\n"), output[-4000:]
-    with np.load(directory / "out.npz") as found:
-        return dict(found)
+    found = []
+    for case in cases:
+        with np.load(directory / f"{case}.npz") as arrays:
+            found.append(dict(arrays))
+    return found
 
 
-def check_same(one, two):
-    assert set(one) == set(two)
+def alone(directory, case):
+    """The same case in this process, with all eight devices."""
+    directory.mkdir(exist_ok=True)
+    found = outcome(case, directory)
+    np.savez(directory / f"{case}.npz", **found)
+    with np.load(directory / f"{case}.npz") as arrays:
+        return dict(arrays)
+
+
+def check_same(one, two, what):
+    assert set(one) == set(two), what
     for name, value in one.items():
         if value.dtype.kind == "U":
-            assert value == two[name], name
+            assert value == two[name], (what, name)
             continue
         is_weight = name.startswith("weight")
         bounds = {"atol": 2e-6} if is_weight else {"rtol": 2e-5, "atol": 1e-5}
-        np.testing.assert_allclose(two[name], value, err_msg=name, **bounds)
+        np.testing.assert_allclose(
+            two[name], value, err_msg=f"{what} {name}", **bounds
+        )
 
 
-def check_same_in_both(case, tmp_path):
-    two = run(case, tmp_path / "two")
-    check_same(run(case, tmp_path / "one", 1), two)
+def check_same_in_both(tmp_path, *cases):
+    two = run(tmp_path / "two", *cases)
+    for case, found in zip(cases, two, strict=True):
+        check_same(alone(tmp_path / "one", case), found, case)
+
+
+def check_same_files(one, two):
+    names = sorted(os.listdir(one))
+    assert names and names == sorted(os.listdir(two))
+    same, *_ = filecmp.cmpfiles(one, two, names, shallow=False)
+    assert sorted(same) == names
 
 
 def check_same_logs(one, two):
@@ -99,124 +121,125 @@ def check_same_logs(one, two):
         assert a["num_tokens"] == b["num_tokens"]
 
 
-def killed_and_resumed(tmp_path, mode, layout, death, check):
-    """A run that is ended and started again is the straight one."""
-    straight = run(f"resume:{mode}:{layout}", tmp_path / "one", 1)
-    two = tmp_path / "two"
-    ended = finish(start(f"resume:{mode}:{layout}:{death}", two), two)
-    check(*ended)
-    check_same(straight, run(f"resume:{mode}:{layout}", two))
-    check_same_logs(tmp_path / "one", two)
-
-
-def check_survivor(ended, process, lost):
+def check_survivor(ended, process, died_in):
     """JAX names the lost process, and a message says how to resume."""
     status, output = ended
     assert status == -signal.SIGABRT, output[-4000:]
     # Process 0 hosts the service that all others report to.
     named = ["Failed to send RPC to coordination service"]
-    if lost:
+    if process == 0:
         named = [
-            f"(stopped sending heartbeats):\n{lost}\n",
-            f"Task {lost} heartbeat timeout",
+            "(stopped sending heartbeats):\n1\n",
+            "Task 1 heartbeat timeout",
         ]
     assert any(text in output for text in named), output[-4000:]
-    what = rf"Process {process} of 2 ended at step [78]\."
-    messages = [x for x in output.splitlines() if re.match(what, x)]
-    assert len(messages) == 1, output[-4000:]
-    assert "Start the script again in all processes: it resumes" in messages[0]
-    step = int(messages[0].rstrip(".").split("checkpoint of step ")[1])
+    what = rf"Process {process} of 2 ended at step \d+\."
+    lines = [x for x in output.splitlines() if re.match(what, x)]
+    assert len(lines) == 1, output[-4000:]
+    assert "Start the script again in all processes: it resumes" in lines[0]
+    step = int(lines[0].rstrip(".").split("checkpoint of step ")[1])
     # Saved every two steps; the last checkpoint may be incomplete.
-    assert step in (4, 6), messages[0]
+    assert step in (died_in - 3, died_in - 1), lines[0]
 
 
-@pytest.mark.slow
-def test_a_lost_process_ends_the_other_and_both_resume(tmp_path):
-    def check(first, second):
-        assert second[0] == -signal.SIGKILL
-        check_survivor(first, 0, lost=1)
-
-    killed_and_resumed(tmp_path, "full", "4x1", "7:1:SIGKILL", check)
+def saved_steps(directory):
+    names = os.listdir(directory / "resume/checkpoints")
+    return [int(name) for name in names if name.isdigit()]
 
 
-@pytest.mark.slow
-def test_rollouts_of_two_processes(tmp_path):
-    check_same_in_both("train:grpo:llama3:lora:2x2", tmp_path)
-
-
-@pytest.mark.full
-def test_a_lost_first_process(tmp_path):
-    def check(first, second):
-        assert first[0] == -signal.SIGKILL
-        check_survivor(second, 1, lost=0)
-
-    killed_and_resumed(tmp_path, "lora", "1x4", "7:0:SIGKILL", check)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("which", ["0", "1", "all"])
-def test_sigterm_saves_and_ends_all(tmp_path, which):
-    def check(first, second):
-        assert first[0] == second[0] == -signal.SIGTERM, (first, second)
-        assert "ended at step" not in first[1] + second[1]
-        steps = os.listdir(tmp_path / "two/checkpoints")
-        assert max(int(s) for s in steps if s.isdigit()) >= 8
-
-    killed_and_resumed(tmp_path, "full", "2x2", f"7:{which}:SIGTERM", check)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_one_process_raises_ends_the_other(tmp_path, which):
-    def check(*ended):
-        status, output = ended[which]
+def end(directory, case, step, process, how):
+    """Starts a run that ends in a step; checks how both processes end."""
+    death = f"{case}:{step}:{process}:{how}"
+    started = start(directory, death)
+    ended = finish(started, directory)
+    if how == "SIGTERM":
+        assert [status for status, _ in ended] == [-signal.SIGTERM] * 2, ended
+        assert "ended at step" not in ended[0][1] + ended[1][1]
+        assert max(saved_steps(directory)) > step
+        return
+    status, output = ended[process]
+    if how == "SIGKILL":
+        assert status == -signal.SIGKILL, output[-4000:]
+    else:
         assert status == 1 and "OSError: No space left on device" in output
         assert "ended at step" not in output
-        check_survivor(ended[1 - which], 1 - which, lost=which)
-
-    killed_and_resumed(tmp_path, "full", "4x1", f"7:{which}:raise", check)
+    check_survivor(ended[1 - process], 1 - process, step)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["4x1", "2x2", "1x4", "dp"])
-@pytest.mark.parametrize(
-    "case",
-    ["sft:llama3:full", "packed:qwen2:lora", "dpo:qwen3:full",
-     "distill:llama3:full", "grpo:llama3:full", "ppo:llama3:full"],
-)  # fmt: skip
-def test_every_task_in_two_processes(tmp_path, case, layout):
-    check_same_in_both(f"train:{case}:{layout}", tmp_path)
+def check_resumed(tmp_path, case):
+    """Resumes the ended run; it ends as one that was not interrupted."""
+    straight = alone(tmp_path / "one", case)
+    [resumed] = run(tmp_path / "two", case)
+    check_same(straight, resumed, case)
+    check_same_logs(tmp_path / "one/resume", tmp_path / "two/resume")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["4x1", "2x2", "1x4"])
-def test_what_a_model_is_used_for(tmp_path, layout):
-    check_same_in_both(f"use:gemma2:lora:{layout}", tmp_path)
-    for folder in ("export", "adapter"):
-        one, two = (tmp_path / x / folder for x in ("one", "two"))
-        names = sorted(os.listdir(one))
-        assert names and names == sorted(os.listdir(two))
-        same, *_ = filecmp.cmpfiles(one, two, names, shallow=False)
-        assert sorted(same) == names
+def test_two_processes_are_one(tmp_path):
+    """Every task, every kind of mesh, all that a model is used for."""
+    check_same_in_both(
+        tmp_path,
+        "train:sft:llama3:full:8x1",
+        "train:packed:qwen2:lora:dp",
+        "train:dpo:qwen3:full:1x8",
+        "train:distill:llama3:full:8x1",
+        "train:grpo:llama3:lora:4x2",
+        "train:ppo:llama3:full:4x2",
+        "use:gemma2:lora:4x2",
+        "files",
+    )
+    for name in ("use/export", "use/adapter", "files/plain", "files/adapter"):
+        check_same_files(tmp_path / "one" / name, tmp_path / "two" / name)
 
 
-@pytest.mark.full
-def test_processes_that_do_not_fit_together(tmp_path):
-    run("refused", tmp_path / "two")
+def test_processes_that_differ_are_refused(tmp_path):
+    run(tmp_path, "refused")
 
 
-@pytest.mark.full
-def test_a_checkpoint_that_is_damaged_for_one_process(tmp_path):
-    straight = run("resume:full:4x1", tmp_path / "one", 1)
-    two = tmp_path / "two"
-    ended = finish(start("resume:full:4x1:9:1:SIGKILL", two), two)
-    assert ended[0][0] == -signal.SIGABRT
-    steps = [int(x) for x in os.listdir(two / "checkpoints") if x.isdigit()]
-    newest = two / "checkpoints" / str(max(steps)) / "state"
-    files = sorted(newest.glob("ocdbt.process_1/d/*"))
+def test_a_run_survives_all_that_ends_processes(tmp_path):
+    """One run, ended four times and resumed four times."""
+    case, two = "resume:full:8x1", tmp_path / "two"
+    end(two, case, 5, 1, "SIGKILL")
+    end(two, case, 7, 0, "raise")
+    end(two, case, 9, 1, "SIGTERM")
+    end(two, case, 11, 0, "SIGKILL")
+    # The newest checkpoint, damaged for one process: the one before is used.
+    newest = max(saved_steps(two))
+    files = sorted(
+        (two / f"resume/checkpoints/{newest}/state").glob(
+            "ocdbt.process_1/d/*"
+        )
+    )
     assert files
     for file in files:
         file.write_bytes(b"\0" * file.stat().st_size)
-    check_same(straight, run("resume:full:4x1", two))
+    check_resumed(tmp_path, case)
     output = (two / "log0").read_text()
-    assert f"Checkpoint of step {max(steps)} is damaged" in output
+    assert f"Checkpoint of step {newest} is damaged" in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mode, layout, process, how",
+    [
+        ("lora", "1x8", 0, "SIGKILL"),
+        ("full", "4x2", 0, "SIGTERM"),
+        ("full", "4x2", "all", "SIGTERM"),
+        ("lora", "8x1", 1, "raise"),
+    ],
+)
+def test_other_ends_and_layouts(tmp_path, mode, layout, process, how):
+    case = f"resume:{mode}:{layout}"
+    end(tmp_path / "two", case, 7, process, how)
+    check_resumed(tmp_path, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["8x1", "4x2", "1x8", "dp"])
+def test_every_task_in_two_processes(tmp_path, layout):
+    cases = ["sft:llama3:full", "packed:qwen2:lora", "dpo:qwen3:full",
+             "distill:llama3:full", "grpo:llama3:full",
+             "ppo:llama3:full"]  # fmt: skip
+    cases = [f"train:{case}:{layout}" for case in cases]
+    if layout != "dp":
+        cases.append(f"use:gemma2:lora:{layout}")
+    check_same_in_both(tmp_path, *cases)

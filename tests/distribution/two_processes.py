@@ -1,8 +1,8 @@
 """A user's script, as it is started on every host.
 
-`two_processes.py CASE DIRECTORY [PORT COUNT INDEX]`: trains, and the first
-process writes what came of it to `DIRECTORY/CASE.npz`. Without a port it is
-one process, with all devices.
+`two_processes.py DIRECTORY PORT INDEX CASE...`: runs the cases one after the
+other, and the first process writes what came of each to `DIRECTORY/CASE.npz`.
+The tests call `outcome` for the same in one process.
 """
 
 import json
@@ -15,9 +15,9 @@ import sys
 import jax
 import keras
 
-if len(sys.argv) > 3 and __name__ == "__main__":
-    address, rank = f"127.0.0.1:{sys.argv[3]}", map(int, sys.argv[4:])
-    if sys.argv[1].startswith("resume"):
+if __name__ == "__main__":
+    address, rank = f"127.0.0.1:{sys.argv[2]}", (2, int(sys.argv[3]))
+    if sys.argv[4].startswith("resume"):
         # The other way to start processes: a lost one is noticed sooner.
         jax.distributed.initialize(
             address, *rank, heartbeat_timeout_seconds=10
@@ -30,11 +30,18 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
-from tests.distribution.same_numbers import make, mesh, odd  # noqa: E402
+from keras_posttrain.models import presets  # noqa: E402
+from keras_posttrain.models.hf.export import export  # noqa: E402
+from tests.distribution.runs import (  # noqa: E402
+    filled_adapter,
+    make,
+    mesh,
+    odd,
+)
 from tests.support import REFERENCE, random_rows  # noqa: E402
 
 
-def train(directory, task, family, mode, layout):
+def train(task, family, mode, layout):
     """Trains; a dict of what came of it."""
     keras.distribution.set_distribution(mesh(layout))
     made, fit = make(task, family, mode)
@@ -59,15 +66,15 @@ def use(directory, family, mode, layout):
     kwargs = dict(max_tokens=6, stop_token_ids=None, return_token_ids=True)
     out["tokens"] = made.generate(prompts, seed=3, **kwargs)
     # A seed that all agree on.
-    out["drawn"] = made.generate(prompts[0], **kwargs)
-    assert processes.exchange(out["drawn"]) == (
-        [out["drawn"]] * processes.count()
+    out["sampled"] = made.generate(prompts[0], **kwargs)
+    assert processes.exchange(out["sampled"]) == (
+        [out["sampled"]] * processes.count()
     )
-    del out["drawn"]
+    del out["sampled"]
     if mode == "lora":
-        made.save_adapter(pathlib.Path(directory) / "adapter")
-    made.export(pathlib.Path(directory) / "export")
-    made.save_to_preset(pathlib.Path(directory) / "preset")
+        made.save_adapter(directory / "adapter")
+    made.export(directory / "export")
+    made.save_to_preset(directory / "preset")
     return out
 
 
@@ -129,12 +136,12 @@ def raises(pattern, function, *args, **kwargs):
 
 
 def refused(directory):
-    """What processes that do not fit together are told, all of them."""
+    """Processes that differ are refused, with the same message in both."""
     path, rows = REFERENCE / "models/llama3", random_rows(8)
     task = kpt.SFTTask.from_preset(path, sequence_length=64)
     task.compile()
     raises("a distribution over 0 of them", task.fit, rows, verbose=0)
-    keras.distribution.set_distribution(mesh("4x1"))
+    keras.distribution.set_distribution(mesh("8x1"))
     task = kpt.SFTTask.from_preset(path, sequence_length=64)
     task.compile()
     raises("same data.* data tokens=.* in process 1", task.fit,
@@ -154,14 +161,59 @@ def broken(completions):
     raise KeyError("no such")
 
 
-def main(case, directory):
+def files(directory):
+    """Loads and writes a model, each process its own shards."""
+    keras.distribution.set_distribution(mesh("4x2"))
+    model = presets.load_causal_lm(REFERENCE / "models/gemma2")
+    adapter = filled_adapter(model)
+    export(model, directory / "plain", max_shard_bytes=100_000)
+    values = adapter.merged_values()
+    export(model, directory / "merged", values=values)
+    adapter.save(directory / "adapter")
+    adapter.load(directory / "adapter")
+    presets.save_to_preset(model, directory / "preset")
+    again = presets.load_causal_lm(directory / "preset")
+    for one, other in zip(model.variables, again.variables, strict=True):
+        pairs = zip(
+            one.value.addressable_shards, other.value.addressable_shards
+        )
+        for x, y in pairs:
+            assert (np.asarray(x.data) == np.asarray(y.data)).all(), one.path
+    if processes.count() > 1:
+        # Where the first process cannot write, no process waits for it.
+        blocked = directory / "a file"
+        if processes.is_first():
+            blocked.write_text("x")
+        try:
+            export(model, blocked)
+        except (ValueError, OSError) as error:
+            first = type(error) is ValueError
+            assert first == processes.is_first(), error
+        else:
+            raise AssertionError("nothing was raised")
+    return {}
+
+
+KINDS = {f.__name__: f for f in (use, resume, refused, files)}
+
+
+def outcome(case, directory):
+    """Runs `kind:arguments`; a dict of what came of it."""
     kind, *arguments = case.split(":")
-    kinds = {"train": train, "use": use, "resume": resume, "refused": refused}
-    found = kinds[kind](directory, *arguments)
-    if processes.is_first():
-        np.savez(pathlib.Path(directory) / "out.npz", **found)
+    if kind == "train":
+        return train(*arguments)
+    # A run that is resumed has one folder, however it was ended.
+    (directory / kind).mkdir(exist_ok=True)
+    return KINDS[kind](directory / kind, *arguments)
+
+
+def main(directory, cases):
+    for case in cases:
+        found = outcome(case, directory)
+        if processes.is_first():
+            np.savez(directory / f"{case}.npz", **found)
     print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(pathlib.Path(sys.argv[1]), sys.argv[4:])

@@ -568,8 +568,7 @@ EIGHT_DEVICES = {
 def check_eight_devices(name):
     """A step over eight devices is that of one.
 
-    It needs a process with eight devices, such as those of `tests/devices`,
-    and leaves no distribution behind.
+    It needs a process with eight devices, and leaves no distribution behind.
     """
     assert len(jax.devices()) >= 8
     case = TASKS[name]

@@ -18,3 +18,8 @@ def test_a_killed_and_resumed_run_is_the_straight_one(name, tmp_path):
 @pytest.mark.parametrize("name", contract.TASKS)
 def test_what_is_exported_is_the_model(name, tmp_path):
     contract.check_export(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", contract.TASKS)
+def test_eight_devices_are_one(name, eight_devices):
+    contract.check_eight_devices(name)

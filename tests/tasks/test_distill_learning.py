@@ -175,7 +175,6 @@ CHECKS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_teacher_helps(name):
     CHECKS[name](0)

@@ -128,7 +128,6 @@ def check(name, seed):
     assert after >= (0.8 if name == "grpo" else before + 0.3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, seed", FAST)
 def test_it_learns(name, seed):
     check(name, seed)

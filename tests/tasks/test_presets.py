@@ -46,7 +46,6 @@ def test_a_directory_with_files_is_refused(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "keep me"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*sorted(FAMILIES.values()), "llama3_tied"])
 def test_export_with_the_adapter_merged_reloads_in_transformers(
     name, tmp_path

@@ -1,17 +1,12 @@
-"""A user's script: the same training on one device and on meshes of eight.
+"""Small runs of every task, on one device and on meshes of eight.
 
-`same_numbers.py CASE...`, a case being `task:family:mode:mesh,mesh`: the task
-one of `TASKS`; the mode `full` or `lora`; a mesh `8x1` (FSDP), `4x2`, `1x8`
-and so on, `tp2` (tensor parallelism alone), `dp`, or `stages`, FSDP that
-gathers and scatters in two stages, as over many TPUs. `optimizers` is a case
-of its own, and so is `sent:task:family:mesh`.
+`make` compiles a task, `mesh` names a distribution, `run` trains under it.
 """
 
 import functools
 import math
 import re
-import sys
-import time
+from unittest import mock
 
 import jax
 import keras
@@ -21,6 +16,7 @@ import optax
 
 import keras_posttrain as kpt
 from keras_posttrain.models import sharding
+from keras_posttrain.models.lora import Adapter, LoRA
 from tests.support import REFERENCE, load_json, random_rows, weights
 
 PAIRS = load_json("dpo.json")["datasets"]["llama3"][:8]
@@ -32,13 +28,15 @@ def in_two_stages(mesh, name):
     return sharding.Stages(finer, ("outer", "inner"), to_gather=True)
 
 
-TWO_STAGES = sharding.two_stages
-
-
 def mesh(name):
-    sharding.two_stages = in_two_stages if name == "stages" else TWO_STAGES
-    if name == "stages":
-        return kpt.distribution.fsdp()
+    """A distribution by name, None without one.
+
+    `8x1` is FSDP over eight devices, `4x2` FSDP over four times tensor
+    parallelism over two, `tp2` tensor parallelism alone, `dp` data
+    parallelism.
+    """
+    if name is None:
+        return None
     if name == "dp":
         return kpt.distribution.data_parallel()
     if name.startswith("tp"):
@@ -189,7 +187,25 @@ def make(task, family, mode):
     return made, fit
 
 
-def run(distribution, task, family, mode):
+def filled_adapter(model):
+    """An adapter whose products are not zero."""
+    adapter = Adapter(model, LoRA(rank=4))
+    rng = np.random.default_rng(0)
+    for b in adapter.b:
+        b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    return adapter
+
+
+def run(name, task, family, mode):
+    """Trains under the mesh of that name; a dict of what came of it.
+
+    `stages` is FSDP that gathers and scatters in two stages, as over many
+    TPUs.
+    """
+    if name == "stages":
+        with mock.patch.object(sharding, "two_stages", in_two_stages):
+            return run("8x1", task, family, mode)
+    distribution = mesh(name)
     keras.distribution.set_distribution(distribution)
     made, fit = make(task, family, mode)
     out = {"history": made.fit(**fit, verbose=0).history}
@@ -352,24 +368,18 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
         assert allowed, (task, family, name, kind, shape, source)
 
 
-def main(cases):
-    assert jax.device_count() == 8
-    alone = {}
-    for case in cases:
-        if case == "optimizers":
-            check_optimizers()
-            continue
-        if case.startswith("sent:"):
-            check_what_is_sent(*case.split(":")[1:])
-            continue
-        *kind, meshes = case.split(":")
-        key = tuple(kind)
-        if key not in alone:
-            alone[key] = run(None, *kind)
-        for name in meshes.split(","):
-            compare(alone[key], run(mesh(name), *kind), f"{kind} {name}")
-            print(case, name, f"{time.process_time():.0f} s", flush=True)
-    print("equal")
+@functools.cache
+def alone(task, family, mode):
+    """What a run on one device gives."""
+    return run(None, task, family, mode)
+
+
+def check_same_numbers(task, family, mode, meshes):
+    """The same training on one device and on each mesh."""
+    for name in meshes:
+        many = run(name, task, family, mode)
+        what = f"{task} {family} {mode} {name}"
+        compare(alone(task, family, mode), many, what)
 
 
 def numbers(found):
@@ -402,7 +412,3 @@ def compare(one, many, what):
             other, value, atol=2e-6, err_msg=f"{what} {key}"
         )
     assert one.get("tokens") == many.get("tokens"), what
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
