@@ -129,7 +129,6 @@ def test_the_readme_names_what_exists():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.slow
 def test_the_readmes_code_runs(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -157,7 +156,6 @@ def test_the_readmes_code_runs(tmp_path):
     assert len(completions.splitlines()) == 8
 
 
-@pytest.mark.slow
 def test_quickstart(tmp_path):
     folder, _ = run_alone("quickstart", tmp_path)
     for name in ("tiny", "adder", "german_adder"):
@@ -176,7 +174,6 @@ def test_quickstart(tmp_path):
     assert after["adapter_agrees"] and after["merged_agrees"]
 
 
-@pytest.mark.slow
 def test_sft(run):
     folder, text = run("sft")
     assert has_files(folder / "merged", MODEL)
@@ -196,7 +193,6 @@ def test_sft(run):
     assert float(difference[1]) < 1e-4
 
 
-@pytest.mark.slow
 def test_data_formats(run):
     folder, text = run("data_formats")
     assert has_files(folder, ["sums.jsonl"])
@@ -207,7 +203,6 @@ def test_data_formats(run):
     assert "Did you mean 'prompt' by 'promt'?" in bad
 
 
-@pytest.mark.slow
 def test_custom_train_step(run):
     folder, text = run("custom_train_step")
     assert all("sharpness" in line for line in read_log(folder / "sam"))
@@ -221,7 +216,6 @@ def test_custom_train_step(run):
     assert 0.5 <= float(last[1]) < 0.8
 
 
-@pytest.mark.slow
 def test_sampling(run):
     _, text = run("sampling")
     before, after = re.findall(r"(\d+)% of the samples are right", text)
@@ -230,7 +224,6 @@ def test_sampling(run):
     assert "decode of 64 slots" in text and "weights 1" in text
 
 
-@pytest.mark.slow
 def test_grpo_arithmetic(run):
     folder, text = run("grpo_arithmetic")
     assert has_files(folder, ["reward.png", "completions.jsonl"])
@@ -246,7 +239,6 @@ def test_grpo_arithmetic(run):
     assert {json.loads(line)["step"] for line in lines} == {0, 50, 100}
 
 
-@pytest.mark.slow
 def test_dpo(run):
     folder, text = run("dpo")
     assert has_files(folder, ["preference.png"])
@@ -268,7 +260,6 @@ def test_dpo(run):
     assert int(right[2]) > int(right[1]) + 15
 
 
-@pytest.mark.slow
 def test_reward_model(run):
     folder, text = run("reward_model")
     assert has_files(folder, ["rewards.png", "completions.jsonl"])
@@ -368,7 +359,6 @@ def test_gsm8ks_data_and_rewards():
     assert found["ends_well"](**arguments) == ends
 
 
-@pytest.mark.slow
 def test_grpo_gsm8k(run):
     folder, text = run("grpo_gsm8k")
     assert "correct [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]" in text
@@ -388,7 +378,6 @@ def test_grpo_gsm8k(run):
     assert 0 <= float(scores[1]) <= float(scores[2]) <= 1
 
 
-@pytest.mark.slow
 def test_write_your_own_loss(run):
     folder, text = run("write_your_own_loss")
     assert "by the class 0.500000" in text
@@ -404,7 +393,6 @@ def test_write_your_own_loss(run):
     assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0
 
 
-@pytest.mark.slow
 def test_tpu_pods(tmp_path, monkeypatch):
     # A user's setting: with exact products attention's kernel steps aside.
     monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION")
@@ -419,7 +407,6 @@ def test_tpu_pods(tmp_path, monkeypatch):
     assert results["right"] > 0.9
 
 
-@pytest.mark.slow
 def test_distillation(run):
     folder, text = run("distillation")
     assert has_files(folder, ["students.png"])
@@ -438,7 +425,6 @@ def test_distillation(run):
     assert any((folder / "teacher_cache").iterdir())
 
 
-@pytest.mark.slow
 def test_prompt_distillation(run):
     folder, text = run("prompt_distillation")
     assert has_files(folder / "adapter", ADAPTER)

@@ -8,7 +8,6 @@ import pytest
 from tests.test_guides import has_files, read_log, run_alone
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not importlib.util.find_spec("vllm"), reason="vLLM is not installed"
 )
