@@ -1,6 +1,7 @@
 # Needs Python >= 3.11 and make, nothing else. Each target makes `.venv` itself.
 PYTHON ?= python3
-WORKERS ?= 2
+# Each takes up to 4 GiB.
+WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
 VLLM_ENV ?= .venv-vllm
