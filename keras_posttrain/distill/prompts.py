@@ -1,4 +1,4 @@
-"""Prompts of on-policy distillation, and what teachers read before them."""
+"""Prompts of on-policy distillation, for the student and its teachers."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class StudentPrompts:
     contexts: dict = dataclasses.field(default_factory=dict)
 
     def example(self, prompt, trajectory):
-        """The example of a sample.
+        """Returns the example of a sample.
 
         Args:
             prompt: `Prompt`.
@@ -97,7 +97,7 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
 
 
 def teacher_prompts(prompts):
-    """The rows of a column of teachers' prompts.
+    """Returns the rows of a column of teachers' prompts.
 
     Args:
         prompts: list of `Prompt`s.
@@ -114,7 +114,7 @@ def teacher_prompts(prompts):
 
 
 def contexts_of(prompts, teachers, column, names, name):
-    """The `contexts` of `StudentPrompts`.
+    """Returns the `contexts` of `StudentPrompts`.
 
     Args:
         prompts: list of `Prompt`s.

@@ -9,12 +9,12 @@ from keras_posttrain.training.frozen_cache import FrozenCache, Span, run_rows
 
 
 def first_with_loss(example):
-    """Int, the first token with loss."""
+    """Returns a int, the first token with loss."""
     return int(np.argmax(example.completion_mask != 0))
 
 
 def teacher_span(example):
-    """What the teacher reads of an example, and from where it is asked.
+    """Returns the teacher's view of an example as a `Span`.
 
     Args:
         example: `Example`.
@@ -30,7 +30,7 @@ def teacher_span(example):
 
 
 def spans_by_key(examples):
-    """The `teacher_span` of each example, by its key in a cache."""
+    """Returns the `teacher_span` of each example, by its key in a cache."""
     spans = map(teacher_span, examples)
     return {row_key(span.token_ids, span.start): span for span in spans}
 
@@ -70,7 +70,7 @@ def _reads_own(example):
 
 
 def teacher_cache(directory, teacher, engine, temperature, top_k):
-    """The cache of a teacher's most probable tokens.
+    """Returns the cache of a teacher's most probable tokens.
 
     Args:
         directory: str or path.
@@ -136,7 +136,7 @@ def served_top_tokens(engine, spans, top_k, temperature):
 
 
 def top_tokens(teacher, weights, batches, top_k, temperature):
-    """A `compute` of `FrozenCache.fill`, of a teacher in this process.
+    """Returns a `compute` of `FrozenCache.fill`, of a teacher in this process.
 
     Args:
         teacher: `FrozenPolicy`.

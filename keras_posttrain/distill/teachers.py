@@ -55,7 +55,7 @@ class TeacherSources:
         return self._loaded[name]
 
     def models(self):
-        """The models of all teachers, a list."""
+        """Returns the models of all teachers, a list."""
         return [self.model(name) for name in self.names]
 
     def release(self):
@@ -64,7 +64,7 @@ class TeacherSources:
 
     @contextlib.contextmanager
     def ready(self):
-        """A scope in which the engine, if there is one, is started."""
+        """Opens a scope in which the engine, if there is one, is started."""
         if self.engine is None:
             yield
             return
@@ -90,7 +90,7 @@ class TeacherSources:
         return self._tokenizer
 
     def freeze(self, policy, weights, same_tokens=True):
-        """A tuple of `FrozenPolicy`s, one a teacher.
+        """Returns a tuple of `FrozenPolicy`s, one a teacher.
 
         Args:
             policy: `Policy`, the student's.

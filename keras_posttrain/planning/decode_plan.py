@@ -1,4 +1,4 @@
-"""`task.plan_decode`: what sampling would need of hardware."""
+"""Implements `task.plan_decode`: the resources that sampling needs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The numbers of layers that a plan compiles, and the plan made of them."""
+"""Numbers of layers that a plan compiles, and the plan built from them."""
 
 import jax
 
@@ -63,7 +63,7 @@ def measured(compiled, layers, depths):
 
 
 def to_compile(planned, exact):
-    """The numbers of layers to compile: all, or one and two periods.
+    """Returns the numbers of layers to compile: all, or one and two periods.
 
     Args:
         planned: `PlannedTask` with all layers.
@@ -83,7 +83,7 @@ def to_compile(planned, exact):
 
 
 def of_companions(planned, chosen):
-    """The layers to compile of companions that are another model.
+    """Returns the layers to compile of companions that are another model.
 
     Args:
         planned: `PlannedTask` with all layers.
@@ -106,7 +106,7 @@ def of_companions(planned, chosen):
 
 
 def _period(layers):
-    """After how many layers the kinds of layers repeat."""
+    """Computes the period of the pattern of layer kinds."""
 
     def kind(layer):
         windows = []

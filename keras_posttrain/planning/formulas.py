@@ -1,4 +1,4 @@
-"""What a step computes and sends at least, by formula."""
+"""Lower bounds of a step's computation and communication, by formula."""
 
 import collections
 import math
@@ -129,7 +129,7 @@ def _weight(variable, dtype, trainable):
 
 
 def _lookup(policy):
-    """The id of an embedding that is only looked up, else `None`."""
+    """Returns the id of an embedding that is only looked up, else `None`."""
     embedding = policy.backbone.token_embedding
     return None if embedding.tie_weights else id(embedding.embeddings)
 

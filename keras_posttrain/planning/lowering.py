@@ -292,7 +292,7 @@ def _shape_alone(variable, layout=None):
 
 
 def _left_out(policy):
-    """The ids of the variables of decoder layers that do not run."""
+    """Returns the ids of the variables of decoder layers that do not run."""
     if policy.num_layers is None:
         return frozenset()
     rest = []
@@ -302,7 +302,7 @@ def _left_out(policy):
 
 
 def _without(task_class, left_out):
-    """A class of tasks that has all variables but those left out."""
+    """Returns a class of tasks that has all variables but those left out."""
 
     class Twin(task_class):
         @property
@@ -314,7 +314,7 @@ def _without(task_class, left_out):
 
 
 def _optimizer(task, variables):
-    """An optimizer of shapes for these variables, and its masters."""
+    """Returns an optimizer of shapes for these variables, and its masters."""
     layouts = [sharding.layout_of(variable) for variable in variables]
     # Its scalars have values, which no planned device can hold.
     with _distribution(None), shapes_only():

@@ -10,10 +10,10 @@ import numpy as np
 
 from keras_posttrain.rollout.interrupted import generate_whole
 
-# How often the engine is asked, while a rollout is waited for, whether it
-# waits for weights itself.
+# Seconds between checks whether the engine waits for weights, while a rollout
+# is waited for.
 POLL_SECONDS = 0.05
-# How long a run that ends waits for its sampling thread.
+# Seconds that a run that ends waits for its sampling thread.
 CLOSE_SECONDS = 60
 
 
@@ -113,7 +113,7 @@ class AsyncSampler:
         for pool in (self._sampler, self._scorers):
             pool.shutdown(wait=False, cancel_futures=True)
         # An engine is not stopped while it samples, nor sampled from after.
-        # A reward may take its time: nobody waits for it.
+        # A reward may be slow, so that nothing waits for it.
         begun = [job for job in self._sampling if not job.cancelled()]
         concurrent.futures.wait(begun, CLOSE_SECONDS)
         self._engine.resume()

@@ -9,7 +9,7 @@ from keras_posttrain.distribution import processes
 
 
 def as_list(callbacks):
-    """The list of callbacks for what a user passed to `fit`."""
+    """Returns the list of callbacks for what a user passed to `fit`."""
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
     return list(callbacks or [])
@@ -35,7 +35,7 @@ def ordered(callbacks, verbose):
 
 
 def names(callbacks):
-    """The names of callbacks that all processes of a run share."""
+    """Returns the names of callbacks that all processes of a run share."""
     # Only the first process shows a progress bar.
     shared = [c for c in callbacks if not isinstance(c, Progress)]
     return [type(c).__name__ for c in shared]
@@ -49,7 +49,7 @@ def close(callbacks):
 
 
 def moves_reference(callbacks):
-    """Whether a callback updates the reference."""
+    """Returns whether a callback updates the reference."""
     return any(hasattr(c, "moves_reference") for c in callbacks)
 
 

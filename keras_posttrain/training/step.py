@@ -17,7 +17,7 @@ from keras_posttrain.training import batch_coupled
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.weights import ModelWeights
 
-# What every training step reports in addition to the metrics of its loss.
+# Metrics that every training step reports in addition to its loss's.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
 
 POLICY_OUTPUTS = (
@@ -46,7 +46,7 @@ class LossTerms:
     token_outputs: object
 
     def __call__(self, state, rows, normalizers, key, differentiable=True):
-        """Loss and metrics of some rows, within `ModelWeights.scope`.
+        """Returns loss and metrics of some rows, within `ModelWeights.scope`.
 
         Args:
             state: dict, the state of the step.
@@ -127,7 +127,7 @@ class TrainStep:
     has_signal: object = None
 
     def held(self, frozen):
-        """The part of a state that a step reads and never changes."""
+        """Returns the part of a state that a step reads and never changes."""
         return {
             "frozen": frozen,
             **{
@@ -220,7 +220,7 @@ class TrainStep:
         return logs, {**state, "metrics": metrics}
 
     def evaluate(self, state, batch):
-        """Loss and metrics of a batch, without gradients or dropout.
+        """Returns loss and metrics of a batch, without gradients or dropout.
 
         Returns:
             `(logs, state)` with `metrics` replaced.
@@ -316,7 +316,7 @@ def counters(step, seed):
 
 
 def global_norm(gradients):
-    """The L2 norm of all gradients together, in float32."""
+    """Returns the L2 norm of all gradients together, in float32."""
     squares = [jnp.sum(jnp.square(g.astype("float32"))) for g in gradients]
     return jnp.sqrt(sum(squares))
 

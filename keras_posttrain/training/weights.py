@@ -23,7 +23,7 @@ class ModelWeights:
 
     @classmethod
     def of(cls, model):
-        """The weights of a `keras.Model`."""
+        """Returns the weights of a `keras.Model`."""
         return cls(model.trainable_variables, model.non_trainable_variables)
 
     def values(self):
@@ -34,7 +34,7 @@ class ModelWeights:
         )
 
     def state(self):
-        """The present values as the part of a step's `state`."""
+        """Returns the present values as the part of a step's `state`."""
         return dict(zip(("trainable", "frozen"), self.values()))
 
     @contextlib.contextmanager
