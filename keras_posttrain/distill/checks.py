@@ -296,12 +296,7 @@ def may_evaluate(loss):
 
 
 def plannable(given, *, on_policy, cache, other):
-    """Raises a `ValueError` for a step that reads more than its rows.
-
-    Args:
-        given: `TeacherSources`.
-        on_policy, cache, other: as in `combination`.
-    """
+    """Raises a `ValueError` for a step that reads more than its rows."""
     why = None
     if len(given) > 1:
         why = "one teacher, the largest: each adds a pass of its own"

@@ -99,9 +99,6 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
 def teacher_prompts(prompts):
     """Returns the rows of a column of teachers' prompts.
 
-    Args:
-        prompts: list of `Prompt`s.
-
     Returns:
         `(name of the column, rows)`, or `(None, None)` without one.
     """

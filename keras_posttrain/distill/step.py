@@ -183,11 +183,7 @@ class TeacherPass:
         self._program = jax.jit(self._logps)
 
     def __call__(self, batch):
-        """Returns the weighted mean over teachers, float32 `(rows, length)`.
-
-        Args:
-            batch: dict of arrays.
-        """
+        """Returns the weighted mean over teachers, float32 `(rows, length)`."""
         state = self.step.weights.state()
         state = {**state, **self.step.held(state["frozen"])}
         batch = {k: batch[k] for k in TEACHER_INPUTS if k in batch}

@@ -16,9 +16,6 @@ def first_with_loss(example):
 def teacher_span(example):
     """Returns the teacher's view of an example as a `Span`.
 
-    Args:
-        example: `Example`.
-
     Returns:
         A `Span`.
     """

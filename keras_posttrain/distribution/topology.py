@@ -110,9 +110,6 @@ def compile(lowered):
     A program for devices that are not present can be written to the cache but
     not read from it.
 
-    Args:
-        lowered: `jax.stages.Lowered`.
-
     Returns:
         A `jax.stages.Compiled`.
     """

@@ -119,9 +119,6 @@ class PPOLoss(ClippedLoss):
     Args:
         epsilon, epsilon_high, delta: see `ppo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
     """
 
 
@@ -205,9 +202,6 @@ class GRPOLoss(ClippedLoss):
         importance_sampling_level: `"token"`, or `"sequence"`: the tokens of
             a sequence share the geometric mean of their ratios.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Shao et al., 2024](https://arxiv.org/abs/2402.03300).
 
     Example:
 
@@ -403,9 +397,6 @@ class GSPOLoss(ClippedLoss):
     Args:
         epsilon, epsilon_high, delta: see `ppo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Zheng et al., 2025](https://arxiv.org/abs/2507.18071).
     """
 
     epsilon: float = 3e-4
@@ -601,9 +592,6 @@ class SAPOLoss(PolicyLoss):
         positive_temperature, negative_temperature: see `sapo_loss`.
         importance_sampling_level: see `GRPOLoss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Gao et al., 2025](https://arxiv.org/abs/2511.20347).
     """
 
     importance_sampling_level: str = "token"
@@ -699,9 +687,6 @@ class VESPOLoss(PolicyLoss):
         k_positive, lambda_positive, k_negative, lambda_negative: see
             `vespo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Shen et al., 2026](https://arxiv.org/abs/2602.10693).
     """
 
     k_positive: float = 2.0

@@ -99,9 +99,6 @@ class CPOLoss(PairLoss):
         nll_coef: float, the weight of the cross-entropy (TRL's `cpo_alpha`).
         label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta: see `PairLoss`.
-
-    Reference:
-        - [Xu et al., 2024](https://arxiv.org/abs/2401.08417).
     """
 
     nll_coef: float = 1.0
@@ -252,10 +249,6 @@ class SimPOLoss(CPOLoss):
         alpha: float, AlphaPO's exponent, 0 for SimPO. AlphaPO's best is
             0.25.
         beta, nll_coef, label_smoothing: see `CPOLoss`.
-
-    References:
-        - [Meng et al., 2024](https://arxiv.org/abs/2405.14734).
-        - [Gupta et al., 2025](https://arxiv.org/abs/2501.03884), AlphaPO.
     """
 
     beta: float = 2.0
@@ -351,9 +344,6 @@ class ORPOLoss(PairLoss):
             as in the authors' code and in TRL, or only the completion, as in
             the paper. Needs `positions` in the batch.
         beta: see `PairLoss`.
-
-    Reference:
-        - [Hong et al., 2024](https://arxiv.org/abs/2403.07691).
     """
 
     include_prompt: bool = True

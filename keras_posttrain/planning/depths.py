@@ -41,9 +41,6 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
 def measured(compiled, layers, depths):
     """Measures the program of all layers, or refuses it.
 
-    Args:
-        compiled, layers, depths: as in `assemble`.
-
     Returns:
         `(Measurement or None, refusal)`: a dict of the fields of a `Plan` that
         say why the compiler refused.

@@ -22,10 +22,6 @@ def model_flops(planned, batch):
     reference or a teacher a third of that. Weights that are only looked up
     are left out, and of experts those count that a token passes through.
 
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
-
     Returns:
         A float.
     """
@@ -51,9 +47,6 @@ def model_flops(planned, batch):
 def forward_flops(planned):
     """Counts the operations of a token's forward pass, without attention.
 
-    Args:
-        planned: `PlannedTask`.
-
     Returns:
         A float.
     """
@@ -69,10 +62,6 @@ def ideal(planned, batch):
     """Counts the bytes that the layout has to send: `ideal_bytes`.
 
     The model is passed forward and backward, companions forward.
-
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
 
     Returns:
         Dict of floats, bytes by purpose.

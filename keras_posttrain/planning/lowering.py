@@ -198,9 +198,6 @@ class PlannedTask:
     def lower(self, batch):
         """Lowers the training step.
 
-        Args:
-            batch: as in `shapes`.
-
         Returns:
             A `jax.stages.Lowered`.
         """

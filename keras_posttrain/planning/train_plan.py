@@ -102,10 +102,6 @@ def _check(task, batch_size, layout, sequence_length, micro_batch_size, remat):
 def head_trips(planned, batch):
     """Counts the rounds of the head's loop over chunks of tokens.
 
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
-
     Returns:
         Int, those of one device.
     """

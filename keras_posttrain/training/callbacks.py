@@ -18,10 +18,6 @@ def as_list(callbacks):
 def ordered(callbacks, verbose):
     """Adds the run's own callbacks and sorts all.
 
-    Args:
-        callbacks: list of `keras.callbacks.Callback`s.
-        verbose: as in `fit`; 0 in all processes but the first.
-
     Returns:
         A list. Checkpoints come last: they save what the others count at the
         end of an epoch.

@@ -39,12 +39,7 @@ class ModelWeights:
 
     @contextlib.contextmanager
     def scope(self, trainable, frozen):
-        """Gives the variables these values. One thread at a time enters.
-
-        Args:
-            trainable: list of arrays.
-            frozen: list of arrays.
-        """
+        """Gives the variables these values. One thread at a time enters."""
         mapping = list(zip(self.trainable, trainable))
         mapping += list(zip(self.frozen, frozen))
         with TRACING, keras.StatelessScope(state_mapping=mapping):

@@ -236,9 +236,6 @@ class BatchAdapter(DataAdapter):
     def set_state(self, state):
         """Resumes from a position, and starts counting again.
 
-        Args:
-            state: dict of `state_after`.
-
         Raises:
             ValueError: the state belongs to other data or settings.
         """
