@@ -14,11 +14,7 @@ def first_with_loss(example):
 
 
 def teacher_span(example):
-    """Returns the teacher's view of an example as a `Span`.
-
-    Returns:
-        A `Span`.
-    """
+    """Returns the teacher's view of an example as a `Span`."""
     if not _reads_own(example):
         return Span(example.token_ids, first_with_loss(example))
     source = example.teacher_source

@@ -83,9 +83,6 @@ def get(name):
             the chips along each axis of the network; `"cpu:8"` for devices
             of this host; or a `Topology`.
 
-    Returns:
-        A `Topology`.
-
     Raises:
         ValueError: if the name is not known, or names a TPU and `libtpu` is
             not installed.

@@ -555,9 +555,7 @@ def sapo_loss(
     `r` is `-A` on-policy and decays on both sides, faster for larger `t`.
 
     Args:
-        log_ratios: float array of any shape, such as `(rows, length)`:
-            `log(policy / old policy)` of each token.
-        advantages: float array of the same shape.
+        log_ratios, advantages: see `ppo_loss`.
         positive_temperature: float, `t` where the advantage is positive.
         negative_temperature: float, `t` elsewhere.
 
@@ -645,11 +643,9 @@ def vespo_loss(
     old policy. `phi` is 1 on-policy and decays smoothly on both sides.
 
     Args:
-        logps: float array of any shape, such as `(rows, length)`:
-            log-probabilities of the sampled tokens under the policy.
+        logps, advantages: see `cispo_loss`.
         log_w: float array of the same shape: each token has the sum of the
             log-ratios of its sequence. No gradient passes through it.
-        advantages: float array of the same shape.
         k_positive, lambda_positive: floats, `k` and `l` where the advantage
             is 0 or more.
         k_negative, lambda_negative: floats, where it is negative.
@@ -728,9 +724,7 @@ def reinforce_loss(logps, advantages):
     """Computes REINFORCE's loss of each token, `-A log p`.
 
     Args:
-        logps: float array of any shape, such as `(rows, length)`:
-            log-probabilities of the sampled tokens under the policy.
-        advantages: float array of the same shape.
+        logps, advantages: see `cispo_loss`.
 
     Returns:
         A float array of the same shape.

@@ -285,10 +285,7 @@ def log_odds_ratio(chosen_logps, rejected_logps):
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: means
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
-        rejected_logps: float array of the same shape, of the rejected ones.
+        chosen_logps, rejected_logps: see `simpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -309,10 +306,7 @@ def orpo_loss(chosen_logps, rejected_logps, beta=0.1):
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: means
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
-        rejected_logps: float array of the same shape, of the rejected ones.
+        chosen_logps, rejected_logps: see `simpo_loss`.
         beta: float, the weight of the term (the paper's lambda).
 
     Returns:

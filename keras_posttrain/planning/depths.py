@@ -16,9 +16,6 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
         depths: tuple of one or two ints, the layers to compile.
         compiled: function of a number of layers to a `Measurement`.
         **fields: further fields of `Plan`.
-
-    Returns:
-        A `Plan`.
     """
     found, refusal = measured(compiled, layers, depths)
     mesh = distribution.device_mesh

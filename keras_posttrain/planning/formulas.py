@@ -21,9 +21,6 @@ def model_flops(planned, batch):
     https://arxiv.org/abs/2204.02311), appendix B); the forward pass of a
     reference or a teacher a third of that. Weights that are only looked up
     are left out, and of experts those count that a token passes through.
-
-    Returns:
-        A float.
     """
     trained = {id(v) for v in planned.step.weights.trainable}
     ids = np.asarray(batch["segment_ids"])
@@ -45,11 +42,7 @@ def model_flops(planned, batch):
 
 
 def forward_flops(planned):
-    """Counts the operations of a token's forward pass, without attention.
-
-    Returns:
-        A float.
-    """
+    """Counts the operations of a token's forward pass, without attention."""
     lookup = _lookup(planned.policy)
     return sum(
         2.0 * math.prod(v.shape)

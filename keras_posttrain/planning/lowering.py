@@ -226,9 +226,6 @@ def num_bytes(shapes, itemsize=None):
     Args:
         shapes: pytree of `jax.ShapeDtypeStruct`s with a layout.
         itemsize: int, bytes of a number, or `None` for that of each dtype.
-
-    Returns:
-        A float.
     """
     return float(
         sum(

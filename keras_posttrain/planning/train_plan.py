@@ -30,11 +30,7 @@ def make_plan(
     micro_batch_size,
     remat,
 ):
-    """Plans a training step; see `Task.plan` for the arguments.
-
-    Returns:
-        A `Plan`.
-    """
+    """Plans a training step; see `Task.plan` for the arguments."""
     layout = {"packing": packing, "share_prefix": share_prefix}
     settings = {
         "sequence_length": sequence_length,
