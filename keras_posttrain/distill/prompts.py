@@ -55,7 +55,7 @@ class StudentPrompts:
 
 
 def prompts_of_rows(examples, tokenizer, most, why, name):
-    """Prompts of rows with completions, some of which are used as given.
+    """Turns rows with completions into prompts; some are used as given.
 
     Args:
         examples: list of `Example`s.

@@ -39,7 +39,7 @@ def parts(loss):
 
 
 def kept_temperature(loss):
-    """The temperature of a teacher's log-probabilities that are kept."""
+    """Returns the temperature of a teacher's cached log-probabilities."""
     found = [x for _, _, x in parts(loss) if isinstance(x, DistillationLoss)]
     return found[0].temperature if found else 1.0
 
@@ -151,8 +151,7 @@ def _divergences(policy, loss, rows, hidden, teachers, shares):
 
 
 def token_weights(rows):
-    """The weight of each teacher at each token, `(teachers, rows, length)`;
-    `None` where there is one teacher."""
+    """Returns teacher weights, `(teachers, rows, length)`; `None` for one."""
     if "teacher_weights" not in rows:
         return None
     by_sequence = jnp.moveaxis(rows["teacher_weights"], -1, 0)
@@ -183,7 +182,7 @@ class TeacherPass:
         self._program = jax.jit(self._logps)
 
     def __call__(self, batch):
-        """Returns the weighted mean over teachers, float32 `(rows, length)`."""
+        """Computes the weighted mean of teachers, float32 `(rows, length)`."""
         state = self.step.weights.state()
         state = {**state, **self.step.held(state["frozen"])}
         batch = {k: batch[k] for k in TEACHER_INPUTS if k in batch}

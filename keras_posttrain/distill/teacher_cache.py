@@ -92,7 +92,7 @@ def teacher_cache(directory, teacher, engine, temperature, top_k):
 
 
 def cached_tokens(cache):
-    """A lookup: the cached `ids` and `logps` of an example, `(tokens, k)`."""
+    """Makes a lookup of an example's `ids` and `logps`, `(tokens, k)`."""
 
     def lookup(example):
         span = teacher_span(example)

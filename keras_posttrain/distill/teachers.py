@@ -38,7 +38,7 @@ class TeacherSources:
         return len(self._given)
 
     def model(self, name):
-        """A `CausalLM`, or `None` for the student when training began."""
+        """Returns a `CausalLM`, or `None` for the initial student."""
         given = self._given[name]
         if isinstance(given, Rollout):
             return given.model.causal_lm
@@ -83,7 +83,7 @@ class TeacherSources:
         ]
 
     def tokenizer(self, name):
-        """The tokenizer of a teacher, where it is known, else `None`."""
+        """Returns the tokenizer of a teacher, or `None` if unknown."""
         given = self._given[name]
         if self._tokenizer is None and isinstance(given, (str, os.PathLike)):
             return presets.load_tokenizer(given)

@@ -75,5 +75,5 @@ def _doubt(plan):
         f"{depths[0]} and {depths[1]} {plan.needed / capacity:.0%} of the "
         f"chip's memory are in use at once and {plan.set_aside / capacity:.0%}"
         " when packed loosely. Where that is too much the compiler packs "
-        "closely, and all layers may come out some percent beside the line.",
+        "closely; all layers may differ from it by a few percent.",
     )

@@ -117,7 +117,7 @@ def _lookup(policy):
 
 
 def _token_flops(policy, variables, trained):
-    """Operations of a token, of which attention's depend on its length.
+    """Counts the operations of a token; attention's depend on its length.
 
     Returns:
         `(forward, forward and backward, width of the attention layers)`.

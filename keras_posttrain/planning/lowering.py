@@ -327,7 +327,7 @@ def _companion(task, role, model):
 
 
 def _shallow(frozen, twin, left_out, layers):
-    """A companion of a twin, with fewer layers where these are its own."""
+    """Copies a companion for a twin, with fewer layers if separate."""
     policy, weights = twin.policy, ModelWeights.of(twin)
     if frozen.kind == "model":
         policy, weights = copy.copy(frozen.policy), None

@@ -71,7 +71,7 @@ class AsyncSampler:
         self._scorers = pool(max_staleness + 1, "scoring", **settings)
 
     def next(self):
-        """The next `Round`, scored; without prompts at an epoch's end."""
+        """Returns the next scored `Round`; empty at an epoch's end."""
         start = time.perf_counter()
         while self._begun <= self._trained + self.max_staleness:
             self._begin()
@@ -167,7 +167,7 @@ class AsyncSampler:
             raise Closed()
 
     def _staleness(self, round):
-        """The age of the weights that sampled the tokens, in rollouts."""
+        """Computes the age of the sampling weights, in rollouts."""
         versions = [
             t.token_versions for g in round.groups for t in g.trajectories
         ]

@@ -191,7 +191,7 @@ def auto_advantages(loss):
 
 
 def takes_kl(kind):
-    """Whether advantages have a KL term: a `beta`, and an argument `kl`."""
+    """Returns whether advantages have `beta` and an argument `kl`."""
     if not getattr(kind, "beta", 0):
         return False
     return "kl" in inspect.signature(kind).parameters

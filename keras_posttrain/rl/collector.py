@@ -311,7 +311,7 @@ def has_equal_rewards(group, weights):
 
 
 def _kl(batches):
-    """The policy's log-ratio to the reference, summed over completions."""
+    """Sums the policy's log-ratio to the reference over completions."""
     sums = {}
     for batch in batches:
         old = batch.arrays["old_per_token_logps"]

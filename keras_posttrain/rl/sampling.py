@@ -30,7 +30,7 @@ class Sampling:
     mask_truncated_completions: bool = False
 
     def fingerprint(self):
-        """Dict of the settings that must match for a run to be resumed."""
+        """Returns the settings that must match for a run to be resumed."""
         stop = sorted(self.stop_token_ids)
         return dataclasses.asdict(self) | {"stop_token_ids": stop}
 
@@ -66,7 +66,7 @@ class Scoring:
         )
 
     def fingerprint(self):
-        """Dict of the settings that must match for a run to be resumed."""
+        """Returns the settings that must match for a run to be resumed."""
         weights = None if self.weights is None else self.weights.tolist()
         is_value = dataclasses.is_dataclass(self.advantages)
         name = repr if is_value or self.advantages is None else reward_name

@@ -613,7 +613,7 @@ class DistillTask(Task):
         return getattr(self.run, "last_rollout", None)
 
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
-        """The loss and metrics of rows, as means over all their tokens.
+        """Computes the loss and metrics of rows, as means over all tokens.
 
         Args:
             dataset: rows with completions, as in `fit`.

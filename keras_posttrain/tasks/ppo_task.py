@@ -244,7 +244,7 @@ class PPOTask(RolloutTask):
         if self.value_model.causal_lm is not None:
             raise ValueError(
                 "PPO is planned with a value head on the policy's own "
-                "backbone. Received: a `value_model` of its own. Plan "
+                "backbone. Received: a separate `value_model`. Plan "
                 "value_model=None, and an SFTTask of the value model's "
                 "preset: they add up."
             )

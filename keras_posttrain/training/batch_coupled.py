@@ -21,7 +21,7 @@ def loss_and_gradients(step, state, batch, key):
     Args:
         step: `TrainStep`.
         state: dict with `trainable` and `frozen`, lists of arrays.
-        batch: dict of arrays, the whole batch.
+        batch: dict of arrays, the full batch.
         key: JAX key of the seed and the step, or `None` for no dropout.
 
     Returns:

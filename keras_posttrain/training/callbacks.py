@@ -50,7 +50,7 @@ def moves_reference(callbacks):
 
 
 def read_logs(callbacks):
-    """Whether a callback other than our own reads the logs of each batch."""
+    """Returns whether a user's callback reads the logs of each batch."""
     base = keras.callbacks.Callback
     for callback in callbacks:
         for name in ("on_train_batch_end", "on_batch_end"):

@@ -39,7 +39,7 @@ class FrozenCache:
         return f"cached {self.rows.header['weights (checksum)']}"
 
     def missing(self, items):
-        """The items of a dict by key whose arrays are not there yet."""
+        """Selects the items of a dict by key that are not cached yet."""
         return {key: items[key] for key in self.rows.missing(items)}
 
     def fill(self, missing, length, compute, message, verbose):

@@ -46,7 +46,7 @@ class RunState:
         self.initial_epoch = self.digest = None
 
     def frozen_digest(self, weights):
-        """A checksum of the frozen weights, which no checkpoint holds."""
+        """Computes a checksum of the frozen weights, not checkpointed."""
         if self.digest is None:
             self.digest = weights_digest([v.value for v in weights.frozen])
         return self.digest

@@ -50,8 +50,8 @@ class LossTerms:
 
         Args:
             state: dict, the state of the step.
-            rows: dict of arrays, some rows of the whole batch.
-            normalizers: dict of scalars, those of the whole batch.
+            rows: dict of arrays, some rows of the full batch.
+            normalizers: dict of scalars, those of the full batch.
             key: JAX key of the seed and the step, or `None` for no dropout.
             differentiable: bool.
 
@@ -137,7 +137,7 @@ class TrainStep:
         }
 
     def loss_and_gradients(self, state, batch):
-        """Gradients of the batch's loss, added up over its micro-batches.
+        """Computes gradients of the loss, summed over micro-batches.
 
         Args:
             state: dict, see the class.
@@ -254,7 +254,7 @@ class TrainStep:
         return several and self.loss.batch_coupled
 
     def _with_reference(self, state, batch):
-        """The batch with `ref_per_token_logps`, where the loss reads them."""
+        """Adds `ref_per_token_logps` to the batch if the loss reads them."""
         name = "ref_per_token_logps"
         if "reference" not in self.companions or name in batch:
             return batch
@@ -311,7 +311,7 @@ def compile_step(train_step, shardings=None, eager=False):
 
 
 def counters(step, seed):
-    """The counters of a state: the number of the step, and the seed."""
+    """Returns the counters of a state: `step` and `seed`."""
     return {"step": np.int32(step), "seed": np.int32(seed)}
 
 
@@ -322,7 +322,7 @@ def global_norm(gradients):
 
 
 def clip(gradients, norm, max_norm):
-    """Gradients times `min(1, max_norm / (norm + 1e-6))`, as in torch."""
+    """Scales by `min(1, max_norm / (norm + 1e-6))`, as torch does."""
     if max_norm is None:
         return gradients
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
@@ -330,7 +330,7 @@ def clip(gradients, norm, max_norm):
 
 
 def apply_optimizer(optimizer, masters, state, gradients, keep):
-    """New weights and optimizer state, or the old ones where not `keep`.
+    """Updates weights and optimizer state; keeps the old ones if not `keep`.
 
     Args:
         optimizer: built `keras.optimizers.Optimizer`.

@@ -27,7 +27,7 @@ class ModelWeights:
         return cls(model.trainable_variables, model.non_trainable_variables)
 
     def values(self):
-        """The present values: `(trainable, frozen)`, two lists of arrays."""
+        """Returns the values: `(trainable, frozen)`, two lists of arrays."""
         return (
             [v.value for v in self.trainable],
             [v.value for v in self.frozen],

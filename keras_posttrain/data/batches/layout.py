@@ -82,13 +82,6 @@ class BatchLayout:
             takes up, or `None` for as many as it has.
         extras: function of a `Batch` and its groups that adds arrays, or
             `None`.
-
-    Example:
-
-    ```python
-    layout = BatchLayout(8, 256, token_budget=512)
-    layout([Group.of_completions(prompt, completions, masks, row=0)]).arrays
-    ```
     """
 
     num_sequences: int

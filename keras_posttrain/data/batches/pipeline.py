@@ -47,14 +47,6 @@ class BatchAdapter(DataAdapter):
             it.
         layout: `BatchLayout` of a batch's examples, in place of the last
             two; `None` for a sequence a row.
-
-    Example:
-
-    ```python
-    adapter = BatchAdapter(examples, batch_size=8, sequence_length=256)
-    for batch in adapter.get_jax_iterator():
-        print(batch["token_ids"].shape)
-    ```
     """
 
     def __init__(
