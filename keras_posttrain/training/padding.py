@@ -59,7 +59,7 @@ def describe(micro_batch_size, rows, together=1):
             why += f"{' and ' if why else ''}micro-batches of {size} rows"
     if rows is None:
         return (
-            f"rows of padding fill batches up to a multiple of {multiple} "
+            f"padding rows fill batches up to a multiple of {multiple} "
             f"rows, for {why}"
             if multiple > 1
             else None
@@ -68,7 +68,7 @@ def describe(micro_batch_size, rows, together=1):
     if not empty:
         return None
     return (
-        f"{empty} rows of padding a batch: {rows} rows are filled up to "
+        f"{empty} padding rows per batch: {rows} rows are padded to "
         f"{rows + empty}, for {why}"
     )
 
