@@ -359,7 +359,8 @@ def load_runs():
         With `stages`, numbers of epochs, the run is resumed from its
         checkpoint for each; with `dies_at` it is killed after that step.
         """
-        epochs = stages or (fit.pop("epochs", 2),)
+        once = fit.pop("epochs", 2)
+        epochs = stages or (once,)
         if dies_at:
             epochs = (epochs[-1], epochs[-1])
         callbacks = list(fit.pop("callbacks", ()))

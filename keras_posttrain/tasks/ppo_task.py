@@ -70,8 +70,8 @@ class PPOTask(RolloutTask):
 
     collector = PPOCollector
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
+        super().__init__(causal_lm, tokenizer, reference=reference, **kwargs)
         # Set by the first `compile`.
         self.value_model = None
 

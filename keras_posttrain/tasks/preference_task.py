@@ -20,8 +20,8 @@ class PreferenceTask(Task):
     shares_prompt = True
     can_share_prefix = True
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, causal_lm, tokenizer=None, **kwargs):
+        super().__init__(causal_lm, tokenizer, **kwargs)
         # Set by `fit`.
         self.share_prefix = self.packs = False
 

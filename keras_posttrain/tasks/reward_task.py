@@ -122,14 +122,14 @@ class RewardTask(PreferenceTask):
         )
         checks.positive_int("batch_size", batch_size)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
-        weights = ModelWeights.of(self)
         if self._scores is None:
 
             def run(trainable, frozen, batch):
-                with weights.scope(trainable, frozen):
+                with self.using_weights(trainable, frozen):
                     return self.token_outputs(batch, None, ("scores",))
 
             self._scores = jax.jit(run)
+        weights = ModelWeights.of(self)
         rows = run_rows(
             lambda batch: self._scores(*weights.values(), batch), batches
         )

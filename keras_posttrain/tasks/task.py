@@ -188,6 +188,10 @@ class Task(keras.Model):
         """Int, the number of optimizer steps done."""
         return self.run_state.step
 
+    @step.setter
+    def step(self, value):
+        self.run_state.step = value
+
     @property
     def step_logs(self):
         """Dict of scalars, the metrics of the last step."""
@@ -555,8 +559,7 @@ class Task(keras.Model):
         Args:
             trainable, frozen: lists of arrays, those of a step's `state`.
         """
-        weights = self._step.weights if self._step else ModelWeights.of(self)
-        return weights.scope(trainable, frozen)
+        return ModelWeights.of(self).scope(trainable, frozen)
 
     def call(self, batch):
         """Computes log-probabilities of a batch's tokens, `(rows, length)`."""
@@ -652,7 +655,8 @@ class Task(keras.Model):
 
     def make_train_function(self, force=False):
         if self.train_function is None or force:
-            self.train_function = self.run.train_function()
+            program = self.compiled_train_step
+            self.train_function = self.run.train_function(program)
 
     def make_test_function(self, force=False):
         if self.test_function is None or force:
@@ -712,11 +716,10 @@ class Task(keras.Model):
         )
         checks.positive_int("batch_size", batch_size)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
-        weights = ModelWeights.of(self)
         if self._log_probs is None:
 
             def run(trainable, frozen, batch):
-                with weights.scope(trainable, frozen):
+                with self.using_weights(trainable, frozen):
                     mask = batch["segment_ids"] > 0
                     outputs = self.policy.token_outputs(
                         batch, mask, differentiable=False
@@ -726,7 +729,7 @@ class Task(keras.Model):
             self._log_probs = jax.jit(run)
         out = []
         for batch in batches.get_jax_iterator():
-            values = self._log_probs(*weights.values(), batch)
+            values = self._log_probs(*ModelWeights.of(self).values(), batch)
             values = processes.fetch(values)
             lengths = (batch["segment_ids"] > 0).sum(axis=1)
             out += [v[:n] for v, n in zip(values, lengths) if n]

@@ -82,8 +82,13 @@ class RowRun:
         finally:
             callback_lib.close(self.callbacks)
 
-    def train_function(self):
-        """Returns the function that Keras calls for each batch."""
+    def train_function(self, program):
+        """Returns the function that Keras calls for each batch.
+
+        Args:
+            program: the model's `compiled_train_step`. It is made before
+                Keras empties the variables.
+        """
         model, state = self.model, self.state
 
         def train_function(values, iterator):
@@ -108,7 +113,7 @@ class RowRun:
                 **counters(number, state.seed),
             }
             held = self._step.held(frozen)
-            logs, new = model.compiled_train_step(changing, held, batch)
+            logs, new = program(changing, held, batch)
             state.consumed, state.step, state.logs = consumed, number, logs
             values = (
                 new["trainable"],

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.training.run_state import RunState
 from tests.callbacks.train_script import fit, make_task
 from tests.support import random_rows, read_log, weights
 
@@ -48,7 +49,7 @@ def fresh_task(lora=True):
         variable.assign(values[variable.path])
     for variable, state in zip(task.optimizer.variables, states):
         variable.assign(state)
-    task.step, task.step_logs = 0, {}
+    task.run_state = RunState()
     return task
 
 
@@ -353,7 +354,7 @@ def test_keep_and_every_are_respected(tmp_path):
 def test_an_adapters_checkpoint_holds_the_adapter_alone(tmp_path):
     task = fresh_task()
     fit(task, tmp_path, epochs=1, every=100)
-    arrays, _ = task.training_state()
+    arrays, _ = task.run.training_state()
     held = sum(x.nbytes for group in arrays.values() for x in group.values())
     saved = tmp_path / "checkpoints" / "6"
     tree = json.loads((saved / "state" / "_METADATA").read_text())

@@ -10,6 +10,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.callbacks.completions_log import table_text
+from keras_posttrain.training.run_state import RunState
 from tests.support import REFERENCE, random_rows
 
 CompletionsLog = kpt.callbacks.CompletionsLog
@@ -51,7 +52,7 @@ def new_task():
 
 def fit(directory, steps, start=0, steps_per_rollout=1, **kwargs):
     task = new_task()
-    task.step, task.step_logs, task.last_rollout = start, {}, None
+    task.run_state = RunState(step=start)
     callbacks = [
         Sampler(steps_per_rollout),
         CompletionsLog(directory, **{"num_rows": 0, **kwargs}),

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.training.keras_fit import RowRun
+from keras_posttrain.training.run_state import RunState
 from tests.support import REFERENCE, random_rows, read_log
 
 NAMES = [
@@ -49,7 +51,7 @@ def fit(task, *callbacks, rows=None, **kwargs):
 
 
 def rerun(task):
-    task.step, task.step_logs = 0, {}
+    task.run_state = RunState()
 
 
 def test_a_line_per_step_with_the_values_of_that_step(task, tmp_path):
@@ -242,20 +244,21 @@ def test_a_full_disk_is_reported(task, tmp_path):
 
 def handed_out(task, *callbacks):
     """Records the logs that the train function returns to Keras."""
-    seen = []
-    task.make_train_function()
-    train_function = task.train_function
+    seen, make = [], RowRun.train_function
 
-    def watched(state, iterator):
-        logs, state = train_function(state, iterator)
-        seen.append(logs)
-        return logs, state
+    def watched(run, program):
+        train_function = make(run, program)
 
-    task.train_function = watched
-    try:
+        def recording(state, iterator):
+            logs, state = train_function(state, iterator)
+            seen.append(logs)
+            return logs, state
+
+        return recording
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowRun, "train_function", watched)
         fit(task, *callbacks, verbose=1)
-    finally:
-        task.train_function = train_function
     return seen
 
 

@@ -7,6 +7,7 @@ import keras
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.training.run_state import RunState
 from tests.support import REFERENCE, random_rows
 
 
@@ -25,7 +26,7 @@ class Slow(keras.callbacks.Callback):
 
 
 def printed(task, capsys, rows=None, callbacks=(), **kwargs):
-    task.step, task.step_logs = 0, {}
+    task.run_state = RunState()
     capsys.readouterr()
     kwargs = {"batch_size": 4, "epochs": 2, **kwargs}
     rows = random_rows(10, seed=2) if rows is None else rows

@@ -699,7 +699,7 @@ def test_bad_batches():
     batch, outputs = flat(sequences())
     for loss, missing, message in (
         (losses.DPOLoss(), "ref_per_token_logps", "the reference policy"),
-        (losses.KTOLoss(), "labels", "not 0 for a good completion"),
+        (losses.KTOLoss(), "labels", "not 0 for a desirable completion"),
         (losses.KTOLoss(), "roles", "APOZeroUnpairedLoss"),
         (losses.ORPOLoss(), "positions", "place of each token"),
     ):

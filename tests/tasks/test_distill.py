@@ -179,7 +179,7 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_run(tmp_path):
     step(task, ROWS)
     for v, b in zip(teacher.variables, before, strict=True):
         np.testing.assert_array_equal(v.value, b)
-    arrays, _ = task.training_state()
+    arrays, _ = task.run.training_state()
     assert arrays["teacher_0"] == {}
     # What was learned to compare is kept with the run, and not exported.
     maps = [v for v in task.trainable_variables if "feature_map" in v.path]
@@ -234,13 +234,13 @@ def test_the_rest_of_a_distribution_is_one_outcome(tmp_path):
     task = compiled(make(), teacher_cache=tmp_path, top_k=8)
     held_out = random_rows(4, seed=1)
     history, _ = step(task, ROWS, validation_data=held_out)
-    assert task._cache.computed == 10 and task.teachers == ()
+    assert task.cached.computed == 10 and task.teachers == ()
     whole, _ = step(compiled(make()), ROWS)
     # Outcomes taken together are nearer to each other.
     assert 0 < history["loss"][0] < whole["loss"][0]
     again = compiled(make(), teacher_cache=tmp_path, top_k=8)
     assert step(again, ROWS)[0]["loss"] == history["loss"]
-    assert again._cache.computed == 0
+    assert again.cached.computed == 0
     for changed in (
         {"teacher": MODELS / "llama3_eps1e5"},
         {"top_k": 4},
@@ -262,7 +262,7 @@ def test_the_student_when_training_began_is_that_of_fit(tmp_path):
         task.fit(CONTEXT, verbose=0)
     first.assign(first / 2.0)
     task.fit(CONTEXT[:4], batch_size=4, verbose=0)
-    assert task._cache.computed == 0
+    assert task.cached.computed == 0
     with pytest.raises(ValueError, match="no longer there to be asked"):
         task.evaluate([{**CONTEXT[0], "completion_ids": [9, 8]}], batch_size=1)
 
@@ -285,15 +285,15 @@ def sampled(loss="auto", teacher=MODELS / "llama3_ref", rows=PROMPTS,
 
 def test_the_policy_gradient_goes_by_the_teachers_log_probs():
     class Keep(keras.callbacks.Callback):
-        def set_model(self, model):
-            super().set_model(model)
-            collect = model.collect
+        def on_train_begin(self, logs=None):
+            run = self.model.run
+            collect = run.collect
 
-            def kept(prompts):
-                self.batches = collect(prompts)
+            def kept(rollout):
+                self.batches = collect(rollout)
                 return self.batches
 
-            model.collect = kept
+            run.collect = kept
 
     for rows, context in ((PROMPTS, []), (CONTEXT, [5, 6, 7])):
         rows = [{k: v for k, v in r.items() if "completion" not in k}

@@ -74,6 +74,7 @@ def _read_file(path, name):
         )
     if path.suffix == ".parquet":
         try:
+            # An extra, which few need.
             import pyarrow.parquet
         except ImportError as error:
             raise ImportError(
