@@ -10,9 +10,6 @@ import optax
 def is_decayed(variable):
     """Returns `True` for matrices, which weight decay applies to by default.
 
-    Args:
-        variable: `keras.Variable`.
-
     Returns:
         A bool, `False` for norms and biases.
     """
@@ -35,9 +32,6 @@ class OptaxOptimizer(keras.optimizers.Optimizer):
     The learning rate is logged if the transformation was made with one
     `optax.inject_hyperparams`, and can be set if it was given as a number
     there. Otherwise it is logged as `null`.
-
-    Args:
-        transform: `optax.GradientTransformation`.
     """
 
     def __init__(self, transform, name="optax"):
@@ -212,9 +206,6 @@ def unbuilt_copy(optimizer):
 
     It is for a plan: a learning rate that is a number becomes 1. While Keras
     trains, that of the optimizer cannot be read.
-
-    Args:
-        optimizer: `keras.optimizers.Optimizer`.
 
     Returns:
         A `keras.optimizers.Optimizer`.

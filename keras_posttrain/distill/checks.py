@@ -30,7 +30,7 @@ SAMPLING = {
 
 
 def share(name, value):
-    """A share from 0 to 1 for a bool or a number."""
+    """Returns a share from 0 to 1 for a bool or a number."""
     is_number = isinstance(value, numbers.Real)
     if not is_number or not 0 <= value <= 1:
         raise ValueError(
@@ -121,7 +121,7 @@ def teacher_settings(given, teacher_weights, column, top_k, cache):
 
 
 def weights(weights, column, names):
-    """What each teacher counts for: a tuple, or `None` for one of them."""
+    """Returns the weights of teachers as a tuple, or `None` for one."""
     if len(names) == 1 or column is not None:
         return None
     if weights is None:
@@ -144,7 +144,7 @@ def weights(weights, column, names):
 
 
 def other_tokens(ours, own_tokenizer, theirs, tokenizer):
-    """Why a teacher's tokens are not the student's, or `None`.
+    """Explains why a teacher's tokens are not the student's, or `None`.
 
     Args:
         ours, theirs: ints, the vocabulary sizes of student and teacher.
@@ -180,7 +180,7 @@ def universal(loss, name, why):
 
 
 def other_tokenizer(given, loss, tokenizer, vocabulary):
-    """The tokenizer of a teacher with other tokens, or `None`.
+    """Returns the tokenizer of a teacher with other tokens, or `None`.
 
     Args:
         given: `TeacherSources`.
@@ -296,12 +296,7 @@ def may_evaluate(loss):
 
 
 def plannable(given, *, on_policy, cache, other):
-    """Raises a `ValueError` for a step that reads more than its rows.
-
-    Args:
-        given: `TeacherSources`.
-        on_policy, cache, other: as in `combination`.
-    """
+    """Raises a `ValueError` for a step that reads more than its rows."""
     why = None
     if len(given) > 1:
         why = "one teacher, the largest: each adds a pass of its own"

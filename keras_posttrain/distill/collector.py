@@ -13,7 +13,7 @@ from keras_posttrain.rl.trajectory import length_metrics
 
 
 class DistillCollector(Collector):
-    """Turns prompts into batches that hold what the loss reads of teachers.
+    """Turns prompts into batches with the teacher outputs that a loss reads.
 
     Args:
         generate: as in `Collector`.
@@ -92,7 +92,7 @@ class DistillCollector(Collector):
         return own, [p for i, p in enumerate(prompts) if i not in chosen]
 
     def _served(self, examples):
-        """A served teacher's most probable tokens, as a `lookup`."""
+        """Returns a served teacher's most probable tokens, as a `lookup`."""
         answers = served_top_tokens(
             self.engine,
             [teacher_span(x) for x in examples],
@@ -125,7 +125,7 @@ class DistillCollector(Collector):
         return {"reverse_kl": float(-gaps / max(count, 1))}
 
     def _teacher_logps(self, batch, examples):
-        """The teachers' log-probabilities of a batch's completions."""
+        """Returns the teachers' log-probabilities of a batch's completions."""
         if self.engine is None:
             return self.teacher_pass(batch.arrays)
         numbers = list(batch.places)

@@ -1,4 +1,4 @@
-"""Prompts of on-policy distillation, and what teachers read before them."""
+"""Prompts of on-policy distillation, for the student and its teachers."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class StudentPrompts:
     contexts: dict = dataclasses.field(default_factory=dict)
 
     def example(self, prompt, trajectory):
-        """The example of a sample.
+        """Returns the example of a sample.
 
         Args:
             prompt: `Prompt`.
@@ -55,7 +55,7 @@ class StudentPrompts:
 
 
 def prompts_of_rows(examples, tokenizer, most, why, name):
-    """Prompts of rows with completions, some of which are used as given.
+    """Turns rows with completions into prompts; some are used as given.
 
     Args:
         examples: list of `Example`s.
@@ -97,10 +97,7 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
 
 
 def teacher_prompts(prompts):
-    """The rows of a column of teachers' prompts.
-
-    Args:
-        prompts: list of `Prompt`s.
+    """Returns the rows of a column of teachers' prompts.
 
     Returns:
         `(name of the column, rows)`, or `(None, None)` without one.
@@ -114,7 +111,7 @@ def teacher_prompts(prompts):
 
 
 def contexts_of(prompts, teachers, column, names, name):
-    """The `contexts` of `StudentPrompts`.
+    """Returns the `contexts` of `StudentPrompts`.
 
     Args:
         prompts: list of `Prompt`s.

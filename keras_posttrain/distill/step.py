@@ -12,13 +12,13 @@ from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.feature_maps import capture_of
 from keras_posttrain.rl.collector import LOGPS_INPUTS
 
-# Of a batch, what a teacher reads in place of the student's tokens.
+# Arrays of a batch that a teacher reads instead of the student's tokens.
 TEACHER_TOKENS = {
     "token_ids": "teacher_token_ids",
     "segment_ids": "teacher_segment_ids",
     "positions": "teacher_positions",
 }
-# What the program of the teachers' log-probabilities reads of a batch.
+# Arrays of a batch that the program of the teachers' log-probabilities reads.
 TEACHER_INPUTS = (
     *LOGPS_INPUTS,
     *TEACHER_TOKENS.values(),
@@ -39,7 +39,7 @@ def parts(loss):
 
 
 def kept_temperature(loss):
-    """The temperature of a teacher's log-probabilities that are kept."""
+    """Returns the temperature of a teacher's cached log-probabilities."""
     found = [x for _, _, x in parts(loss) if isinstance(x, DistillationLoss)]
     return found[0].temperature if found else 1.0
 
@@ -63,7 +63,7 @@ class DistillTerms:
     feature_maps: tuple = ()
 
     def __call__(self, state, rows, normalizers, key, differentiable=True):
-        """Loss and metrics of some rows, as `LossTerms.__call__`.
+        """Returns loss and metrics of some rows, as `LossTerms.__call__`.
 
         Args:
             state: dict, with the arrays of the `teachers`.
@@ -108,7 +108,7 @@ class DistillTerms:
         return total, metrics
 
     def _teachers(self, state, rows, capture):
-        """The teachers' distributions for the head, a tuple."""
+        """Returns the teachers' distributions for the head, a tuple."""
         if "teacher_ids" in rows:
             k = rows["teacher_ids"].shape[-1]
             return (
@@ -151,8 +151,7 @@ def _divergences(policy, loss, rows, hidden, teachers, shares):
 
 
 def token_weights(rows):
-    """The weight of each teacher at each token, `(teachers, rows, length)`;
-    `None` where there is one teacher."""
+    """Returns teacher weights, `(teachers, rows, length)`; `None` for one."""
     if "teacher_weights" not in rows:
         return None
     by_sequence = jnp.moveaxis(rows["teacher_weights"], -1, 0)
@@ -183,11 +182,7 @@ class TeacherPass:
         self._program = jax.jit(self._logps)
 
     def __call__(self, batch):
-        """The weighted mean over teachers, float32 `(rows, length)`.
-
-        Args:
-            batch: dict of arrays.
-        """
+        """Computes the weighted mean of teachers, float32 `(rows, length)`."""
         state = self.step.weights.state()
         state = {**state, **self.step.held(state["frozen"])}
         batch = {k: batch[k] for k in TEACHER_INPUTS if k in batch}

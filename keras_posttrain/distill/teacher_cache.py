@@ -9,19 +9,12 @@ from keras_posttrain.training.frozen_cache import FrozenCache, Span, run_rows
 
 
 def first_with_loss(example):
-    """Int, the first token with loss."""
+    """Returns a int, the first token with loss."""
     return int(np.argmax(example.completion_mask != 0))
 
 
 def teacher_span(example):
-    """What the teacher reads of an example, and from where it is asked.
-
-    Args:
-        example: `Example`.
-
-    Returns:
-        A `Span`.
-    """
+    """Returns the teacher's view of an example as a `Span`."""
     if not _reads_own(example):
         return Span(example.token_ids, first_with_loss(example))
     source = example.teacher_source
@@ -30,7 +23,7 @@ def teacher_span(example):
 
 
 def spans_by_key(examples):
-    """The `teacher_span` of each example, by its key in a cache."""
+    """Returns the `teacher_span` of each example, by its key in a cache."""
     spans = map(teacher_span, examples)
     return {row_key(span.token_ids, span.start): span for span in spans}
 
@@ -70,7 +63,7 @@ def _reads_own(example):
 
 
 def teacher_cache(directory, teacher, engine, temperature, top_k):
-    """The cache of a teacher's most probable tokens.
+    """Returns the cache of a teacher's most probable tokens.
 
     Args:
         directory: str or path.
@@ -99,7 +92,7 @@ def teacher_cache(directory, teacher, engine, temperature, top_k):
 
 
 def cached_tokens(cache):
-    """A lookup: the cached `ids` and `logps` of an example, `(tokens, k)`."""
+    """Makes a lookup of an example's `ids` and `logps`, `(tokens, k)`."""
 
     def lookup(example):
         span = teacher_span(example)
@@ -136,7 +129,7 @@ def served_top_tokens(engine, spans, top_k, temperature):
 
 
 def top_tokens(teacher, weights, batches, top_k, temperature):
-    """A `compute` of `FrozenCache.fill`, of a teacher in this process.
+    """Returns a `compute` of `FrozenCache.fill`, of a teacher in this process.
 
     Args:
         teacher: `FrozenPolicy`.

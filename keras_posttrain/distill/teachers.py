@@ -38,7 +38,7 @@ class TeacherSources:
         return len(self._given)
 
     def model(self, name):
-        """A `CausalLM`, or `None` for the student when training began."""
+        """Returns a `CausalLM`, or `None` for the initial student."""
         given = self._given[name]
         if isinstance(given, Rollout):
             return given.model.causal_lm
@@ -55,7 +55,7 @@ class TeacherSources:
         return self._loaded[name]
 
     def models(self):
-        """The models of all teachers, a list."""
+        """Returns the models of all teachers, a list."""
         return [self.model(name) for name in self.names]
 
     def release(self):
@@ -64,7 +64,7 @@ class TeacherSources:
 
     @contextlib.contextmanager
     def ready(self):
-        """A scope in which the engine, if there is one, is started."""
+        """Opens a scope in which the engine, if there is one, is started."""
         if self.engine is None:
             yield
             return
@@ -83,14 +83,14 @@ class TeacherSources:
         ]
 
     def tokenizer(self, name):
-        """The tokenizer of a teacher, where it is known, else `None`."""
+        """Returns the tokenizer of a teacher, or `None` if unknown."""
         given = self._given[name]
         if self._tokenizer is None and isinstance(given, (str, os.PathLike)):
             return presets.load_tokenizer(given)
         return self._tokenizer
 
     def freeze(self, policy, weights, same_tokens=True):
-        """A tuple of `FrozenPolicy`s, one a teacher.
+        """Returns a tuple of `FrozenPolicy`s, one a teacher.
 
         Args:
             policy: `Policy`, the student's.

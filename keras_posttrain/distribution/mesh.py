@@ -24,9 +24,6 @@ def make_mesh(sizes, devices=None):
             all. Unless names are given, neighbours along the last axis are
             neighbours in the network, if the hardware reports it.
 
-    Returns:
-        A `keras.distribution.DeviceMesh`.
-
     Raises:
         ValueError: if the sizes do not multiply to the number of devices.
     """

@@ -64,10 +64,6 @@ class Measurement:
 def measure(compiled, num_devices, data_dependent_trips):
     """Reads a compiled program's figures.
 
-    Args:
-        compiled: `jax.stages.Compiled`.
-        num_devices, data_dependent_trips: as in `hlo.count`.
-
     Returns:
         A `Measurement`.
     """

@@ -83,9 +83,6 @@ def get(name):
             the chips along each axis of the network; `"cpu:8"` for devices
             of this host; or a `Topology`.
 
-    Returns:
-        A `Topology`.
-
     Raises:
         ValueError: if the name is not known, or names a TPU and `libtpu` is
             not installed.
@@ -109,9 +106,6 @@ def compile(lowered):
 
     A program for devices that are not present can be written to the cache but
     not read from it.
-
-    Args:
-        lowered: `jax.stages.Lowered`.
 
     Returns:
         A `jax.stages.Compiled`.

@@ -225,10 +225,6 @@ def rollout_log_ratios(tokens, by_sequence=False):
 def sampling_metrics(tokens, correction=None):
     """Measures the difference of the engine and the trainer's old policy.
 
-    Args:
-        tokens: `PolicyTokens`.
-        correction: `ImportanceCorrection` or `None`.
-
     Returns:
         A dict of metrics: mean and maximum difference of log-probabilities
         in nats; the effective sample size of the ratios (of tokens, or of

@@ -224,9 +224,6 @@ def jsd_loss(student_logps, teacher_logps, beta=0.5, scaled=False):
         A float32 array of shape `(...)`, at most
         `-beta log(beta) - (1 - beta) log(1 - beta)` unless scaled.
 
-    Raises:
-        ValueError: if the shapes differ.
-
     Reference:
         - [Agarwal et al., 2024](https://arxiv.org/abs/2306.13649).
 
@@ -262,9 +259,6 @@ def skew_kl_loss(student_logps, teacher_logps, skew=0.1, reverse=False):
 
     Returns:
         A float32 array of shape `(...)`, in nats.
-
-    Raises:
-        ValueError: if the shapes differ.
 
     Reference:
         - [Ko et al., 2024](https://arxiv.org/abs/2402.03898).

@@ -195,10 +195,6 @@ class HiddenStateLoss(FeatureLoss):
     Raises:
         ValueError: if a setting is none of the above.
 
-    Reference:
-        - [Romero et al., 2015](https://arxiv.org/abs/1412.6550), FitNets.
-        - [Jiao et al., 2020](https://arxiv.org/abs/1909.10351), TinyBERT.
-
     Example:
 
     ```python
@@ -291,10 +287,6 @@ class AttentionLoss(FeatureLoss):
 
     Raises:
         ValueError: if a setting is none of the above.
-
-    Reference:
-        - [Zagoruyko & Komodakis, 2017](https://arxiv.org/abs/1612.03928).
-        - [Jiao et al., 2020](https://arxiv.org/abs/1909.10351), TinyBERT.
 
     Example:
 

@@ -76,9 +76,6 @@ class DFTLoss(TokenLoss):
     `dft_loss` of each token, averaged as in `SFTLoss`. Improbable tokens get
     a smaller weight, which makes the update that of a policy gradient with a
     bounded reward.
-
-    Reference:
-        - [Wu et al., 2025](https://arxiv.org/abs/2508.05629).
     """
 
     def token_loss(self, logps):

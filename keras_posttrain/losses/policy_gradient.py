@@ -119,9 +119,6 @@ class PPOLoss(ClippedLoss):
     Args:
         epsilon, epsilon_high, delta: see `ppo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
     """
 
 
@@ -205,9 +202,6 @@ class GRPOLoss(ClippedLoss):
         importance_sampling_level: `"token"`, or `"sequence"`: the tokens of
             a sequence share the geometric mean of their ratios.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Shao et al., 2024](https://arxiv.org/abs/2402.03300).
 
     Example:
 
@@ -403,9 +397,6 @@ class GSPOLoss(ClippedLoss):
     Args:
         epsilon, epsilon_high, delta: see `ppo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Zheng et al., 2025](https://arxiv.org/abs/2507.18071).
     """
 
     epsilon: float = 3e-4
@@ -564,9 +555,7 @@ def sapo_loss(
     `r` is `-A` on-policy and decays on both sides, faster for larger `t`.
 
     Args:
-        log_ratios: float array of any shape, such as `(rows, length)`:
-            `log(policy / old policy)` of each token.
-        advantages: float array of the same shape.
+        log_ratios, advantages: see `ppo_loss`.
         positive_temperature: float, `t` where the advantage is positive.
         negative_temperature: float, `t` elsewhere.
 
@@ -601,9 +590,6 @@ class SAPOLoss(PolicyLoss):
         positive_temperature, negative_temperature: see `sapo_loss`.
         importance_sampling_level: see `GRPOLoss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Gao et al., 2025](https://arxiv.org/abs/2511.20347).
     """
 
     importance_sampling_level: str = "token"
@@ -657,11 +643,9 @@ def vespo_loss(
     old policy. `phi` is 1 on-policy and decays smoothly on both sides.
 
     Args:
-        logps: float array of any shape, such as `(rows, length)`:
-            log-probabilities of the sampled tokens under the policy.
+        logps, advantages: see `cispo_loss`.
         log_w: float array of the same shape: each token has the sum of the
             log-ratios of its sequence. No gradient passes through it.
-        advantages: float array of the same shape.
         k_positive, lambda_positive: floats, `k` and `l` where the advantage
             is 0 or more.
         k_negative, lambda_negative: floats, where it is negative.
@@ -699,9 +683,6 @@ class VESPOLoss(PolicyLoss):
         k_positive, lambda_positive, k_negative, lambda_negative: see
             `vespo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    Reference:
-        - [Shen et al., 2026](https://arxiv.org/abs/2602.10693).
     """
 
     k_positive: float = 2.0
@@ -743,9 +724,7 @@ def reinforce_loss(logps, advantages):
     """Computes REINFORCE's loss of each token, `-A log p`.
 
     Args:
-        logps: float array of any shape, such as `(rows, length)`:
-            log-probabilities of the sampled tokens under the policy.
-        advantages: float array of the same shape.
+        logps, advantages: see `cispo_loss`.
 
     Returns:
         A float array of the same shape.

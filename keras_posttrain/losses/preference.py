@@ -128,10 +128,7 @@ def ipo_loss(chosen_ratios, rejected_ratios, beta=0.1):
     `(chosen_ratios - rejected_ratios - 1 / (2 beta))**2`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -159,9 +156,6 @@ class IPOLoss(ReferenceLoss):
 
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`.
-
-    Reference:
-        - [Azar et al., 2023](https://arxiv.org/abs/2310.12036), equation 17.
     """
 
     def pair_losses(self, values):
@@ -177,11 +171,7 @@ def hinge_loss(chosen_ratios, rejected_ratios, beta=0.1, divergence=None):
     `max(0, 1 - beta * (chosen_ratios - rejected_ratios))`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
-        divergence: function of log-ratios or `None`, see `MarginLoss`.
+        chosen_ratios, rejected_ratios, beta, divergence: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -237,12 +227,8 @@ def robust_dpo_loss(
     margin `m` of `dpo_loss` and the share `s` of swapped labels.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta, divergence: see `dpo_loss`.
         label_smoothing: float, the share of swapped labels.
-        divergence: function of log-ratios or `None`, see `MarginLoss`.
 
     Returns:
         A float array of the same shape.
@@ -272,9 +258,6 @@ class RobustDPOLoss(MarginLoss):
         label_smoothing: float, 0 or more and below 0.5: the share of pairs
             with swapped labels. The paper tries 0.1 to 0.4.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
-
-    Reference:
-        - [Chowdhury et al., 2024](https://arxiv.org/abs/2403.00409).
     """
 
     label_smoothing: float = 0.1
@@ -306,13 +289,9 @@ def exo_pair_loss(
     the margin `m` of `dpo_loss`: the reverse KL to the smoothed labels.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta, divergence: see `dpo_loss`.
         label_smoothing: float above 0, the probability of the rejected
             completion under the smoothed label.
-        divergence: function of log-ratios or `None`, see `MarginLoss`.
 
     Returns:
         A float array of the same shape.
@@ -345,9 +324,6 @@ class ExoPairLoss(MarginLoss):
             the rejected completion under the smoothed label. The paper's is
             0.001.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
-
-    Reference:
-        - [Ji et al., 2024](https://arxiv.org/abs/2402.00856), equation 16.
     """
 
     label_smoothing: float = 1e-3
@@ -373,10 +349,7 @@ def nca_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
     rewards `c = beta * chosen_ratios` and `r = beta * rejected_ratios`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -407,9 +380,6 @@ class NCAPairLoss(ReferenceLoss):
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
             `beta` is 0.01.
-
-    Reference:
-        - [Chen et al., 2024](https://arxiv.org/abs/2402.05369), table 2.
     """
 
     def pair_losses(self, values):
@@ -427,10 +397,7 @@ def bco_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
     `c = beta * chosen_ratios` and `r = beta * rejected_ratios`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -458,9 +425,6 @@ class BCOPairLoss(ReferenceLoss):
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
             `beta` is 0.01.
-
-    Reference:
-        - [Jung et al., 2024](https://arxiv.org/abs/2404.04656).
     """
 
     def pair_losses(self, values):
@@ -477,10 +441,7 @@ def sppo_hard_loss(chosen_ratios, rejected_ratios, beta=0.1):
     `(chosen_ratios - 1 / (2 beta))**2 + (rejected_ratios + 1 / (2 beta))**2`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -509,9 +470,6 @@ class SPPOHardLoss(ReferenceLoss):
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
             `beta` (1 / eta) is 0.001.
-
-    Reference:
-        - [Wu et al., 2024](https://arxiv.org/abs/2405.00675), equation 4.7.
     """
 
     def pair_losses(self, values):
@@ -578,9 +536,6 @@ class AOTLoss(ReferenceLoss):
         label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta, ld_alpha: see `ReferenceLoss`. The paper's `beta` is 0.01.
             `use_weighting` has no meaning among sorted values.
-
-    Reference:
-        - [Melnyk et al., 2024](https://arxiv.org/abs/2406.05882).
     """
 
     paired: bool = True
@@ -614,10 +569,7 @@ def apo_zero_loss(chosen_ratios, rejected_ratios, beta=0.1):
     completions become more probable, rejected ones less.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -644,9 +596,6 @@ class APOZeroLoss(ReferenceLoss):
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
             `beta` is 0.1.
-
-    Reference:
-        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
     """
 
     def pair_losses(self, values):
@@ -665,10 +614,7 @@ def apo_down_loss(chosen_ratios, rejected_ratios, beta=0.1):
     rejected ones more so.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta: see `dpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -695,9 +641,6 @@ class APODownLoss(ReferenceLoss):
     Args:
         beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
             `beta` is 0.1.
-
-    Reference:
-        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
     """
 
     def pair_losses(self, values):
@@ -717,12 +660,8 @@ def discopop_loss(
     `dpo_loss` and the gate `g = sigmoid(m / tau)`.
 
     Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions, in nats.
-        rejected_ratios: float array of the same shape, of the rejected ones.
-        beta: float, the strength of the regularisation.
+        chosen_ratios, rejected_ratios, beta, divergence: see `dpo_loss`.
         tau: float above 0, the width of the transition.
-        divergence: function of log-ratios or `None`, see `MarginLoss`.
 
     Returns:
         A float array of the same shape.
@@ -752,9 +691,6 @@ class DiscoPOPLoss(MarginLoss):
         tau: float above 0, the width of the transition. The paper's is 0.05.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`. The
             paper's `beta` is 0.05.
-
-    Reference:
-        - [Lu et al., 2024](https://arxiv.org/abs/2406.08414), equation 5.
     """
 
     tau: float = 0.05

@@ -99,9 +99,6 @@ class CPOLoss(PairLoss):
         nll_coef: float, the weight of the cross-entropy (TRL's `cpo_alpha`).
         label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta: see `PairLoss`.
-
-    Reference:
-        - [Xu et al., 2024](https://arxiv.org/abs/2401.08417).
     """
 
     nll_coef: float = 1.0
@@ -252,10 +249,6 @@ class SimPOLoss(CPOLoss):
         alpha: float, AlphaPO's exponent, 0 for SimPO. AlphaPO's best is
             0.25.
         beta, nll_coef, label_smoothing: see `CPOLoss`.
-
-    References:
-        - [Meng et al., 2024](https://arxiv.org/abs/2405.14734).
-        - [Gupta et al., 2025](https://arxiv.org/abs/2501.03884), AlphaPO.
     """
 
     beta: float = 2.0
@@ -292,10 +285,7 @@ def log_odds_ratio(chosen_logps, rejected_logps):
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: means
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
-        rejected_logps: float array of the same shape, of the rejected ones.
+        chosen_logps, rejected_logps: see `simpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -316,10 +306,7 @@ def orpo_loss(chosen_logps, rejected_logps, beta=0.1):
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: means
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
-        rejected_logps: float array of the same shape, of the rejected ones.
+        chosen_logps, rejected_logps: see `simpo_loss`.
         beta: float, the weight of the term (the paper's lambda).
 
     Returns:
@@ -351,9 +338,6 @@ class ORPOLoss(PairLoss):
             as in the authors' code and in TRL, or only the completion, as in
             the paper. Needs `positions` in the batch.
         beta: see `PairLoss`.
-
-    Reference:
-        - [Hong et al., 2024](https://arxiv.org/abs/2403.07691).
     """
 
     include_prompt: bool = True

@@ -65,11 +65,6 @@ class BradleyTerryLoss(Loss):
     Returns:
         `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
 
-    References:
-        - [Touvron et al., 2023](https://arxiv.org/abs/2307.09288), margins.
-        - [Eisenstein et al., 2023](https://arxiv.org/abs/2312.09244),
-          centering.
-
     Example:
 
     ```python

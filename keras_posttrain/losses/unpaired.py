@@ -195,9 +195,6 @@ class KTOLoss(LabelledLoss):
     Args:
         beta, desirable_weight, undesirable_weight: see `LabelledLoss`.
 
-    Reference:
-        - [Ethayarajh et al., 2024](https://arxiv.org/abs/2402.01306).
-
     Example:
 
     ```python

@@ -229,9 +229,6 @@ class ValueLoss(Loss):
         coefficient: float, the factor of the loss when it is added to that
             of the policy.
 
-    Reference:
-        - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
-
     Example:
 
     ```python

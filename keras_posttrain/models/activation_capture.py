@@ -29,9 +29,6 @@ class ActivationCapture:
     def check(self, policy):
         """Checks that a policy can provide these activations.
 
-        Args:
-            policy: `Policy`.
-
         Raises:
             ValueError: if it cannot.
         """

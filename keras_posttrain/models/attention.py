@@ -161,10 +161,6 @@ def attention_weights(
 ):
     """Computes the attention weights of `segment_attention`.
 
-    Args:
-        query, key, segment_ids, positions, prefix_ids, **settings: as in
-            `segment_attention`.
-
     Returns:
         A float32 array of shape `(rows, heads, length, length)`, a row for
         each query: 0 where the query does not see the key, and 0 everywhere

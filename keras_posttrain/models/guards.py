@@ -9,9 +9,6 @@ def check_model(causal_lm, sequence_length):
     Args:
         causal_lm: the object that the user passed as the model.
         sequence_length: int, the most tokens of a row.
-
-    Raises:
-        ValueError: says what to do instead.
     """
     if not isinstance(causal_lm, keras_hub.models.CausalLM):
         raise ValueError(

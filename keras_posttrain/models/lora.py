@@ -201,10 +201,6 @@ class Adapter(keras.layers.Layer):
     Creating an adapter freezes the model and makes its linear layers add
     their low-rank part. The weights belong to this layer and not to the
     model's layers, so that the base stays bit-equal.
-
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        lora: `LoRA`.
     """
 
     def __init__(self, causal_lm, lora, name="lora"):

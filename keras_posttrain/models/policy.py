@@ -183,9 +183,6 @@ class Policy:
     def prefill(self, batch):
         """Computes the keys and values of prompts.
 
-        Args:
-            batch: as in `hidden_states`.
-
         Returns:
             A list of pairs `(keys, values)`, one for each layer, of shape
             `(rows * length, kv_heads, head_dim)`. Keys are rotated.

@@ -43,9 +43,6 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
 def load_tokenizer(preset):
     """Loads the tokenizer of a preset.
 
-    Args:
-        preset: as in KerasHub's `from_preset`.
-
     Returns:
         A `Tokenizer`, read from the directory's tokenizer files or converted
         from KerasHub's tokenizer; `None` if a Hugging Face directory or a

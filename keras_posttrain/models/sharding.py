@@ -24,9 +24,6 @@ from keras_posttrain.models.linear import sublayers
 def layout_of(variable):
     """Returns the layout of a variable under Keras's distribution.
 
-    Args:
-        variable: `keras.Variable`.
-
     Returns:
         A `keras.distribution.TensorLayout`; `None` without a distribution.
     """
@@ -201,9 +198,6 @@ def split_of(variable):
     Weights are split to save memory over the data axis, or over the axes that
     the distribution's method `gathered_axes(variable)` returns, if it has
     one.
-
-    Args:
-        variable: `keras.Variable`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:

@@ -7,10 +7,6 @@ import jax.numpy as jnp
 def top_tokens(head, hidden, kernel, tokens, k):
     """Computes the `k` most probable tokens and their log-probabilities.
 
-    Args:
-        head, hidden, kernel, tokens: as in `models/head.py:token_values`.
-        k: int.
-
     Returns:
         A dict of `top_ids` (int32) and `top_logps` (float32) of shape
         `(rows * length, k)`, best first, 0 for tokens not selected.

@@ -1,10 +1,10 @@
-"""What would help a plan that does not fit, with numbers."""
+"""Advice for a plan that does not fit, with numbers."""
 
 from keras_posttrain.distribution.plan_table import readable
 
-# Of a chip's memory. What a compiler sets aside may be so much; where it would
-# be more it starts again. Llama-3-8B on v5e:4x4 lies on the line with 25
-# layers, 93 %, and 7 % of its temporaries above it with 28, 98 %.
+# Share of a chip's memory that a compiler may reserve; above it, it compiles
+# again. Llama-3-8B on v5e:4x4 agrees with the linear extrapolation with 25
+# layers, 93 %, and is 7 % of its temporaries above it with 28, 98 %.
 ROOM = 0.95
 # Of a chip's memory: by the line, too much for any packing. All layers of
 # Gemma-2-9B there came to 8 % less than the line.
@@ -64,7 +64,7 @@ def advise(plan, policy):
 
 
 def _doubt(plan):
-    """What to do where a line is no proof that a plan fits, or does not."""
+    """Advises if an extrapolation does not prove that a plan fits or not."""
     depths, capacity = plan.compiled_layers, plan.capacity
     if len(depths) == 1 or not capacity or plan.measured is None:
         return ()
@@ -75,5 +75,5 @@ def _doubt(plan):
         f"{depths[0]} and {depths[1]} {plan.needed / capacity:.0%} of the "
         f"chip's memory are in use at once and {plan.set_aside / capacity:.0%}"
         " when packed loosely. Where that is too much the compiler packs "
-        "closely, and all layers may come out some percent beside the line.",
+        "closely; all layers may differ from it by a few percent.",
     )

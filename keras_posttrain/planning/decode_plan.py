@@ -1,4 +1,4 @@
-"""`task.plan_decode`: what sampling would need of hardware."""
+"""Implements `task.plan_decode`: the resources that sampling needs."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,7 @@ from keras_posttrain.training import checks
 
 
 def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
-    """Plans a call of the engine's program; see `Task.plan_decode`.
-
-    Returns:
-        A `Plan`.
-    """
+    """Plans a call of the engine's program; see `Task.plan_decode`."""
     checks.positive_int("num_slots", num_slots)
     checks.positive_int("num_tokens", num_tokens)
     if not task.policy.packable:

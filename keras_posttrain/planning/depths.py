@@ -1,4 +1,4 @@
-"""The numbers of layers that a plan compiles, and the plan made of them."""
+"""Numbers of layers that a plan compiles, and the plan built from them."""
 
 import jax
 
@@ -16,9 +16,6 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
         depths: tuple of one or two ints, the layers to compile.
         compiled: function of a number of layers to a `Measurement`.
         **fields: further fields of `Plan`.
-
-    Returns:
-        A `Plan`.
     """
     found, refusal = measured(compiled, layers, depths)
     mesh = distribution.device_mesh
@@ -41,9 +38,6 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
 def measured(compiled, layers, depths):
     """Measures the program of all layers, or refuses it.
 
-    Args:
-        compiled, layers, depths: as in `assemble`.
-
     Returns:
         `(Measurement or None, refusal)`: a dict of the fields of a `Plan` that
         say why the compiler refused.
@@ -63,7 +57,7 @@ def measured(compiled, layers, depths):
 
 
 def to_compile(planned, exact):
-    """The numbers of layers to compile: all, or one and two periods.
+    """Returns the numbers of layers to compile: all, or one and two periods.
 
     Args:
         planned: `PlannedTask` with all layers.
@@ -83,7 +77,7 @@ def to_compile(planned, exact):
 
 
 def of_companions(planned, chosen):
-    """The layers to compile of companions that are another model.
+    """Returns the layers to compile of companions that are another model.
 
     Args:
         planned: `PlannedTask` with all layers.
@@ -106,7 +100,7 @@ def of_companions(planned, chosen):
 
 
 def _period(layers):
-    """After how many layers the kinds of layers repeat."""
+    """Computes the period of the pattern of layer kinds."""
 
     def kind(layer):
         windows = []

@@ -1,4 +1,4 @@
-"""What a step computes and sends at least, by formula."""
+"""Lower bounds of a step's computation and communication, by formula."""
 
 import collections
 import math
@@ -21,13 +21,6 @@ def model_flops(planned, batch):
     https://arxiv.org/abs/2204.02311), appendix B); the forward pass of a
     reference or a teacher a third of that. Weights that are only looked up
     are left out, and of experts those count that a token passes through.
-
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
-
-    Returns:
-        A float.
     """
     trained = {id(v) for v in planned.step.weights.trainable}
     ids = np.asarray(batch["segment_ids"])
@@ -49,14 +42,7 @@ def model_flops(planned, batch):
 
 
 def forward_flops(planned):
-    """Counts the operations of a token's forward pass, without attention.
-
-    Args:
-        planned: `PlannedTask`.
-
-    Returns:
-        A float.
-    """
+    """Counts the operations of a token's forward pass, without attention."""
     lookup = _lookup(planned.policy)
     return sum(
         2.0 * math.prod(v.shape)
@@ -69,10 +55,6 @@ def ideal(planned, batch):
     """Counts the bytes that the layout has to send: `ideal_bytes`.
 
     The model is passed forward and backward, companions forward.
-
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
 
     Returns:
         Dict of floats, bytes by purpose.
@@ -129,13 +111,13 @@ def _weight(variable, dtype, trainable):
 
 
 def _lookup(policy):
-    """The id of an embedding that is only looked up, else `None`."""
+    """Returns the id of an embedding that is only looked up, else `None`."""
     embedding = policy.backbone.token_embedding
     return None if embedding.tie_weights else id(embedding.embeddings)
 
 
 def _token_flops(policy, variables, trained):
-    """Operations of a token, of which attention's depend on its length.
+    """Counts the operations of a token; attention's depend on its length.
 
     Returns:
         `(forward, forward and backward, width of the attention layers)`.

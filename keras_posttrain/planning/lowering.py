@@ -198,9 +198,6 @@ class PlannedTask:
     def lower(self, batch):
         """Lowers the training step.
 
-        Args:
-            batch: as in `shapes`.
-
         Returns:
             A `jax.stages.Lowered`.
         """
@@ -229,9 +226,6 @@ def num_bytes(shapes, itemsize=None):
     Args:
         shapes: pytree of `jax.ShapeDtypeStruct`s with a layout.
         itemsize: int, bytes of a number, or `None` for that of each dtype.
-
-    Returns:
-        A float.
     """
     return float(
         sum(
@@ -292,7 +286,7 @@ def _shape_alone(variable, layout=None):
 
 
 def _left_out(policy):
-    """The ids of the variables of decoder layers that do not run."""
+    """Returns the ids of the variables of decoder layers that do not run."""
     if policy.num_layers is None:
         return frozenset()
     rest = []
@@ -302,7 +296,7 @@ def _left_out(policy):
 
 
 def _without(task_class, left_out):
-    """A class of tasks that has all variables but those left out."""
+    """Returns a class of tasks that has all variables but those left out."""
 
     class Twin(task_class):
         @property
@@ -314,7 +308,7 @@ def _without(task_class, left_out):
 
 
 def _optimizer(task, variables):
-    """An optimizer of shapes for these variables, and its masters."""
+    """Returns an optimizer of shapes for these variables, and its masters."""
     layouts = [sharding.layout_of(variable) for variable in variables]
     # Its scalars have values, which no planned device can hold.
     with _distribution(None), shapes_only():
@@ -333,7 +327,7 @@ def _companion(task, role, model):
 
 
 def _shallow(frozen, twin, left_out, layers):
-    """A companion of a twin, with fewer layers where these are its own."""
+    """Copies a companion for a twin, with fewer layers if separate."""
     policy, weights = twin.policy, ModelWeights.of(twin)
     if frozen.kind == "model":
         policy, weights = copy.copy(frozen.policy), None

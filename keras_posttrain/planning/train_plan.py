@@ -1,4 +1,4 @@
-"""`task.plan`: what a task's step would need of hardware."""
+"""Implements `task.plan`: the resources that a training step needs."""
 
 import dataclasses
 import math
@@ -30,11 +30,7 @@ def make_plan(
     micro_batch_size,
     remat,
 ):
-    """Plans a training step; see `Task.plan` for the arguments.
-
-    Returns:
-        A `Plan`.
-    """
+    """Plans a training step; see `Task.plan` for the arguments."""
     layout = {"packing": packing, "share_prefix": share_prefix}
     settings = {
         "sequence_length": sequence_length,
@@ -83,7 +79,7 @@ def make_plan(
 
 
 def _check(task, batch_size, layout, sequence_length, micro_batch_size, remat):
-    """Refuses what `plan` cannot be given, before anything is compiled."""
+    """Validates the arguments of `plan` before anything is compiled."""
     checks.positive_int("batch_size", batch_size)
     preference_checks.layout_arguments(task.policy, **layout)
     if layout["share_prefix"] and not task.can_share_prefix:
@@ -101,10 +97,6 @@ def _check(task, batch_size, layout, sequence_length, micro_batch_size, remat):
 
 def head_trips(planned, batch):
     """Counts the rounds of the head's loop over chunks of tokens.
-
-    Args:
-        planned: `PlannedTask`.
-        batch: dict of numpy arrays.
 
     Returns:
         Int, those of one device.
@@ -129,7 +121,7 @@ def head_trips(planned, batch):
 
 
 def _facts(planned, batch):
-    """The fields of a `Plan` that no compiler is needed for."""
+    """Returns the fields of a `Plan` that no compiler is needed for."""
     changing, held, rows = planned.shapes(batch)
     count = planned.step.micro_batches.count(batch)
     layer_inputs = formulas.layer_input_bytes(planned, planned.policy, batch)

@@ -10,10 +10,10 @@ import numpy as np
 
 from keras_posttrain.rollout.interrupted import generate_whole
 
-# How often the engine is asked, while a rollout is waited for, whether it
-# waits for weights itself.
+# Seconds between checks whether the engine waits for weights, while a rollout
+# is waited for.
 POLL_SECONDS = 0.05
-# How long a run that ends waits for its sampling thread.
+# Seconds that a run that ends waits for its sampling thread.
 CLOSE_SECONDS = 60
 
 
@@ -71,7 +71,7 @@ class AsyncSampler:
         self._scorers = pool(max_staleness + 1, "scoring", **settings)
 
     def next(self):
-        """The next `Round`, scored; without prompts at an epoch's end."""
+        """Returns the next scored `Round`; empty at an epoch's end."""
         start = time.perf_counter()
         while self._begun <= self._trained + self.max_staleness:
             self._begin()
@@ -113,7 +113,7 @@ class AsyncSampler:
         for pool in (self._sampler, self._scorers):
             pool.shutdown(wait=False, cancel_futures=True)
         # An engine is not stopped while it samples, nor sampled from after.
-        # A reward may take its time: nobody waits for it.
+        # A reward may be slow, so that nothing waits for it.
         begun = [job for job in self._sampling if not job.cancelled()]
         concurrent.futures.wait(begun, CLOSE_SECONDS)
         self._engine.resume()
@@ -167,7 +167,7 @@ class AsyncSampler:
             raise Closed()
 
     def _staleness(self, round):
-        """The age of the weights that sampled the tokens, in rollouts."""
+        """Computes the age of the sampling weights, in rollouts."""
         versions = [
             t.token_versions for g in round.groups for t in g.trajectories
         ]

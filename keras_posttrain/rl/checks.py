@@ -62,10 +62,10 @@ def staleness(max_staleness):
 
 
 def corrected(loss, old_log_probs):
-    """A policy loss that makes up for samples of earlier weights.
+    """Returns a policy loss that corrects for samples of earlier weights.
 
-    Where the engine's log-probabilities are the old ones, the loss's own
-    ratio does.
+    If the engine's log-probabilities are the old ones, the ratio of the loss
+    corrects already.
     """
     if isinstance(loss, SumLoss):
         losses = [corrected(part, old_log_probs) for part in loss.losses]
@@ -127,7 +127,7 @@ def not_negative(name, value):
 
 
 def reward_settings(rewards, timeout, on_error):
-    """Refuses what is no list of reward functions; their names."""
+    """Checks a list of reward functions and returns their names."""
     if not isinstance(rewards, (list, tuple)) or not rewards:
         raise ValueError(
             "`rewards` must be a list of at least one reward function. "
@@ -141,7 +141,7 @@ def reward_settings(rewards, timeout, on_error):
 
 
 def weights(reward_weights, names):
-    """Weights of the reward functions as an array, or `None`."""
+    """Returns weights of the reward functions as an array, or `None`."""
     if reward_weights is None:
         return None
     array = np.asarray(reward_weights, "float64")
@@ -155,7 +155,7 @@ def weights(reward_weights, names):
 
 
 def engine(rollout):
-    """The rollout engine for what a user passed to `compile`."""
+    """Returns the rollout engine for what a user passed to `compile`."""
     if isinstance(rollout, str) and rollout == "auto":
         return NativeRollout()
     if not isinstance(rollout, Rollout):
@@ -167,7 +167,7 @@ def engine(rollout):
 
 
 def advantages(kind, loss, num_generations):
-    """The advantages for what a user passed to `compile`."""
+    """Returns the advantages for what a user passed to `compile`."""
     if isinstance(kind, str) and kind == "auto":
         kind = auto_advantages(loss)
     if isinstance(kind, type) or not callable(kind):
@@ -182,7 +182,7 @@ def advantages(kind, loss, num_generations):
 
 
 def auto_advantages(loss):
-    """The advantages that a loss is meant for."""
+    """Returns the advantages that suit a loss."""
     if isinstance(loss, DrGRPOLoss):
         return GroupAdvantages(scale="none")
     if isinstance(loss, ReinforceLoss):
@@ -191,7 +191,7 @@ def auto_advantages(loss):
 
 
 def takes_kl(kind):
-    """Whether advantages have a KL term: a `beta`, and an argument `kl`."""
+    """Returns whether advantages have `beta` and an argument `kl`."""
     if not getattr(kind, "beta", 0):
         return False
     return "kl" in inspect.signature(kind).parameters
@@ -207,7 +207,7 @@ def old_log_probs(source):
 
 
 def stop_token_ids(ids, tokenizer, vocabulary_size):
-    """The ids that end a completion, as a tuple."""
+    """Returns the ids that end a completion, as a tuple."""
     if isinstance(ids, str):
         if ids != "auto":
             raise ValueError(
@@ -226,7 +226,7 @@ def stop_token_ids(ids, tokenizer, vocabulary_size):
 
 
 def minibatches(batch_size, num_generations, num_minibatches):
-    """Completions of an optimizer step."""
+    """Returns completions of an optimizer step."""
     checks.positive_int("batch_size", batch_size)
     completions = batch_size * num_generations
     if completions % num_minibatches:
@@ -240,7 +240,7 @@ def minibatches(batch_size, num_generations, num_minibatches):
 
 
 def token_budget(packing, sequence_length, longest):
-    """Tokens of a packed row, or `None` where nothing is packed."""
+    """Returns tokens of a packed row, or `None` where nothing is packed."""
     if packing is False or packing is None:
         return None
     if packing is True:
@@ -256,7 +256,7 @@ def token_budget(packing, sequence_length, longest):
 
 
 def room(sequence_length, max_length, max_completion_length):
-    """The most tokens of a prompt, and a text that says why.
+    """Returns the most tokens of a prompt, and a text that says why.
 
     Args:
         sequence_length: int, tokens a row may hold.

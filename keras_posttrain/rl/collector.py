@@ -1,4 +1,4 @@
-"""Collects rollouts: from prompts to batches that are complete."""
+"""Collects rollouts: turns prompts into complete batches."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ class Round:
 
 @dataclasses.dataclass
 class Collection:
-    """What one rollout results in.
+    """The batches and metrics of one rollout.
 
     Attributes:
         batches: list of dicts of arrays, one an optimizer step.
@@ -86,7 +86,7 @@ class ForwardPass:
         self._programs = {}
 
     def policy(self, batch, needs=("per_token_logps",)):
-        """Outputs of the policy as it is now.
+        """Computes outputs of the policy with its current weights.
 
         Args:
             batch: dict of arrays.
@@ -110,7 +110,7 @@ class ForwardPass:
         return self._run(needs, program, step.weights.values(), batch)
 
     def reference_logps(self, batch):
-        """The reference's log-probabilities, `(rows, length)`."""
+        """Returns the reference's log-probabilities, `(rows, length)`."""
         step, reference = self.step, self.reference
 
         def program(weights, batch):
@@ -163,7 +163,7 @@ class Collector:
         self.order, self.seed = order, seed
 
     def num_steps(self, num_prompts):
-        """Optimizer steps of a rollout of so many prompts."""
+        """Returns optimizer steps of a rollout of so many prompts."""
         completions = num_prompts * self.sampling.num_generations
         batches = -(-completions // self.layout.num_sequences)
         return batches * self.sampling.num_iterations
@@ -226,7 +226,7 @@ class Collector:
         return Collection([b.arrays for b in batches], metrics, table)
 
     def _fill(self, batches, trajectories, rewards):
-        """Adds what the loss needs beside tokens; returns advantages."""
+        """Adds the other inputs of the loss and returns advantages."""
         self._put_logps(batches, trajectories)
         return self._put_advantages(batches, rewards)
 
@@ -246,7 +246,7 @@ class Collector:
                 batch.arrays["ref_per_token_logps"] = logps
 
     def _old_outputs(self, batch):
-        """Outputs of the policy that sampled, for a batch: a dict."""
+        """Returns outputs of the policy that sampled, for a batch: a dict."""
         found = self.forward.policy(batch)
         return {"old_per_token_logps": found["per_token_logps"]}
 
@@ -294,7 +294,7 @@ class Collector:
 
 
 def sequences(group):
-    """The trajectories of a group as sequences of a batch."""
+    """Returns the trajectories of a group as sequences of a batch."""
     return Group.of_completions(
         np.array(group.prompt.token_ids, np.int32),
         [t.token_ids for t in group.trajectories],
@@ -304,14 +304,14 @@ def sequences(group):
 
 
 def has_equal_rewards(group, weights):
-    """Whether all completions of a group have the same reward."""
+    """Returns whether all completions of a group have the same reward."""
     many = len(group.trajectories)
     total = advantage_lib.total_rewards(group.rewards, many, weights)
     return bool(advantage_lib.constant(total, 1)[0, 0])
 
 
 def _kl(batches):
-    """The policy's log-ratio to the reference, summed over completions."""
+    """Sums the policy's log-ratio to the reference over completions."""
     sums = {}
     for batch in batches:
         old = batch.arrays["old_per_token_logps"]

@@ -45,7 +45,7 @@ def evaluate_prompts(
 
 
 def _majority(group, right, answer):
-    """Whether the most frequent answer of a group is right."""
+    """Returns whether the most frequent answer of a group is right."""
     answers = [_answer(text, answer) for text in group.texts]
     # Of answers that are equally frequent, the one given first.
     winner = collections.Counter(answers).most_common(1)[0][0]

@@ -1,7 +1,7 @@
 """The loop of reinforcement learning: sample, score, batch, step, sync.
 
 `RolloutRun.fit` is the loop; its verbs follow in the order in which the loop
-calls them, then what a checkpoint asks of a run.
+calls them, then the interface for checkpoints.
 """
 
 import contextlib
@@ -164,9 +164,9 @@ class RolloutRun:
     # The verbs of the loop
 
     def next_round(self):
-        """The next rollout, scored: a `Round`; `None` at an epoch's end.
+        """Returns the next scored `Round`, or `None` at an epoch's end.
 
-        One that fails costs no step before it.
+        A failure loses none of the steps before it.
         """
         states = random.getstate(), np.random.get_state()
         try:
@@ -175,7 +175,7 @@ class RolloutRun:
             else:
                 round = self.score(self.sample(self.state.step))
         except Exception:
-            # The random numbers that its rewards took are taken again.
+            # The random numbers that its rewards used are used again.
             random.setstate(states[0])
             np.random.set_state(states[1])
             for callback in self.callbacks:
@@ -203,12 +203,12 @@ class RolloutRun:
         return Round(step, taken=self.order.taken)
 
     def generate(self, requests):
-        """The engine's completions of requests, a list of lists."""
+        """Returns the engine's completions of requests, a list of lists."""
         engine = self.async_sampler or self.engine
         return engine.generate(requests)
 
     def score(self, round):
-        """Scores what was sampled."""
+        """Scores a sampled `Round`."""
         return self.collector.score(round) if round.prompts else round
 
     def collect(self, round):
@@ -221,7 +221,7 @@ class RolloutRun:
         return collection.batches * iterations
 
     def update(self, batch):
-        """Makes one optimizer step; its metrics, a dict of floats."""
+        """Makes one optimizer step and returns its metrics, floats."""
         start, state = time.perf_counter(), self.state
         groups = self._saved.variables()
         changing = {k: [v.value for v in group] for k, group in groups.items()}
@@ -246,7 +246,7 @@ class RolloutRun:
         return logs | {"time/train": time.perf_counter() - start}
 
     def sync(self):
-        """Gives the engine the new weights: the rollout is done with."""
+        """Gives the engine the new weights after a rollout."""
         start = time.perf_counter()
         if self.async_sampler is None:
             self.engine.sync_weights()
@@ -263,7 +263,7 @@ class RolloutRun:
         self._means.add({k: v for k, v in logs.items() if k not in own})
 
     def epoch_logs(self):
-        """The means of an epoch, a dict of floats."""
+        """Returns the means of an epoch, a dict of floats."""
         trackers = self._saved.trackers
         own = {t.name: t.result() for t in trackers if float(t.count)}
         return own | self._means.results()
@@ -282,14 +282,14 @@ class RolloutRun:
             self._means = Means()
         self.model.reset_metrics()
 
-    # What a checkpoint asks
+    # The interface for checkpoints
 
     def at_epoch_end(self):
-        """Whether the step just done was the last of its epoch."""
+        """Returns whether the step just done was the last of its epoch."""
         return self.order.left == 0
 
     def training_state(self):
-        """What a checkpoint holds: `(arrays, meta)`, meta fit for JSON."""
+        """Returns `(arrays, meta)` for a checkpoint, `meta` fit for JSON."""
         state = self.state
         kind, keys, place, has_gauss, gauss = np.random.get_state()
         meta = {
@@ -321,7 +321,7 @@ class RolloutRun:
         self._means = Means(meta["means"])
 
     def agreement(self):
-        """Settings that all processes of the run must share."""
+        """Returns settings that all processes of the run must share."""
         return {
             **self._fingerprint(),
             **{f"data {k}": v for k, v in self.order.fingerprint.items()},
@@ -356,5 +356,5 @@ class Means:
                 self.sums[name] = [total + value, count + 1]
 
     def results(self):
-        """The means, a dict of floats."""
+        """Returns the means, a dict of floats."""
         return {name: total / n for name, (total, n) in self.sums.items()}

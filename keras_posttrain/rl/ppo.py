@@ -30,7 +30,7 @@ class TokenAdvantages:
     whitened: bool
 
     def __call__(self, batches, kl):
-        """Advantages and returns of tokens.
+        """Returns advantages and returns of tokens.
 
         Args:
             batches: list of dicts of arrays, with `rewards` and
@@ -80,7 +80,7 @@ class PPOCollector(Collector):
             _check_shapes(batch.arrays)
             for i, place in batch.places.items():
                 if np.isnan(total[i]):
-                    # Without a reward nothing can be learned from it.
+                    # A completion without a reward gives no training signal.
                     batch.arrays["completion_mask"][place.tokens] = 0.0
             batch.put_sequences("rewards", np.nan_to_num(total))
         return super()._fill(batches, trajectories, rewards)
@@ -128,7 +128,7 @@ class PPOCollector(Collector):
 
 
 def _value_metrics(arrays, kl):
-    """The KL divergence and the explained variance of the values."""
+    """Returns the KL divergence and the explained variance of the values."""
 
     def tokens(values):
         pairs = zip(values, arrays)

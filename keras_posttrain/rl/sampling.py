@@ -1,4 +1,4 @@
-"""Samples prompts and scores what was sampled."""
+"""Samples completions and scores them."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ from keras_posttrain.rollout.rollout import Request
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a task samples, as `compile` was told.
+    """Settings of sampling, as passed to `compile`.
 
     Attributes are the arguments of `kpt.GRPOTask.compile`.
     """
@@ -30,17 +30,17 @@ class Sampling:
     mask_truncated_completions: bool = False
 
     def fingerprint(self):
-        """Dict of the settings that must match for a run to be resumed."""
+        """Returns the settings that must match for a run to be resumed."""
         stop = sorted(self.stop_token_ids)
         return dataclasses.asdict(self) | {"stop_token_ids": stop}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-    """How a task scores completions, as `compile` was told.
+    """Settings of scoring, as passed to `compile`.
 
     Attributes:
-        rewards: tuple of reward functions; none where nothing is scored.
+        rewards: tuple of reward functions; none if nothing is scored.
         names: tuple of their names.
         weights: float array, one a function, or `None` for 1 each.
         advantages: function of rewards, or `None`.
@@ -66,7 +66,7 @@ class Scoring:
         )
 
     def fingerprint(self):
-        """Dict of the settings that must match for a run to be resumed."""
+        """Returns the settings that must match for a run to be resumed."""
         weights = None if self.weights is None else self.weights.tolist()
         is_value = dataclasses.is_dataclass(self.advantages)
         name = repr if is_value or self.advantages is None else reward_name
@@ -86,7 +86,7 @@ class Sampler:
             completions, a list of lists.
         sampling: `Sampling`.
         scoring: `Scoring`.
-        tokenizer: `Tokenizer`, or `None`: rewards are given ids then.
+        tokenizer: `Tokenizer`, or `None`: rewards then receive ids.
 
     Attributes:
         seconds: dict, the time spent on sampling and on rewards.
@@ -98,11 +98,11 @@ class Sampler:
         self.seconds = {"time/rollout": 0.0, "time/reward": 0.0}
 
     def __call__(self, prompts, seed, step=0):
-        """A list of `Group`s, one a prompt."""
+        """Returns a list of `Group`s, one a prompt."""
         return self.score(prompts, self.sample(prompts, seed), step)
 
     def sample(self, prompts, seed):
-        """A list with the completions of each prompt, a list."""
+        """Returns a list with the completions of each prompt, a list."""
         sampling, start = self.sampling, time.perf_counter()
         requests = [
             Request(
@@ -153,7 +153,7 @@ class Sampler:
         return [{"role": "assistant", "content": text}]
 
     def _rewards(self, prompts, completions, texts, step):
-        """Rewards of all groups; each process scores its share."""
+        """Returns rewards of all groups; each process scores its share."""
         if not self.scoring.rewards:
             shape = len(prompts), self.sampling.num_generations, 0
             return np.zeros(shape, np.float32)
@@ -201,6 +201,6 @@ class Sampler:
 
 
 def request_seed(seed, step, attempt=0):
-    """The seed of a rollout's samples: of the run and the step alone."""
+    """Derives the seed of a rollout's samples from run and step alone."""
     key = np.random.SeedSequence([seed % 2**32, step, attempt])
     return int(key.generate_state(1)[0]) >> 1

@@ -1,4 +1,4 @@
-"""What is sampled for a prompt, and how it scored."""
+"""Trajectories sampled for prompts, and their rewards."""
 
 import dataclasses
 
@@ -40,8 +40,8 @@ class Group:
     Attributes:
         prompt: `Prompt`.
         trajectories: list of `Trajectory`s.
-        texts: list of what rewards were given: strings or messages, or ids
-            where there is no tokenizer.
+        texts: list of the rewards' inputs: strings or messages, or ids
+            without a tokenizer.
         rewards: float array of shape `(trajectories, functions)`, NaN where
             a function gave no reward.
     """
@@ -53,7 +53,7 @@ class Group:
 
 
 def from_completion(completion, mask_truncated=False):
-    """The trajectory of one `kpt.rollout.Completion`.
+    """Returns the trajectory of one `kpt.rollout.Completion`.
 
     Args:
         completion: `kpt.rollout.Completion`.
@@ -72,7 +72,7 @@ def from_completion(completion, mask_truncated=False):
 
 
 def length_metrics(groups):
-    """Lengths of trajectories in tokens, under TRL's names."""
+    """Returns lengths of trajectories in tokens, under TRL's names."""
     trajectories = [t for g in groups for t in g.trajectories]
     lengths = np.array([len(t) for t in trajectories])
     ended = np.array([t.finish_reason != "length" for t in trajectories])

@@ -56,38 +56,37 @@ from keras_posttrain.training.weights import ModelWeights
 class DistillTask(Task):
     """Distillation: trains a student on the distributions of a teacher.
 
-    The loss says how they are compared. `compile(loss=...)` takes a
-    divergence of their distributions (`ForwardKLLoss`, the default,
-    `ReverseKLLoss`, `JSDLoss`, `SkewKLLoss`, `TotalVariationLoss`), over the
-    whole vocabulary; `ULDLoss`, where they have different tokenizers;
-    `HiddenStateLoss` and `AttentionLoss`, of what happens inside; or a
-    `SumLoss` of these.
+    `compile(loss=...)` takes a divergence of their distributions over the
+    full vocabulary (`ForwardKLLoss`, the default, `ReverseKLLoss`, `JSDLoss`,
+    `SkewKLLoss`, `TotalVariationLoss`); `ULDLoss` for models with different
+    tokenizers; `HiddenStateLoss` and `AttentionLoss` for intermediate
+    features; or a `SumLoss` of these.
 
-    Offline the student learns on given rows, those of `kpt.SFTTask`. A
-    column `teacher_prompt` (`teacher_prompt_ids`) beside `prompt` and
-    `completion` is what the teacher reads in place of the prompt: what a long
-    prompt does can so be moved into the weights.
+    Offline the student is trained on the rows of `kpt.SFTTask`. In addition
+    to `prompt` and `completion` a column `teacher_prompt`
+    (`teacher_prompt_ids`) replaces the prompt for the teacher, which distills
+    the effect of a long prompt into the weights.
 
-    With `compile(on_policy=True)` rows are prompts alone, as in
-    `kpt.GRPOTask`, and the student learns on what it samples itself. There a
-    policy loss is taken too: a token's advantage is then the teacher's
-    log-probability of it less the student's.
+    With `compile(on_policy=True)` rows are prompts, as in `kpt.GRPOTask`, and
+    the student is trained on its own samples. The loss can then also be a
+    policy loss: the advantage of a token is the teacher's log-probability
+    minus the student's.
 
-    The vocabulary is projected in chunks of tokens, for the student as for
-    the teacher: no `(tokens, vocabulary)` array exists. The teacher's weights
-    are an argument of the step; they are neither copied nor in the
-    checkpoint.
+    The vocabulary is projected in chunks of tokens, for the student and the
+    teacher: no `(tokens, vocabulary)` array exists. The teacher's weights are
+    an argument of the step; they are neither copied nor checkpointed.
 
     Args:
         causal_lm: a KerasHub `CausalLM`, the student.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
         teacher: a preset, a KerasHub `CausalLM`, an engine of
             `kpt.rollout` that serves the teacher, or `None` for the student
-            when training began; or a list or dict of these but engines.
+            at the start of training; or a list or dict of these, without
+            engines.
         teacher_tokenizer: `kpt.Tokenizer` of a teacher with other tokens,
             for `ULDLoss`. A preset brings its own.
-        teacher_length: int or `None`, tokens that the teacher may read of a
-            row; by default `sequence_length`.
+        teacher_length: int or `None`, the maximum length of the teacher's
+            rows in tokens; by default `sequence_length`.
         **kwargs: see `from_preset`.
 
     References:
@@ -166,29 +165,28 @@ class DistillTask(Task):
         max_grad_norm=1.0,
         run_eagerly=False,
     ):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
             optimizer: as in `kpt.SFTTask.compile`.
             loss: `"auto"` for `kpt.losses.ForwardKLLoss()`, on the student's
                 own samples `ReverseKLLoss()`; or a loss, see the class.
-            teacher_weights: list of floats (dict by name) or `None`: what
-                each of several teachers counts for, everywhere. By default
-                all count the same, and together 1.
+            teacher_weights: list of floats (dict by name) or `None`, the
+                weight of each of several teachers. By default all have the
+                same weight, and the weights sum to 1.
             teacher_column: str or `None`, the column that names the one
                 teacher of a row.
-            top_k: int, how many of the teacher's most probable tokens are
-                kept, where they are written down or served.
-            teacher_cache: path or `None`: a directory in which the teacher's
-                `top_k` log-probabilities of each row are written once, and
-                read back from then on: this run and later ones on the same
-                rows train without the teacher in memory, and do not run it
-                again. It is loaded before the first step, to be recognised,
-                and let go of, but for a `CausalLM` that you hold. Offline
-                only.
-            on_policy: bool, whether the student learns on its own samples;
-                or a float, the share of each batch's rows that are sampled,
-                the others being as they are given.
+            top_k: int, the number of the teacher's most probable tokens that
+                a cache or an engine provides for each token.
+            teacher_cache: path or `None`, a directory in which the teacher's
+                `top_k` log-probabilities of each row are written once. This
+                run and later ones on the same rows read them and train
+                without the teacher in memory. The teacher is loaded before
+                the first step, to verify that it is the cached one, and then
+                freed, except a `CausalLM` that you hold. Offline only.
+            on_policy: bool, whether the student is trained on its own
+                samples; or a float, the share of sampled rows in each batch,
+                next to rows used as given.
             rollout, num_generations, max_completion_length, temperature,
                 stop_token_ids, num_minibatches, num_iterations,
                 old_log_probs, mask_truncated_completions: of the samples,
@@ -198,8 +196,7 @@ class DistillTask(Task):
 
         Raises:
             ValueError: for a loss that the teacher cannot serve, vocabularies
-                that differ, layers that are not there, and settings that do
-                not go together.
+                that differ, missing layers, and incompatible settings.
         """
         on_policy = distill_checks.share("on_policy", on_policy)
         self.on_policy = on_policy
@@ -303,11 +300,11 @@ class DistillTask(Task):
         return dataclasses.replace(step, terms=terms)
 
     def _make_teachers(self, of_step=False):
-        """Makes the teachers that run in this process, once for a run.
+        """Creates the teachers that run in this process, once per run.
 
         Args:
-            of_step: bool, whether the step reads them: not if there is a
-                cache.
+            of_step: bool, whether the step reads them, which it does not with
+                a cache.
         """
         if of_step and self.teacher_cache is not None:
             return
@@ -375,7 +372,7 @@ class DistillTask(Task):
         )
 
     def _layout(self, num_sequences, packing, longest):
-        """The layout of batches of so many sequences."""
+        """Returns the layout of batches of so many sequences."""
         several = self.teacher_column is not None
         return distillation_layout(
             batch_size=num_sequences,
@@ -616,7 +613,7 @@ class DistillTask(Task):
         return getattr(self.run, "last_rollout", None)
 
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
-        """The loss and metrics of rows, as means over all their tokens.
+        """Computes the loss and metrics of rows, as means over all tokens.
 
         Args:
             dataset: rows with completions, as in `fit`.

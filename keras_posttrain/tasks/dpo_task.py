@@ -21,21 +21,21 @@ class DPOTask(PreferenceTask):
     The loss is an object: `compile(loss=...)` takes `DPOLoss`, the default,
     or any other loss of pairs of `kpt.losses` (`IPOLoss`, `SimPOLoss`,
     `ORPOLoss`, ... and `SumLoss`es of them), or one of labelled completions
-    (`KTOLoss`, `APOZeroUnpairedLoss`). Rows are what it asks for:
+    (`KTOLoss`, `APOZeroUnpairedLoss`), which determines the rows:
     `{"prompt", "chosen", "rejected"}` or `{"chosen", "rejected"}`, whose
     common beginning is the prompt, or `{"prompt", "completion", "label"}`,
     each side a string or a list of messages; or tokenised as
     `{"prompt_ids", "chosen_ids", "rejected_ids"}` (`prompt_ids` may be left
-    out) or `{"prompt_ids", "completion_ids", "label"}`. A pair whose sides
-    are equal says nothing: it is left out and counted.
+    out) or `{"prompt_ids", "completion_ids", "label"}`. A pair with
+    equal sides is dropped and reported.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
         reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy when training began: the model with the adapter off where
-            the adapter was 0, else a frozen copy of what is trained. Losses
-            without a reference, such as `SimPOLoss`, make none.
+            policy at the start of training: the model with the adapter off
+            if the adapter was 0, else a frozen copy of the trained weights.
+            Not used by reference-free losses such as `SimPOLoss`.
         **kwargs: see `from_preset`.
 
     References:
@@ -72,26 +72,26 @@ class DPOTask(PreferenceTask):
     def compile(
         self, optimizer="auto", loss="auto", *, reference_cache=None, **kwargs
     ):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
             optimizer: as in `kpt.SFTTask.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-5 with an adapter and 1e-6 without.
             loss: `"auto"` for `kpt.losses.DPOLoss()`, or a loss of pairs or
                 of labelled completions.
-            reference_cache: str or path of a directory, or `None`. What the
-                reference makes of the rows, those of `validation_data` too,
-                is computed once, before the first step, and kept there for
-                all runs with this reference: 4 bytes a token. It saves the
-                reference's forward pass in every step, and the memory of a
-                reference that has its own: a preset, or the copy that
-                training all weights needs. A model that you hold yourself
-                stays in memory. It changes no result.
-            micro_batch_size: int or `None`: pairs (labelled completions)
-                that pass through the model at once; rows where `packing`.
-                The result is that of the whole batch, also of losses that
-                couple it (`AOTLoss`, `KTOLoss`), at the cost of one more
-                forward pass.
+            reference_cache: str or path of a directory, or `None`. The
+                reference's log-probabilities of all rows, including
+                `validation_data`, are computed once before the first step
+                and kept there for all runs with this reference, at 4 bytes
+                per token. The cache saves the reference's forward pass in
+                every step, and the memory of a separate reference: a preset,
+                or the copy needed to train all weights. A model that you
+                hold yourself stays in memory. It does not change results.
+            micro_batch_size: int or `None`, pairs (labelled completions)
+                that pass through the model at once; rows with `packing`.
+                The result is that of the full batch, also for losses that
+                couple its rows (`AOTLoss`, `KTOLoss`), at the cost of one
+                more forward pass.
             max_grad_norm, run_eagerly: as in `kpt.SFTTask.compile`.
         """
         loss = self.default_loss() if loss == "auto" else loss
@@ -105,7 +105,7 @@ class DPOTask(PreferenceTask):
 
     @property
     def compares(self):
-        """Whether the loss compares with a reference."""
+        """Bool, whether the loss compares with a reference."""
         return "ref_per_token_logps" in self.objective.needs
 
     def companion_models(self):
@@ -195,7 +195,7 @@ class DPOTask(PreferenceTask):
         return dataclasses.replace(layout, extras=extras)
 
     def _release_reference(self):
-        """Frees the memory of a reference that is in the batches."""
+        """Frees the reference once batches hold its log-probabilities."""
         if self.cached is not None and self.reference is not None:
             if self.reference.num_bytes:
                 self._set_reference(None)
@@ -203,10 +203,10 @@ class DPOTask(PreferenceTask):
                 gc.collect()
 
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
-        """The loss and metrics of rows, as means over all of them.
+        """Computes the loss and metrics of rows, as means over all rows.
 
-        Before training the reference is the policy itself, unless one was
-        given.
+        Before training the reference is the policy itself, unless the task
+        has another.
 
         Args:
             dataset: as in `fit`.

@@ -5,12 +5,12 @@ from keras_posttrain.tasks.rollout_task import RolloutTask
 class GRPOTask(RolloutTask):
     """Reinforcement learning from rewards, without a value model.
 
-    For each prompt several completions are sampled and judged; those that
-    earn more than their group become more probable, those that earn less
-    become less so. The loss is an object: `compile(loss=...)` takes
-    `GRPOLoss`, the default with `beta=0`, so that no reference is needed, or
-    `DrGRPOLoss`, `DAPOLoss`, `GSPOLoss`, `CISPOLoss`, `ReinforceLoss` and
-    the others of `kpt.losses`; `advantages="auto"` goes with it.
+    For each prompt several completions are sampled and scored. Completions
+    with a reward above the mean of their group become more probable, the
+    others less probable. The loss is an object: `compile(loss=...)` takes
+    `GRPOLoss` (the default, with `beta=0`, so that no reference is needed),
+    `DrGRPOLoss`, `DAPOLoss`, `GSPOLoss`, `CISPOLoss`, `ReinforceLoss` or
+    another policy loss of `kpt.losses`; `advantages="auto"` follows the loss.
 
     Rows are `{"prompt"}`, a string or a list of messages, or
     `{"prompt_ids"}`; all other columns reach the rewards.
@@ -19,9 +19,9 @@ class GRPOTask(RolloutTask):
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
         reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy when training began: the model with the adapter off where
-            the adapter was 0, else a frozen copy of what is trained. Only a
-            loss with `beta` asks for one.
+            policy at the start of training: the model with the adapter off
+            if the adapter was 0, else a frozen copy of the trained weights.
+            Used by losses with `beta`.
         **kwargs: see `from_preset`.
 
     References:

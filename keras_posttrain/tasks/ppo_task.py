@@ -18,28 +18,28 @@ from keras_posttrain.training.frozen import Untracked
 class PPOTask(RolloutTask):
     """Reinforcement learning from rewards with a value model.
 
-    Proximal policy optimisation: a value model learns what a completion is
-    going to earn from each of its tokens on, and a token's advantage is how
-    much better things went than expected. So each token has its own, and one
-    completion a prompt is enough.
+    Proximal policy optimisation: a value model estimates the expected return
+    from each token of a completion, and the advantage of a token is
+    generalized advantage estimation over those values. Advantages are per
+    token, so that one completion per prompt is enough.
 
-    The reward of a completion is that of its last token, less, at each
-    token, `kl_coef` times the log-ratio of the policy to the reference. A
-    completion that no function judged is left out.
+    The reward of a completion is given to its last token; each token pays
+    `kl_coef` times the log-ratio of the policy to the reference. Completions
+    that no reward function scored are dropped.
 
     Rows are `{"prompt"}`, a string or a list of messages, or
     `{"prompt_ids"}`; all other columns reach the rewards.
 
-    What the value model has learned is kept by `kpt.callbacks.Checkpoint`;
-    `export`, `save_adapter` and `save_to_preset` write the policy alone.
-    Rewards that are all equal still teach the value model, and with it a
-    backbone that it shares.
+    `kpt.callbacks.Checkpoint` saves the value model; `export`,
+    `save_adapter` and `save_to_preset` write the policy alone. Rewards that
+    are all equal still train the value model, and with it a backbone that it
+    shares with the policy.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
         reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy when training began. Only `kl_coef` asks for one.
+            policy at the start of training. Used with `kl_coef`.
         **kwargs: see `from_preset`.
 
     References:
@@ -95,33 +95,32 @@ class PPOTask(RolloutTask):
         num_iterations=4,
         **kwargs,
     ):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
-            optimizer: as in `kpt.RolloutTask.compile`. It trains the value
-                model too.
+            optimizer: as in `kpt.RolloutTask.compile`. It also trains the
+                value model.
             loss: `"auto"` for `kpt.losses.PPOLoss()`, or another
                 `kpt.losses.PolicyLoss` of ratios of tokens.
             rewards: list of functions, see `kpt.rewards.Reward`.
             value_loss: `"auto"` for `kpt.losses.ValueLoss()`, whose
-                `coefficient` says what it counts for.
-            value_model: `None` for a head on the policy's own backbone, or a
-                preset or a KerasHub `CausalLM` of the same tokens, for a
-                backbone of its own: all of it is trained, or an adapter
-                where the task has one. A task keeps its value model; later
-                calls of `compile` must name the same.
+                `coefficient` is its weight.
+            value_model: `None` for a head on the policy's backbone, or a
+                preset or a KerasHub `CausalLM` with the same tokens for a
+                separate backbone. It is trained with an adapter if the task
+                has one, else in full. A task keeps its value model; later
+                calls of `compile` must pass the same.
             kl_coef: float, the weight of the KL divergence from the
                 reference; 0 for none, and no reference.
             kl_in: `"reward"`, or `"loss"` to add the divergence to the loss
                 as `beta` and `kl_estimator` of the loss do.
             gamma: float in [0, 1], the discount of a token.
-            gae_lambda: float in [0, 1]: 0 goes by the next token's value
-                alone, 1 by what was earned alone.
-            whiten_advantages: bool, whether advantages are given mean 0 and
-                variance 1, over all tokens of a rollout.
-            num_generations: int, completions a prompt.
-            num_iterations: int, how often a rollout is gone through.
-            **kwargs: see `kpt.RolloutTask.compile`; without `advantages` and
+            gae_lambda: float in [0, 1]: 0 is one-step TD, 1 is Monte Carlo.
+            whiten_advantages: bool, whether advantages are scaled to mean 0
+                and variance 1 over all tokens of a rollout.
+            num_generations: int, completions per prompt.
+            num_iterations: int, optimization epochs per rollout.
+            **kwargs: see `kpt.RolloutTask.compile`, except `advantages` and
                 `max_resamples`, which compare the completions of a prompt.
         """
         for name in ("advantages", "max_resamples"):
@@ -238,14 +237,14 @@ class PPOTask(RolloutTask):
         return outputs
 
     def make_step(self, weights=None):
-        # The value model is trained also where no advantage is left.
+        # The value model is also trained on steps without advantages.
         return dataclasses.replace(super().make_step(weights), has_signal=None)
 
     def example_batch(self, batch_size, **kwargs):
         if self.value_model.causal_lm is not None:
             raise ValueError(
                 "PPO is planned with a value head on the policy's own "
-                "backbone. Received: a `value_model` of its own. Plan "
+                "backbone. Received: a separate `value_model`. Plan "
                 "value_model=None, and an SFTTask of the value model's "
                 "preset: they add up."
             )

@@ -14,10 +14,7 @@ from keras_posttrain.training import preference_checks as checks
 
 
 class PreferenceTask(Task):
-    """Base class of tasks on pairs or on labelled completions.
-
-    It turns rows into batches for `kpt.DPOTask` and `kpt.RewardTask`.
-    """
+    """Base class of tasks on pairs or on labelled completions."""
 
     # Whether a pair without a prompt column must have a common beginning.
     shares_prompt = True
@@ -30,7 +27,7 @@ class PreferenceTask(Task):
 
     @property
     def labelled(self):
-        """Whether the loss asks for labelled completions, not for pairs."""
+        """Bool, whether the loss needs labelled completions, not pairs."""
         return checks.labelled(self.objective)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
@@ -63,12 +60,11 @@ class PreferenceTask(Task):
             batch_size: int, pairs (labelled completions) of one optimizer
                 step.
             epochs: int.
-            packing: `False`, `True` to put several pairs of a batch in a row
-                that has room for `sequence_length` tokens and for any one
-                pair, or an int, the tokens of such a row. It changes no
-                result.
+            packing: `True` to put several pairs of a batch in a row that has
+                room for `sequence_length` tokens and for any one pair, or an
+                int for rows of that many tokens. It does not change results.
             share_prefix: bool, whether the prompt of a pair is computed once
-                and both completions go on from it. It changes no result.
+                for both completions. It does not change results.
             **kwargs: see `kpt.SFTTask.fit`.
 
         Returns:

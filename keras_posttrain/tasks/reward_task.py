@@ -19,10 +19,10 @@ class RewardTask(PreferenceTask):
     trained with the adapter, or with all weights. Rows are
     `{"prompt", "chosen", "rejected"}` or `{"chosen", "rejected"}`, strings
     or lists of messages, or tokenised as `{"chosen_ids", "rejected_ids"}`,
-    with `prompt_ids` or without; a number `margin` says by how much the
-    chosen is to be ahead.
+    with `prompt_ids` or without; a number `margin` is the
+    target difference of the two scores.
 
-    `save_adapter` writes the head beside the adapter, as PEFT does for
+    `save_adapter` writes the head next to the adapter, as PEFT does for
     sequence classification; `export` writes a model for sequence
     classification; `from_preset` and `load_adapter` read them. A trained
     task is a reward: `kpt.rewards.ModelReward(task)`.
@@ -74,15 +74,15 @@ class RewardTask(PreferenceTask):
         return BradleyTerryLoss()
 
     def compile(self, optimizer="auto", loss="auto", **kwargs):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
             optimizer: as in `kpt.SFTTask.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-4 with an adapter and 1e-5 without.
             loss: `"auto"` for `kpt.losses.BradleyTerryLoss()`, or another
-                loss that needs nothing but `scores`.
-            micro_batch_size: int or `None`: pairs that pass through the
-                model at once; rows where `packing`.
+                loss that only needs `scores`.
+            micro_batch_size: int or `None`, pairs that pass through the
+                model at once; rows with `packing`.
             max_grad_norm, run_eagerly: as in `kpt.SFTTask.compile`.
         """
         loss = self.default_loss() if loss == "auto" else loss
@@ -106,7 +106,7 @@ class RewardTask(PreferenceTask):
         return {"scores": scores}
 
     def score(self, rows, batch_size=8):
-        """The scores of sequences.
+        """Scores sequences.
 
         Args:
             rows: list of `{"prompt", "completion"}`, `{"messages"}` or
@@ -114,9 +114,9 @@ class RewardTask(PreferenceTask):
             batch_size: int, rows at once.
 
         Returns:
-            A list of floats, one a row.
+            A list of floats, one per row.
         """
-        # An answer for each row: none may be dropped or cut.
+        # Every row needs a result, so none may be dropped or cut.
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
         )
@@ -150,7 +150,7 @@ class RewardTask(PreferenceTask):
         )
 
     def load_adapter(self, path):
-        """Takes the weights of a PEFT adapter, and the head it may have.
+        """Loads the weights of a PEFT adapter, and of its head if present.
 
         Args:
             path: str or path of a PEFT adapter directory.
@@ -162,8 +162,7 @@ class RewardTask(PreferenceTask):
             self.score_head.take(tensor, path)
 
     def export(self, path, **kwargs):
-        """Writes a Hugging Face directory for sequence classification, the
-        adapter merged in.
+        """Exports a Hugging Face checkpoint for sequence classification.
 
         Args:
             path, **kwargs: as in `kpt.SFTTask.export`.

@@ -32,23 +32,22 @@ from keras_posttrain.training.weights import ModelWeights
 
 
 class RolloutTask(Task):
-    """Base class of tasks that train on what the policy has sampled.
+    """Base class of tasks that train on samples of the policy.
 
     `kpt.GRPOTask` and `kpt.PPOTask` are such tasks. Rows are `{"prompt"}`, a
     string or a list of messages, or `{"prompt_ids"}`; all other columns are
     passed to the rewards.
 
     A step with all-zero advantages, because the rewards of each group are
-    equal, is skipped: it changes no weight, neither by momentum, decay nor a
-    KL term, and counts as `skipped`.
+    equal, is skipped: momentum, weight decay and the KL term change no
+    weight either. It counts as `skipped`.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised;
-            rewards are given ids then in place of text.
+            rewards then receive ids instead of text.
         reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy when training began. Only a loss with a KL term asks for
-            one.
+            policy at the start of training. Used by losses with a KL term.
         **kwargs: see `kpt.Task`.
     """
 
@@ -106,43 +105,43 @@ class RolloutTask(Task):
         max_grad_norm=1.0,
         run_eagerly=False,
     ):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
             optimizer: as in `kpt.Task.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-5 with an adapter and 1e-6 without.
             loss: `"auto"` or a `kpt.losses.PolicyLoss`.
             rewards: list of functions, see `kpt.rewards.Reward`.
-            reward_weights: list of floats, one a reward; 1 by default.
-            advantages: `"auto"` for what the loss is meant for, an object
-                such as `kpt.losses.GroupAdvantages()`, or a function.
+            reward_weights: list of floats, one per reward; 1 by default.
+            advantages: `"auto"` for the advantages that suit the loss, an
+                object such as `kpt.losses.GroupAdvantages()`, or a function.
             rollout: `"auto"` for `kpt.rollout.NativeRollout()`, or an
                 engine.
-            num_generations: int, completions a prompt.
+            num_generations: int, completions per prompt.
             max_completion_length: int, in tokens.
             temperature: float, of the samples and of the log-probabilities
                 that are trained.
-            top_k, top_p, min_p: refused; the trained distribution would not
-                be the sampled one.
+            top_k, top_p, min_p: not supported, because the trained
+                distribution would differ from the sampled one.
             stop_token_ids: ints that end a completion; `"auto"` is the
                 tokenizer's set; `None` is none.
-            num_minibatches: int, optimizer steps that a rollout is cut into.
-            num_iterations: int, how often a rollout is gone through.
-            old_log_probs: `"trainer"`, computed again before the first
-                update where a rollout has several, or `"rollout"`, as the
-                engine reports them.
-            mask_truncated_completions: bool, whether completions that were
-                cut by length carry no loss.
-            max_resamples: int, how often groups whose completions all earn
-                the same are replaced by groups of further prompts (dynamic
-                sampling); 0 for never. Where the bound is reached, or the
-                epoch has no more prompts, such groups fill the rest.
-            reward_timeout: float or `None`, seconds that a call of a reward
-                may take.
-            on_reward_error: `"raise"`, or `"skip"` to count what failed as
-                not judged.
-            micro_batch_size: int or `None`: completions, packed rows where
-                `packing`, that pass through the model at once.
+            num_minibatches: int, optimizer steps per pass over a rollout.
+            num_iterations: int, optimization epochs per rollout.
+            old_log_probs: `"trainer"`, recomputed before the first update if
+                a rollout has several, or `"rollout"`, as the engine reports
+                them.
+            mask_truncated_completions: bool, whether completions that reached
+                `max_completion_length` are excluded from the loss.
+            max_resamples: int, how often zero-variance groups are replaced by
+                groups of further prompts (dynamic sampling); 0 for never.
+                When the bound is reached, or the epoch has no more prompts,
+                zero-variance groups fill the rest of the batch.
+            reward_timeout: float or `None`, the time limit of a reward call
+                in seconds.
+            on_reward_error: `"raise"`, or `"skip"` to treat the completions
+                of a failed call as not scored.
+            micro_batch_size: int or `None`, completions (packed rows with
+                `packing`) that pass through the model at once.
             max_grad_norm, run_eagerly: as in `kpt.Task.compile`.
         """
         loss = self.default_loss() if loss == "auto" else loss
@@ -189,18 +188,18 @@ class RolloutTask(Task):
         )
 
     def combined_loss(self, loss):
-        """The loss that is minimised, for a policy loss."""
+        """Returns the loss to minimise for a policy loss."""
         return loss
 
     # The data
 
     def prepare(self, dataset, name="dataset", train_on="auto", **overrides):
-        """Rows with a completion, for `log_probs`."""
+        """Turns rows with a completion into examples, for `log_probs`."""
         settings = self.row_settings(name, **overrides)
         return prepare_sft(dataset, settings, train_on)
 
     def prepare_prompts(self, dataset, name="dataset"):
-        """Rows to prompts: `(prompts, report)`."""
+        """Turns rows into prompts: returns `(prompts, report)`."""
         most, why = rl_checks.room(
             self.sequence_length,
             self.max_length,
@@ -236,42 +235,41 @@ class RolloutTask(Task):
         skip_steps=(),
         max_staleness=0,
     ):
-        """Samples from prompts and trains on what was sampled.
+        """Trains on completions that the policy samples.
 
         Args:
             dataset: list of dicts, Hugging Face `Dataset`, Grain
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
-            batch_size: int, prompts of one rollout.
+            batch_size: int, prompts per rollout.
             epochs: int.
             shuffle: bool; the order is sampled again for every epoch.
             seed: int, of the order, the samples and dropout.
-            packing: `False`, `True` to put several completions, each with
-                its prompt, in a row of `sequence_length` tokens, or an int,
-                the tokens of such a row. It changes no result.
-            share_prefix: bool, pack and hold a prompt once for all its
-                completions in a row: less work where prompts are long. It
-                changes no result either.
+            packing: `True` to put several completions, each with its prompt,
+                in a row of `sequence_length` tokens, or an int for rows of
+                that many tokens. It does not change results.
+            share_prefix: bool, whether to pack and to compute a prompt once
+                for all its completions in a row, which saves work on long
+                prompts. It does not change results.
             validation_data: a dataset of prompts, evaluated after every
                 epoch.
             validation_generations, validation_temperature: as
                 `num_generations` and `temperature` in `evaluate`.
             callbacks: list of callbacks. `kpt.callbacks.Checkpoint` makes
-                the run go on where it stopped, between two rollouts.
+                the run resume where it stopped, between two rollouts.
             verbose: `"auto"`, 0 (silent), 1 (progress bar) or 2 (a line an
                 epoch).
-            skip_steps: ints, steps that are left out, counted as `step` in
-                the metrics log: the rollouts that they belong to, with all
-                their steps.
-            max_staleness: int, how many rollouts old the weights may be that
-                drew a token when it is trained on. At 0 sampling, judging
-                and training take turns, and a run is the same whenever it
-                is run. Above, up to so many rollouts of an epoch are sampled
-                and judged while earlier ones are trained on: rewards are
-                called from several threads at once, a sample that is being
-                drawn when the weights change goes on with the new ones, the
-                loss gets an `ImportanceCorrection` where it has none, and
-                two runs are not the same. A run that goes on from a
-                checkpoint samples anew what was not trained on yet.
+            skip_steps: ints, steps to leave out, counted as `step` in the
+                metrics log. All steps of their rollouts are left out.
+            max_staleness: int, the maximum age, in rollouts, of the weights
+                that sampled a token when the token is trained on. With 0,
+                sampling, scoring and training alternate, and runs are
+                reproducible. With `k` more than 0, up to `k` rollouts of an
+                epoch are sampled and scored while earlier ones are trained
+                on: rewards are called from several threads, a completion in
+                progress continues with the new weights when they change, a
+                loss without an `ImportanceCorrection` gets one, and runs are
+                not reproducible. A run resumed from a checkpoint samples
+                again the rollouts that were not trained on.
 
         Returns:
             A Keras `History` of the means over each epoch.
@@ -357,7 +355,7 @@ class RolloutTask(Task):
                 self._set_objective(loss)
 
     def _layout(self, prompts, batch_size, packing, share_prefix):
-        """The layout of the batch of one step."""
+        """Returns the layout of the batch of one step."""
         sampling = self.sampling
         sequences = rl_checks.minibatches(
             batch_size, sampling.num_generations, sampling.num_minibatches
@@ -425,27 +423,27 @@ class RolloutTask(Task):
         seed=0,
         verbose=0,
     ):
-        """Samples from prompts and judges what was sampled.
+        """Samples completions and scores them.
 
         Args:
             dataset: as in `fit`.
             batch_size: int, prompts at once.
-            num_generations: int, completions a prompt.
-            temperature: float, or `"auto"` for 0 with one completion a
-                prompt and that of training with several.
-            correct_reward: float: a completion whose rewards, weighted and
-                added up, are at least this is right.
-            answer: function of a completion's text that gives what is voted
-                on, or `None` for the text itself.
+            num_generations: int, completions per prompt.
+            temperature: float, or `"auto"` for 0 with one completion per
+                prompt and the temperature of training with several.
+            correct_reward: float, the weighted sum of rewards from which a
+                completion counts as correct.
+            answer: function from the text of a completion to the answer that
+                `maj@k` votes on, or `None` for the text itself.
             seed: int, of the samples.
-            verbose: bool, whether the report of the data is shown.
+            verbose: bool, whether to print the report of the data.
 
         Returns:
             A dict of floats: `reward` and the other metrics of rewards and
-            lengths; `pass@1`, the share of completions that are right; and
-            with `k` completions a prompt `pass@k`, the share of prompts of
-            which one is right, and `maj@k`, of which the most frequent
-            answer is.
+            lengths; `pass@1`, the fraction of correct completions; and with
+            `k` completions per prompt `pass@k`, the fraction of prompts with
+            at least one correct completion, and `maj@k`, the fraction whose
+            most frequent answer is correct.
         """
         self._assert_compile_called("evaluate")
         checks.positive_int("batch_size", batch_size)
@@ -523,7 +521,7 @@ class RolloutTask(Task):
 
         Args:
             batch: `data/batches/assembly.py:Batch`.
-            count: int, its sequences.
+            count: int, the number of its sequences.
             logps: list of float arrays, 0 for each token of a completion.
         """
         del logps
@@ -531,10 +529,10 @@ class RolloutTask(Task):
 
 
 def has_advantage(batch):
-    """Whether a token with loss has an advantage, a bool scalar.
+    """Computes whether any token with loss has an advantage, a bool scalar.
 
-    Without one there is nothing to learn: neither momentum nor the KL term,
-    whose gradient may be rounding alone, may change a weight.
+    Otherwise the step is skipped: neither momentum nor the KL term, whose
+    gradient may be rounding alone, may change a weight.
     """
     advantages = batch["advantages"]
     if advantages.shape == batch["sequence_mask"].shape:
@@ -543,6 +541,6 @@ def has_advantage(batch):
 
 
 def _are_prepared(dataset):
-    """`fit` evaluates prompts that it has prepared already."""
+    """Returns whether `fit` has prepared the prompts already."""
     is_list = isinstance(dataset, list) and bool(dataset)
     return is_list and isinstance(dataset[0], Prompt)

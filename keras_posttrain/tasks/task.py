@@ -38,7 +38,7 @@ class Task(keras.Model):
 
     It holds the model, the tokenizer and the adapter, and keeps what
     `keras.Model` offers (`compile`, `fit`, `evaluate`, callbacks, history,
-    distribution) around a training step of its own. Use a subclass such as
+    distribution) around a custom training step. Use a subclass such as
     `kpt.SFTTask`.
 
     A subclass overrides `default_loss` and `prepare`, and where its batches
@@ -52,8 +52,8 @@ class Task(keras.Model):
         reference: `None`; only tasks whose loss compares with a reference
             take one.
         sequence_length: int, tokens a row may hold.
-        truncation: `"error"`, `"drop"` or `"cut"`: what becomes of a row
-            that is longer.
+        truncation: `"error"`, `"drop"` or `"cut"`, the treatment of longer
+            rows.
         chat_template: str or `None`, a Jinja2 template instead of the
             preset's own.
         chat_template_kwargs: dict of variables for the template, such as
@@ -140,7 +140,7 @@ class Task(keras.Model):
         load_weights=True,
         **kwargs,
     ):
-        """Loads a model and makes a task of it.
+        """Creates a task from a preset.
 
         Args:
             preset: what KerasHub's `from_preset` takes: a preset name, an
@@ -180,12 +180,12 @@ class Task(keras.Model):
 
     @property
     def max_length(self):
-        """Tokens that a sequence may have by the model's config, or `None`."""
+        """Int or `None`, the context length in the model's config."""
         return guards.max_length(self.causal_lm)
 
     @property
     def step(self):
-        """Int, optimizer steps done."""
+        """Int, the number of optimizer steps done."""
         return self.run_state.step
 
     @step.setter
@@ -198,11 +198,11 @@ class Task(keras.Model):
         return self.run_state.logs
 
     def default_loss(self):
-        """The loss that `compile(loss="auto")` stands for."""
+        """Returns the loss that `compile(loss="auto")` uses."""
         raise NotImplementedError
 
     def prepare(self, dataset, name="dataset", **overrides):
-        """Rows to examples.
+        """Turns rows into examples.
 
         Args:
             dataset: what the user passed.
@@ -224,22 +224,22 @@ class Task(keras.Model):
         max_grad_norm=1.0,
         run_eagerly=False,
     ):
-        """Sets what training needs.
+        """Configures the task for training.
 
         Args:
             optimizer: `"auto"` (AdamW, learning rate 2e-4 with an adapter
                 and 2e-5 without), a Keras optimizer, or an Optax
                 transformation. A schedule counts optimizer steps. Weight
-                decay passes norms and biases by unless
+                decay skips norms and biases unless
                 `exclude_from_weight_decay` was called; an Optax
-                transformation is taken as it is (see `kpt.decay_mask`).
+                transformation is used unchanged (see `kpt.decay_mask`).
             loss: `"auto"` or a `kpt.losses.Loss`.
-            micro_batch_size: int or `None`: rows that pass through the model
-                at once, over several devices the next multiple of their
-                number. Gradients are added up over a batch's micro-batches;
-                the result is that of the whole batch.
-            max_grad_norm: float or `None`: gradients whose global norm is
-                larger are scaled down to it.
+            micro_batch_size: int or `None`, the rows that pass through the
+                model at once, rounded up to a multiple of the number of
+                devices. Gradients are accumulated over the micro-batches of
+                a batch; the result is that of the full batch.
+            max_grad_norm: float or `None`, the global norm that gradients
+                are clipped to.
             run_eagerly: bool, for debugging.
         """
         loss = self.default_loss() if loss == "auto" else loss
@@ -368,7 +368,7 @@ class Task(keras.Model):
                 callback_lib.show(self.data_report, verbose)
 
     def begin_run(self, datasets, batch_size, callbacks):
-        """Makes what a run needs before its batches.
+        """Prepares a run before its batches are made.
 
         Args:
             datasets: the examples to train on and those to evaluate, as
@@ -378,7 +378,7 @@ class Task(keras.Model):
         """
 
     def make_batches(self, examples, batch_size, **kwargs):
-        """Batches of what `prepare` returned.
+        """Batches the examples that `prepare` returned.
 
         Args:
             examples: list of `Example`s.
@@ -410,21 +410,23 @@ class Task(keras.Model):
         verbose=0,
         **kwargs,
     ):
-        """The loss and metrics of rows, as means over all their tokens.
+        """Computes the loss and metrics of rows, as means over all tokens.
 
         Args:
             dataset: as in `fit`.
             batch_size: int, rows at once.
-            num_samples: int, how many of the first rows are completed too:
-                greedily, from what precedes their first token with loss.
-            max_tokens: int, the most new tokens of such a completion.
+            num_samples: int, the number of rows, from the first on, that are
+                also completed, greedily, from the tokens before their first
+                token with loss.
+            max_tokens: int, the maximum number of new tokens of such a
+                completion.
             verbose: as in Keras.
 
         Returns:
-            A dict of floats: `loss`, the loss's metrics and, of a loss of
-            tokens, `perplexity`; where rows were completed also `samples`, a
-            list of dicts with `prompt`, `completion` and `reference`, the
-            row's own.
+            A dict of floats: `loss`, the metrics of the loss and, for a loss
+            of tokens, `perplexity`. With `num_samples` also `samples`, a list
+            of dicts with `prompt`, `completion` and `reference`, the row's
+            completion.
         """
         self._assert_compile_called("evaluate")
         # `fit` calls with Keras's own arguments.
@@ -529,7 +531,7 @@ class Task(keras.Model):
         return self._step.evaluate(state, batch)
 
     def token_outputs(self, batch, mask, needs, **settings):
-        """Computes what a loss reads other than the batch.
+        """Computes the model outputs that a loss reads.
 
         Args:
             batch: dict of arrays.
@@ -552,7 +554,7 @@ class Task(keras.Model):
         )
 
     def using_weights(self, trainable, frozen):
-        """A scope in which the task's variables have these values.
+        """Opens a scope in which the task's variables have these values.
 
         Args:
             trainable, frozen: lists of arrays, those of a step's `state`.
@@ -560,12 +562,12 @@ class Task(keras.Model):
         return ModelWeights.of(self).scope(trainable, frozen)
 
     def call(self, batch):
-        """Log-probabilities of a batch's tokens, `(rows, length)`."""
+        """Computes log-probabilities of a batch's tokens, `(rows, length)`."""
         mask = batch["segment_ids"] > 0
         return self.policy.token_outputs(batch, mask)["per_token_logps"]
 
     def fingerprint(self):
-        """Settings that must match for a run to be resumed.
+        """Returns the settings that must match for a run to be resumed.
 
         Returns:
             Dict fit for JSON. A subclass adds its own.
@@ -581,10 +583,10 @@ class Task(keras.Model):
             max_grad_norm=self.max_grad_norm,
         )
 
-    # What the step and the run are made of
+    # The parts of the step and the run
 
     def make_step(self, weights=None):
-        """Builds the `TrainStep` from the task's present parts.
+        """Builds the `TrainStep` from the task's current parts.
 
         Args:
             weights: `ModelWeights`, or `None` for those of the task.
@@ -608,14 +610,14 @@ class Task(keras.Model):
         )
 
     def _renew_step(self):
-        """Builds the step again: one of its parts has changed."""
+        """Rebuilds the step after one of its parts has changed."""
         self._step = self.make_step() if self.compiled else None
         self._compiled_train_step = self._log_probs = None
         self.train_function = self.test_function = None
 
     @property
     def compiled_train_step(self):
-        """`train_step` as `fit` runs it; see `training/step.py`."""
+        """Function, `train_step` as `fit` runs it; see `training/step.py`."""
         if self._compiled_train_step is None:
             self._compiled_train_step = compile_step(
                 self.train_step,
@@ -625,11 +627,11 @@ class Task(keras.Model):
         return self._compiled_train_step
 
     def rows_together(self, batch):
-        """Rows of a batch that are one example: neighbours, never split."""
+        """Counts the neighbouring rows that form one example, never split."""
         return 1
 
     def filled_rows(self, batch_size, packing=False):
-        """Counts the rows that a whole batch fills.
+        """Counts the rows that a full batch fills.
 
         Args:
             batch_size: int.
@@ -641,7 +643,7 @@ class Task(keras.Model):
         """
         return batch_size, 1
 
-    # What Keras calls
+    # Methods that Keras calls
 
     @property
     def metrics(self):
@@ -661,8 +663,8 @@ class Task(keras.Model):
             self.test_function = keras_fit.test_function(self, self._step)
 
     def _get_metrics_result_or_logs(self, logs):
-        # Keras compares names to guess whether `logs` are its own metrics. A
-        # mean of nothing (a learning rate that Optax does not tell) is no 0.
+        # Keras compares names to guess whether `logs` are its metrics. A mean
+        # of nothing (a learning rate that Optax does not report) is not 0.
         del logs
         return {t.name: t.result() for t in self.metrics if float(t.count)}
 
@@ -674,7 +676,7 @@ class Task(keras.Model):
         super().reset_metrics()
 
     def get_weights(self):
-        """All weights, whole in every process: EarlyStopping keeps them."""
+        """Gathers all weights in every process, for `EarlyStopping`."""
         values = processes.fetch([v.value for v in self.weights])
         return [np.array(x) for x in values]
 
@@ -708,7 +710,7 @@ class Task(keras.Model):
             A list of float32 arrays, one a row and as long as its tokens;
             the first entry, which nothing predicts, is 0.
         """
-        # An answer for each row: none may be dropped or cut.
+        # Every row needs a result, so none may be dropped or cut.
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
         )
@@ -749,36 +751,37 @@ class Task(keras.Model):
         on_text=None,
         verbose=0,
     ):
-        """Completes prompts, by the built-in engine `kpt.rollout`.
+        """Completes prompts with the built-in engine, `NativeRollout`.
 
         Args:
             prompts: a str, a list of messages, `{"prompt_ids": [...]}`, or a
                 list of these.
-            max_tokens: int, the most new tokens.
-            temperature: float, 0 for the most probable token always.
-            top_k: int or `None`, sample among this many tokens.
-            top_p: float or `None`, sample among the fewest tokens that have
-                this much probability together.
-            min_p: float or `None`, sample among tokens at least this share
-                as probable as the most probable one.
+            max_tokens: int, the maximum number of new tokens.
+            temperature: float; 0 is greedy decoding.
+            top_k: int or `None`, sample among the `top_k` most probable
+                tokens.
+            top_p: float or `None`, nucleus sampling: among the fewest tokens
+                whose total probability reaches `top_p`.
+            min_p: float or `None`, sample among tokens that have at least
+                `min_p` times the highest probability.
             num_generations: int, samples of each prompt.
             stop_token_ids: ints that end a completion; `"auto"` is the
                 tokenizer's set; `None` is none.
             seed: int or `None`, for repeatable samples: they depend on the
                 seed, the prompt and the weights, not on other prompts.
             return_token_ids: bool, lists of ids instead of text.
-            on_text: `f(index, text)` or `None`: called with new text of a
-                completion as it comes; `index` counts completions.
+            on_text: `f(index, text)` or `None`, called with each new text of
+                a completion; `index` counts completions.
             verbose: 0, or 1 for a progress bar.
 
         Returns:
-            The completion of each prompt, without the prompt; a list of them
-            where `num_generations` is more than 1. One prompt, not a list,
-            has its answer alone.
+            A list with the completion of each prompt, or with a list of
+            completions if `num_generations` is more than 1. A single prompt
+            that is not in a list returns its entry alone.
 
         Raises:
-            ValueError: names the prompt or the argument that cannot be
-                served; nothing is computed then.
+            ValueError: if a prompt or an argument cannot be served, before
+                anything is computed.
 
         Example:
 
@@ -820,46 +823,41 @@ class Task(keras.Model):
         share_prefix=False,
         exact=False,
     ):
-        """What a training step would need of hardware that is not there.
+        """Plans a training step for hardware that is not present.
 
         The step that `fit` would run is compiled by the compiler for that
-        hardware. Nothing is allocated and the task stays as it is; it may
+        hardware. Nothing is allocated and the task is not changed; it may
         hold shapes only (`kpt.distribution.shapes_only`).
 
         Args:
             topology: str, `"<chip>:<grid>"` such as `"v5e:4x4"`,
                 `"v5p:2x2x4"` or `"v6e:2x4"`, or `"cpu:8"` for devices of
                 this host. For TPUs the package `libtpu` must be installed.
-            strategy: function of `devices`, a list, that gives a
-                distribution: `kpt.distribution.fsdp`, or one with arguments,
+            strategy: function from a list `devices` to a distribution:
+                `kpt.distribution.fsdp`, or one with arguments,
                 `functools.partial(kpt.distribution.fsdp_tensor_parallel,
                 model=4)`.
-            batch_size: int, as in `fit`. All rows are as long as they may
-                be.
-            sequence_length: int, or `None` for the task's own.
-            micro_batch_size: int or `None`, instead of what `compile` was
-                given.
-            remat: `"none"` or `"full"`, or `None` for the task's own.
+            batch_size: int, as in `fit`. All rows have the maximum length.
+            sequence_length: int, or `None` for that of the task.
+            micro_batch_size: int, or `None` for that of `compile`.
+            remat: `"none"` or `"full"`, or `None` for that of the task.
             prompt_length: int, tokens of a prompt in tasks on completions,
-                or `None` for half of a row, or what a rollout's completion
-                leaves.
-            packing: as in `fit`.
-            share_prefix: bool, as in `fit` of tasks on completions: a
-                prompt is computed once for those of its completions that
-                are in a row with it.
+                or `None` for half of a row, or in tasks that sample for the
+                row without the longest completion.
+            packing, share_prefix: as in `fit`.
             exact: bool, whether all layers are compiled. By default one and
-                two of them are (or one and two rounds of a pattern, as
-                Gemma's), and numbers of all lie on a line through both:
-                right for FLOPs and what is sent, some percent off for
-                memory where a chip is nearly full, which is told.
+                two layers are compiled (or one and two periods of a pattern
+                such as Gemma's) and the numbers are extrapolated linearly:
+                exact for FLOPs and communication, off by a few percent for
+                memory when a chip is nearly full; the plan then says so.
 
         Returns:
             A `kpt.distribution.Plan`; `print` shows it.
 
         Raises:
-            ValueError: where the topology is not known, the layout does not
-                suit it, or `fit` would refuse. A step that is too large for
-                the memory is no error: its plan says so.
+            ValueError: if the topology is unknown, the layout does not fit
+                it, or `fit` would raise. A step that exceeds the memory is
+                not an error; its plan says so.
 
         Example:
 
@@ -903,15 +901,15 @@ class Task(keras.Model):
         num_tokens=1024,
         exact=False,
     ):
-        """What sampling would need of hardware that is not there.
+        """Plans sampling for hardware that is not present.
 
-        Planned is a call of the built-in engine's program: 32 tokens for each
-        of its slots, beside the weights and the optimizer's state.
+        The plan is for one call of the built-in engine's program, 32 tokens
+        for each slot, next to the weights and the optimizer's state.
 
         Args:
             topology, strategy, exact: as in `plan`.
-            num_slots: int, sequences that are sampled at once, on all chips.
-            num_tokens: int, those that each has room for.
+            num_slots: int, sequences sampled at once, on all chips.
+            num_tokens: int, the token capacity of each slot.
 
         Returns:
             A `kpt.distribution.Plan`.
@@ -954,7 +952,7 @@ class Task(keras.Model):
         return next(iter(batches.get_jax_iterator()))
 
     def companion_models(self):
-        """The models that the step compares with, for `plan`.
+        """Returns the models that the step compares with, for `plan`.
 
         Returns:
             Dict by role (`"reference"`, `"teachers"`) of lists of presets,
@@ -973,8 +971,8 @@ class Task(keras.Model):
     def load_adapter(self, path):
         """Loads the weights of a PEFT adapter.
 
-        A task without an adapter gets one of the file's settings, as long as
-        it is not compiled.
+        An uncompiled task without an adapter gets one with the settings of
+        the file.
 
         Args:
             path: str or path of a PEFT adapter directory.
@@ -1004,8 +1002,11 @@ class Task(keras.Model):
         self.adapter.load(path)
 
     def merge_adapter(self):
-        """Adds the adapter to the weights; training is refused until
-        `unmerge_adapter`, which restores them bit for bit."""
+        """Adds the adapter to the weights, until `unmerge_adapter`.
+
+        A merged task cannot be trained. Unmerging restores the weights bit
+        for bit.
+        """
         checks.need_adapter(self.adapter, "merge_adapter")
         self.adapter.merge()
         self._renew_step()
@@ -1017,13 +1018,13 @@ class Task(keras.Model):
         self._renew_step()
 
     def export(self, path, *, dtype=None, max_shard_bytes=5 * 2**30):
-        """Writes a Hugging Face directory, the adapter merged in.
+        """Exports a Hugging Face checkpoint with the adapter merged.
 
         Args:
-            path: str or path, new or an earlier export.
-            dtype: `None` for that of the weights, or `"float32"`,
-                `"bfloat16"`, `"float16"`.
-            max_shard_bytes: int, the most bytes in a safetensors file.
+            path: str or path of a new directory or an earlier export.
+            dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `None` for the
+                dtype of the weights.
+            max_shard_bytes: int, the maximum size of a safetensors file.
         """
         values = self.adapter.merged_values() if self.adapter else None
         export.export(
@@ -1036,7 +1037,7 @@ class Task(keras.Model):
         )
 
     def save_to_preset(self, path):
-        """Writes a KerasHub preset, the adapter merged in.
+        """Writes a KerasHub preset with the adapter merged.
 
         Args:
             path: str or path of a new directory.

@@ -1,4 +1,4 @@
-"""Losses that couple the whole batch, over micro-batches: two passes."""
+"""Gradients of losses that couple a batch, in two passes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ DIFFERENTIABLE = ("per_token_logps", "entropies", "scores", "values")
 
 
 def loss_and_gradients(step, state, batch, key):
-    """The exact gradient of a loss that is no sum over rows.
+    """Computes the exact gradient of a loss that is not a sum over rows.
 
     The first pass is forward only, a micro-batch at a time, and keeps what
     the loss reads: a few numbers per token. The loss is computed once, on all
@@ -21,7 +21,7 @@ def loss_and_gradients(step, state, batch, key):
     Args:
         step: `TrainStep`.
         state: dict with `trainable` and `frozen`, lists of arrays.
-        batch: dict of arrays, the whole batch.
+        batch: dict of arrays, the full batch.
         key: JAX key of the seed and the step, or `None` for no dropout.
 
     Returns:
@@ -57,13 +57,13 @@ def loss_and_gradients(step, state, batch, key):
 
 
 def loss_alone(step, state, batch):
-    """`(loss, metrics)` without gradients or dropout, as above."""
+    """Computes `(loss, metrics)` without gradients or dropout."""
     outputs = _outputs(step, state, batch, None)
     return _loss(step.loss, batch, outputs)
 
 
 def _outputs(step, state, batch, key):
-    """All that the loss reads, of all rows."""
+    """Computes the outputs that the loss reads, for all rows."""
 
     def of_rows(rows):
         with step.weights.scope(state["trainable"], state["frozen"]):
@@ -86,7 +86,7 @@ def _loss(loss, batch, outputs):
 
 
 def _differentiated(loss, batch, outputs):
-    """The outputs that the loss has a derivative by.
+    """Lists the outputs that the loss has a derivative by.
 
     Entropies are most often only reported, and their gradient costs another
     product with the head: it is computed only where it is not 0.

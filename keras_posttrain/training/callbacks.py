@@ -9,7 +9,7 @@ from keras_posttrain.distribution import processes
 
 
 def as_list(callbacks):
-    """The list of callbacks for what a user passed to `fit`."""
+    """Returns the list of callbacks for what a user passed to `fit`."""
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
     return list(callbacks or [])
@@ -17,10 +17,6 @@ def as_list(callbacks):
 
 def ordered(callbacks, verbose):
     """Adds the run's own callbacks and sorts all.
-
-    Args:
-        callbacks: list of `keras.callbacks.Callback`s.
-        verbose: as in `fit`; 0 in all processes but the first.
 
     Returns:
         A list. Checkpoints come last: they save what the others count at the
@@ -35,7 +31,7 @@ def ordered(callbacks, verbose):
 
 
 def names(callbacks):
-    """The names of callbacks that all processes of a run share."""
+    """Returns the names of callbacks that all processes of a run share."""
     # Only the first process shows a progress bar.
     shared = [c for c in callbacks if not isinstance(c, Progress)]
     return [type(c).__name__ for c in shared]
@@ -49,12 +45,12 @@ def close(callbacks):
 
 
 def moves_reference(callbacks):
-    """Whether a callback updates the reference."""
+    """Returns whether a callback updates the reference."""
     return any(hasattr(c, "moves_reference") for c in callbacks)
 
 
 def read_logs(callbacks):
-    """Whether a callback other than our own reads the logs of each batch."""
+    """Returns whether a user's callback reads the logs of each batch."""
     base = keras.callbacks.Callback
     for callback in callbacks:
         for name in ("on_train_batch_end", "on_batch_end"):

@@ -61,7 +61,7 @@ def fit_arguments(policy, batch_size, epochs, packing, callbacks):
 
 
 def may_train(policy, packing, callbacks=()):
-    """Raises a `ValueError` for what no task can train with."""
+    """Raises a `ValueError` for settings that no task can train with."""
     if packing and not policy.packable:
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "

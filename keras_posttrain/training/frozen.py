@@ -25,8 +25,8 @@ class FrozenPolicy:
     `frozen_model` and `frozen_policy` make one.
 
     Args:
-        policy: `Policy` that runs it: its own, or the trained one.
-        kind: `"model"` for a model of its own; `"off"` for the trained policy
+        policy: `Policy` that runs it, a separate or the trained one.
+        kind: `"model"` for a separate model; `"off"` for the trained policy
             with the adapter off, which takes no memory; `"copy"` for a copy
             of what is trained.
         variables: list of `keras.Variable`s that take `values`.
@@ -51,7 +51,7 @@ class FrozenPolicy:
 
     @contextlib.contextmanager
     def using(self, values, trainable, frozen):
-        """A scope in which `self.policy` has the frozen weights.
+        """Opens a scope in which `self.policy` has the frozen weights.
 
         Args:
             values: list of arrays for `self.variables`.
@@ -73,7 +73,7 @@ class FrozenPolicy:
     def logps(
         self, values, trainable, frozen, rows, mask=None, temperature=1.0
     ):
-        """Log-probabilities of the tokens of some rows.
+        """Returns log-probabilities of the tokens of some rows.
 
         Args:
             values, trainable, frozen: as in `using`.
@@ -105,7 +105,7 @@ class FrozenPolicy:
         self.values = mix(self.values, [v.value for v in self.variables])
 
     def state(self):
-        """The arrays that a checkpoint has to hold."""
+        """Returns the arrays that a checkpoint has to hold."""
         kept = self.values if self.kind == "copy" else []
         return {str(i): x for i, x in enumerate(kept)}
 
@@ -116,11 +116,11 @@ class FrozenPolicy:
 
     @functools.cached_property
     def digest(self):
-        """A checksum of an own model's weights, else `None`."""
+        """Computes a checksum of a separate model's weights, else `None`."""
         return weights_digest(self.values) if self.kind == "model" else None
 
     def identity(self):
-        """A dict that tells its weights and settings from all others."""
+        """Returns a dict that identifies its weights and settings."""
         causal_lm, adapter = self.policy.causal_lm, None
         if self.kind == "copy":
             adapter = self.policy.adapter
@@ -161,7 +161,7 @@ class Untracked:
 
 
 def model_identity(causal_lm, adapter=None):
-    """A dict that tells a model's weights and settings from all others.
+    """Returns a dict that identifies a model's weights and settings.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
@@ -180,7 +180,7 @@ def model_identity(causal_lm, adapter=None):
 
 
 def make_reference(model, policy, weights, moves=False):
-    """The reference of a run.
+    """Returns the reference of a run.
 
     Args:
         model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
@@ -261,7 +261,7 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
 
 
 def frozen_shapes(model, policy, weights, *, role="reference"):
-    """The `FrozenPolicy` that a run would have, without its values.
+    """Returns the `FrozenPolicy` that a run would have, without its values.
 
     Args:
         model: a preset, a KerasHub `CausalLM`, `None` for the policy, or the
@@ -295,7 +295,7 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
 
 
 def trained_variables(policy):
-    """The trainable variables of a model and its adapter.
+    """Returns the trainable variables of a model and its adapter.
 
     A task may train more than these, such as a value head.
     """
@@ -304,7 +304,7 @@ def trained_variables(policy):
 
 
 def adapter_is_zero(adapter):
-    """Whether an adapter changes nothing: all of its `B` are 0."""
+    """Returns whether an adapter changes nothing: all of its `B` are 0."""
     if adapter is None:
         return False
     if optimizers.holds_shapes(adapter.b):

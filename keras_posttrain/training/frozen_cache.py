@@ -1,4 +1,4 @@
-"""What a frozen model computes of rows, computed once and kept on disk."""
+"""Outputs of a frozen model by row, computed once and kept on disk."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
 
-# So many rows are written at a time: what a killed run loses.
+# Rows that are written at a time, the most that a killed run loses.
 SHARD = 512
 
 
@@ -39,7 +39,7 @@ class FrozenCache:
         return f"cached {self.rows.header['weights (checksum)']}"
 
     def missing(self, items):
-        """The items of a dict by key whose arrays are not there yet."""
+        """Selects the items of a dict by key that are not cached yet."""
         return {key: items[key] for key in self.rows.missing(items)}
 
     def fill(self, missing, length, compute, message, verbose):
@@ -69,7 +69,7 @@ class FrozenCache:
 
 
 def run_rows(program, batches):
-    """Runs a program over batches of one sequence a row.
+    """Runs a program over batches of one sequence per row.
 
     Args:
         program: function of a batch to a pytree of arrays, `(rows, ...)`.
@@ -86,7 +86,7 @@ def run_rows(program, batches):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Part of a sequence that a frozen model is asked about.
+    """Part of a sequence that a frozen model scores.
 
     Args:
         token_ids: int32 array of shape `(tokens,)`, the sequence.
@@ -102,14 +102,14 @@ class Span:
         return len(self.token_ids)
 
     def example(self):
-        """The sequence as an `Example`, with loss in this part."""
+        """Returns the sequence as an `Example`, with loss in this part."""
         mask = np.zeros(self.stop, np.float32)
         mask[self.start :] = 1.0
         return Example(np.asarray(self.token_ids, np.int32), mask, 0)
 
 
 def completions_by_key(examples):
-    """The completions of `Preference`s as `Span`s, by key."""
+    """Returns the completions of `Preference`s as `Span`s, by key."""
     return {
         completion_key(example, i): Span(
             np.concatenate([example.prompt, completion]), len(example.prompt)
@@ -120,7 +120,7 @@ def completions_by_key(examples):
 
 
 def completion_logps(reference, weights, batches):
-    """A `compute` of `FrozenCache.fill`: log-probabilities of `Span`s.
+    """Returns a `compute` of `FrozenCache.fill`: log-probabilities of `Span`s.
 
     Args:
         reference: `FrozenPolicy`.

@@ -75,7 +75,7 @@ def complete_rows(engine, tokenizer, examples, max_tokens):
     for example in examples:
         trained = example.completion_mask != 0
         first = int(np.argmax(trained))
-        # The first answer alone: a chat may continue after it.
+        # Only the first answer, because a chat may continue after it.
         answer = np.cumprod(trained[first:]).sum()
         ids = example.token_ids
         cut.append((ids[:first], ids[first : first + answer]))

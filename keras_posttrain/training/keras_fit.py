@@ -83,7 +83,7 @@ class RowRun:
             callback_lib.close(self.callbacks)
 
     def train_function(self, program):
-        """The function that Keras calls for each batch.
+        """Returns the function that Keras calls for each batch.
 
         Args:
             program: the model's `compiled_train_step`. It is made before
@@ -93,7 +93,7 @@ class RowRun:
 
         def train_function(values, iterator):
             trainable, frozen, optimizer, metrics = values
-            # Whatever raises from here on, the weights are not lost.
+            # The weights are not lost if anything raises from here on.
             hand_back(model, values)
             try:
                 batch = next(iterator)
@@ -127,10 +127,10 @@ class RowRun:
 
         return train_function
 
-    # What a checkpoint asks
+    # The interface for checkpoints
 
     def at_epoch_end(self):
-        """Whether the step just done was the last of its epoch."""
+        """Returns whether the step just done was the last of its epoch."""
         size = self.data.epoch_size
         if not size:
             return False
@@ -139,7 +139,7 @@ class RowRun:
         return all(step in self.skip_steps for step in left)
 
     def training_state(self):
-        """What a checkpoint holds: `(arrays, meta)`, meta fit for JSON."""
+        """Returns `(arrays, meta)` for a checkpoint, `meta` fit for JSON."""
         meta = {
             "step": self.state.step,
             "seed": self.state.seed,
@@ -161,7 +161,7 @@ class RowRun:
         self.model._initial_epoch = self.state.initial_epoch
 
     def agreement(self):
-        """Settings that all processes of the run must share."""
+        """Returns settings that all processes of the run must share."""
         return {
             **self.model.fingerprint(),
             **{f"data {k}": v for k, v in self.data.fingerprint.items()},
@@ -175,7 +175,7 @@ class RowRun:
 
 
 def test_function(model, step):
-    """The function that Keras calls for each batch of an evaluation.
+    """Returns the function that Keras calls for each batch of an evaluation.
 
     Args:
         model: compiled `keras.Model` with a pure `test_step`.
@@ -200,7 +200,7 @@ def test_function(model, step):
 
 
 def state_shardings(model):
-    """Where the parts of a state are placed; `None` on one device."""
+    """Returns the shardings of a state's parts; `None` on one device."""
     if keras.distribution.distribution() is None:
         return None
     trainable, _, optimizer, metrics = model._get_state_sharding_spec()

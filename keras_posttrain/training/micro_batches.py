@@ -11,10 +11,10 @@ from keras_posttrain.training import padding
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """How a batch is cut into micro-batches.
+    """Cuts batches into micro-batches.
 
     Args:
-        size: int or `None`, examples of a micro-batch; `None` for the whole
+        size: int or `None`, examples of a micro-batch; `None` for the full
             batch at once.
         rows_together: function of a batch, how many neighbouring rows are
             one example, which is never split.
@@ -24,7 +24,7 @@ class MicroBatches:
     rows_together: object = lambda batch: 1
 
     def count(self, batch):
-        """How many micro-batches a batch has, an int."""
+        """Counts the micro-batches of a batch."""
         if self.size is None:
             return 1
         rows = padding.micro_rows(self.size, self.rows_together(batch))

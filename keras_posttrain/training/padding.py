@@ -1,8 +1,8 @@
-"""How many rows a batch has: what devices and micro-batches share evenly.
+"""Counts of rows that devices and micro-batches divide evenly.
 
-A batch that does not divide is filled up with rows of padding. They hold no
-sequence (`sequence_mask` is 0), and every loss, coupled or not, goes by that:
-the update is the one of the batch alone.
+A batch that they do not divide is padded with empty rows, which hold no
+sequence (`sequence_mask` is 0). Every loss, coupled or not, ignores them, so
+that the update is that of the batch alone.
 """
 
 import math
@@ -11,26 +11,26 @@ from keras_posttrain.models import sharding
 
 
 def micro_rows(micro_batch_size, together=1):
-    """Rows that pass through the model at once.
+    """Returns rows that pass through the model at once.
 
     Args:
         micro_batch_size: int, examples.
         together: int, rows of an example, which is never split.
 
     Returns:
-        Int: at least those of `micro_batch_size` examples, and as many on
-        each device: the devices that would idle take rows as well.
+        Int: at least those of `micro_batch_size` examples, rounded up to the
+        same number on each device.
     """
     return _up(micro_batch_size * together, _multiple(together))
 
 
 def row_multiple(micro_batch_size, rows=None, together=1):
-    """What the number of rows of a batch is a multiple of.
+    """Computes the number that the rows of a batch are a multiple of.
 
     Args:
         micro_batch_size: int or `None`, examples.
-        rows: int or `None`, rows that a whole batch fills, where that is
-            known: one that fits a micro-batch has no room for a second.
+        rows: int or `None`, rows that a full batch fills, if known: one that
+            fits a micro-batch has no room for a second.
         together: int, rows of an example, which is never split.
 
     Returns:
@@ -43,12 +43,12 @@ def row_multiple(micro_batch_size, rows=None, together=1):
 
 
 def describe(micro_batch_size, rows, together=1):
-    """What to tell of rows of padding; `None` of a batch without any.
+    """Describes the padding rows of a batch; `None` without any.
 
     Args:
         micro_batch_size, together: as in `row_multiple`.
-        rows: int, rows that a whole batch fills; `None` where that depends
-            on the lengths of its sequences.
+        rows: int, rows that a full batch fills; `None` if that depends on
+            the lengths of its sequences.
     """
     multiple = row_multiple(micro_batch_size, rows, together)
     shards = sharding.data_axis()[2]
@@ -59,7 +59,7 @@ def describe(micro_batch_size, rows, together=1):
             why += f"{' and ' if why else ''}micro-batches of {size} rows"
     if rows is None:
         return (
-            f"rows of padding fill batches up to a multiple of {multiple} "
+            f"padding rows fill batches up to a multiple of {multiple} "
             f"rows, for {why}"
             if multiple > 1
             else None
@@ -68,7 +68,7 @@ def describe(micro_batch_size, rows, together=1):
     if not empty:
         return None
     return (
-        f"{empty} rows of padding a batch: {rows} rows are filled up to "
+        f"{empty} padding rows per batch: {rows} rows are padded to "
         f"{rows + empty}, for {why}"
     )
 

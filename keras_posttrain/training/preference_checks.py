@@ -16,19 +16,19 @@ from keras_posttrain.training import checks
 
 
 def parts(loss):
-    """The losses that a loss is made of."""
+    """Returns the losses that a loss is made of."""
     if isinstance(loss, SumLoss):
         return [part for inner in loss.losses for part in parts(inner)]
     return [loss]
 
 
 def labelled(loss):
-    """Whether a loss asks for labelled completions, not for pairs."""
+    """Returns whether a loss needs labelled completions, not pairs."""
     return isinstance(parts(loss)[0], LabelledLoss)
 
 
 def mismatched(loss):
-    """Whether a loss asks for completions under other prompts."""
+    """Returns whether a loss needs completions under other prompts."""
     return any(isinstance(part, KTOLoss) for part in parts(loss))
 
 
@@ -70,7 +70,7 @@ def layout_arguments(policy, packing, share_prefix):
 
 
 def packed(layout, packing, examples):
-    """The layout with the tokens of its rows, and room for every example."""
+    """Sets the length of packed rows so that every example has room."""
     needed = row_length(layout, examples)
     if packing is True:
         budget = fine_lengths(max(layout.sequence_length, needed))[-1]
@@ -129,7 +129,7 @@ def reference_packs(reference, packs):
 
 
 def reference_cache(directory, loss):
-    """What cannot be kept on disk, or need not be."""
+    """Refuses a reference cache that is impossible or unnecessary."""
     if directory is None:
         return
     if not isinstance(directory, (str, os.PathLike)):
@@ -164,7 +164,7 @@ def reference_stays(directory, moves):
 
 
 def reference_is_back(cached, lacking):
-    """Refuses rows that are new to a reference that is gone."""
+    """Refuses rows missing from the cache once the reference is freed."""
     if cached.kind == "copy":
         raise ValueError(
             "The reference is the policy when training began, of which only "

@@ -12,7 +12,7 @@ from keras_posttrain.models import guards
 
 @dataclasses.dataclass
 class RunState:
-    """Where the training of a task stands, from one `fit` to the next.
+    """Training progress of a task, kept from one `fit` to the next.
 
     Attributes:
         step: int, optimizer steps done.
@@ -40,13 +40,13 @@ class RunState:
     digest: int | None = None
 
     def begin(self, seed):
-        """Begins a run at the present step."""
+        """Begins a run at the current step."""
         self.seed, self.first_step = seed, self.step
         self.consumed, self.resumed, self.keep_metrics = 0, False, False
         self.initial_epoch = self.digest = None
 
     def frozen_digest(self, weights):
-        """A checksum of the frozen weights, which no checkpoint holds."""
+        """Computes a checksum of the frozen weights, not checkpointed."""
         if self.digest is None:
             self.digest = weights_digest([v.value for v in weights.frozen])
         return self.digest
@@ -84,11 +84,11 @@ class Saved:
 
     @classmethod
     def of(cls, step, frozen):
-        """The `Saved` of a `TrainStep` and its frozen models."""
+        """Returns the `Saved` of a `TrainStep` and its frozen models."""
         return cls(step.weights, step.optimizer, step.train_trackers, frozen)
 
     def variables(self):
-        """Dict of lists of variables."""
+        """Returns a dict of lists of variables."""
         return {
             "trainable": self.weights.trainable,
             "optimizer": self.optimizer.variables,
@@ -96,7 +96,7 @@ class Saved:
         }
 
     def arrays(self):
-        """Dict of dicts of arrays."""
+        """Returns a dict of dicts of arrays."""
         found = {
             name: {str(i): v.value for i, v in enumerate(variables)}
             for name, variables in self.variables().items()
@@ -113,7 +113,7 @@ class Saved:
 
 
 def fingerprint(name, policy, weights, digest, optimizer, **settings):
-    """Settings that must match for a run to be resumed.
+    """Returns settings that must match for a run to be resumed.
 
     Args:
         name: str, that of the task's class.
@@ -172,7 +172,7 @@ def check(meta, fingerprint, seed, directory):
 
 
 def weights_digest(values):
-    """An int that tells lists of arrays apart by all of their bits."""
+    """Returns an int that tells lists of arrays apart by all of their bits."""
 
     def digest(values):
         total = jnp.uint32(0)
@@ -186,7 +186,7 @@ def weights_digest(values):
 
 
 def bits(x):
-    """The bits of an array as uint32, for a checksum."""
+    """Returns the bits of an array as uint32, for a checksum."""
     kinds = {1: "uint8", 2: "uint16", 4: "uint32"}
     kind = kinds.get(x.dtype.itemsize)
     if kind is None or x.dtype == bool:
@@ -195,7 +195,7 @@ def bits(x):
 
 
 def _places(shape):
-    """The place of each number in the flat array.
+    """Returns the place of each number in the flat array.
 
     Not by flattening: each device would receive the whole of a sharded array.
     """

@@ -17,7 +17,7 @@ from keras_posttrain.training import batch_coupled
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.weights import ModelWeights
 
-# What every training step reports in addition to the metrics of its loss.
+# Metrics that every training step reports in addition to its loss's.
 STEP_METRICS = ("loss", "grad_norm", "learning_rate", "num_tokens", "skipped")
 
 POLICY_OUTPUTS = (
@@ -46,12 +46,12 @@ class LossTerms:
     token_outputs: object
 
     def __call__(self, state, rows, normalizers, key, differentiable=True):
-        """Loss and metrics of some rows, within `ModelWeights.scope`.
+        """Returns loss and metrics of some rows, within `ModelWeights.scope`.
 
         Args:
             state: dict, the state of the step.
-            rows: dict of arrays, some rows of the whole batch.
-            normalizers: dict of scalars, those of the whole batch.
+            rows: dict of arrays, some rows of the full batch.
+            normalizers: dict of scalars, those of the full batch.
             key: JAX key of the seed and the step, or `None` for no dropout.
             differentiable: bool.
 
@@ -127,7 +127,7 @@ class TrainStep:
     has_signal: object = None
 
     def held(self, frozen):
-        """The part of a state that a step reads and never changes."""
+        """Returns the part of a state that a step reads and never changes."""
         return {
             "frozen": frozen,
             **{
@@ -137,7 +137,7 @@ class TrainStep:
         }
 
     def loss_and_gradients(self, state, batch):
-        """Gradients of the batch's loss, added up over its micro-batches.
+        """Computes gradients of the loss, summed over micro-batches.
 
         Args:
             state: dict, see the class.
@@ -220,7 +220,7 @@ class TrainStep:
         return logs, {**state, "metrics": metrics}
 
     def evaluate(self, state, batch):
-        """Loss and metrics of a batch, without gradients or dropout.
+        """Returns loss and metrics of a batch, without gradients or dropout.
 
         Returns:
             `(logs, state)` with `metrics` replaced.
@@ -254,7 +254,7 @@ class TrainStep:
         return several and self.loss.batch_coupled
 
     def _with_reference(self, state, batch):
-        """The batch with `ref_per_token_logps`, where the loss reads them."""
+        """Adds `ref_per_token_logps` to the batch if the loss reads them."""
         name = "ref_per_token_logps"
         if "reference" not in self.companions or name in batch:
             return batch
@@ -311,18 +311,18 @@ def compile_step(train_step, shardings=None, eager=False):
 
 
 def counters(step, seed):
-    """The counters of a state: the number of the step, and the seed."""
+    """Returns the counters of a state: `step` and `seed`."""
     return {"step": np.int32(step), "seed": np.int32(seed)}
 
 
 def global_norm(gradients):
-    """The L2 norm of all gradients together, in float32."""
+    """Returns the L2 norm of all gradients together, in float32."""
     squares = [jnp.sum(jnp.square(g.astype("float32"))) for g in gradients]
     return jnp.sqrt(sum(squares))
 
 
 def clip(gradients, norm, max_norm):
-    """Gradients times `min(1, max_norm / (norm + 1e-6))`, as in torch."""
+    """Scales by `min(1, max_norm / (norm + 1e-6))`, as torch does."""
     if max_norm is None:
         return gradients
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
@@ -330,7 +330,7 @@ def clip(gradients, norm, max_norm):
 
 
 def apply_optimizer(optimizer, masters, state, gradients, keep):
-    """New weights and optimizer state, or the old ones where not `keep`.
+    """Updates weights and optimizer state; keeps the old ones if not `keep`.
 
     Args:
         optimizer: built `keras.optimizers.Optimizer`.

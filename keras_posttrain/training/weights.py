@@ -23,28 +23,23 @@ class ModelWeights:
 
     @classmethod
     def of(cls, model):
-        """The weights of a `keras.Model`."""
+        """Returns the weights of a `keras.Model`."""
         return cls(model.trainable_variables, model.non_trainable_variables)
 
     def values(self):
-        """The present values: `(trainable, frozen)`, two lists of arrays."""
+        """Returns the values: `(trainable, frozen)`, two lists of arrays."""
         return (
             [v.value for v in self.trainable],
             [v.value for v in self.frozen],
         )
 
     def state(self):
-        """The present values as the part of a step's `state`."""
+        """Returns the present values as the part of a step's `state`."""
         return dict(zip(("trainable", "frozen"), self.values()))
 
     @contextlib.contextmanager
     def scope(self, trainable, frozen):
-        """Gives the variables these values. One thread at a time enters.
-
-        Args:
-            trainable: list of arrays.
-            frozen: list of arrays.
-        """
+        """Gives the variables these values. One thread at a time enters."""
         mapping = list(zip(self.trainable, trainable))
         mapping += list(zip(self.frozen, frozen))
         with TRACING, keras.StatelessScope(state_mapping=mapping):

@@ -59,20 +59,20 @@ def test_padding_is_reported(devices):
     assert padding.describe(5, 10) is None
     assert padding.describe(None, None) is None
     assert padding.describe(4, 10) == (
-        "2 rows of padding a batch: 10 rows are filled up to 12, for "
+        "2 padding rows per batch: 10 rows are padded to 12, for "
         "micro-batches of 4 rows"
     )
     devices(8)
     assert padding.describe(None, 16) is None
     assert padding.describe(None, 10) == (
-        "6 rows of padding a batch: 10 rows are filled up to 16, for 8 devices"
+        "6 padding rows per batch: 10 rows are padded to 16, for 8 devices"
     )
     assert padding.describe(3, 17) == (
-        "7 rows of padding a batch: 17 rows are filled up to 24, for 8 "
+        "7 padding rows per batch: 17 rows are padded to 24, for 8 "
         "devices and micro-batches of 8 rows"
     )
     assert padding.describe(3, None) == (
-        "rows of padding fill batches up to a multiple of 8 rows, for 8 "
+        "padding rows fill batches up to a multiple of 8 rows, for 8 "
         "devices and micro-batches of 8 rows"
     )
 
@@ -84,7 +84,7 @@ def test_five_rows_in_micro_batches_of_two(capsys):
         task = kpt.SFTTask.from_preset(LLAMA, sequence_length=64)
         task.compile(optimizer="sgd", micro_batch_size=micro)
         history = task.fit(random_rows(5), batch_size=5, verbose=2).history
-        shown = "1 rows of padding a batch: 5 rows are filled up to 6"
+        shown = "1 padding rows per batch: 5 rows are padded to 6"
         assert (shown in capsys.readouterr().out) == (micro is not None)
         found.append((history, weights(task)))
         # Padding rows have no answer.

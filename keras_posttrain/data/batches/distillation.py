@@ -44,15 +44,6 @@ def distillation_layout(
 
     Returns:
         A `BatchLayout` of `Example`s.
-
-    Example:
-
-    ```python
-    layout = distillation_layout(batch_size=8, sequence_length=256)
-    adapter = BatchAdapter(
-        examples, batch_size=8, sequence_length=256, layout=layout
-    )
-    ```
     """
     if token_budget is None:
         teacher_budget = None

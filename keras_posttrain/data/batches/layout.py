@@ -41,9 +41,6 @@ class Group:
             completions: list of int32 arrays of shape `(tokens,)`.
             masks: list of float32 arrays, the weights of their tokens.
             row: int, index of the dataset row.
-
-        Returns:
-            A `Group`.
         """
         sequences = [
             completion_example(prompt, *pair, row)
@@ -85,13 +82,6 @@ class BatchLayout:
             takes up, or `None` for as many as it has.
         extras: function of a `Batch` and its groups that adds arrays, or
             `None`.
-
-    Example:
-
-    ```python
-    layout = BatchLayout(8, 256, token_budget=512)
-    layout([Group.of_completions(prompt, completions, masks, row=0)]).arrays
-    ```
     """
 
     num_sequences: int
@@ -114,9 +104,6 @@ class BatchLayout:
             groups: list of `Group`s, `Example`s or `Preference`s.
             first: int, the number of the first sequence.
             length: int, tokens of a row; `None` for the least that fits.
-
-        Returns:
-            A `Batch`.
         """
         if self.regroup is not None:
             groups = self.regroup(groups)
@@ -142,9 +129,6 @@ class BatchLayout:
 
         Args:
             rows: list of at most `num_sequences` lists of `Example`s.
-
-        Returns:
-            A `Batch`.
         """
         number = itertools.count()
         return self._assemble(

@@ -47,14 +47,6 @@ class BatchAdapter(DataAdapter):
             it.
         layout: `BatchLayout` of a batch's examples, in place of the last
             two; `None` for a sequence a row.
-
-    Example:
-
-    ```python
-    adapter = BatchAdapter(examples, batch_size=8, sequence_length=256)
-    for batch in adapter.get_jax_iterator():
-        print(batch["token_ids"].shape)
-    ```
     """
 
     def __init__(
@@ -235,9 +227,6 @@ class BatchAdapter(DataAdapter):
 
     def set_state(self, state):
         """Resumes from a position, and starts counting again.
-
-        Args:
-            state: dict of `state_after`.
 
         Raises:
             ValueError: the state belongs to other data or settings.

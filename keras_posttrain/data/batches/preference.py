@@ -64,9 +64,6 @@ class PreferenceExtras:
     Of pairs `margins`, at the chosen sequence; of labelled completions
     `labels` and, where there are mismatched ones, `roles`; with a cache
     `ref_per_token_logps`.
-
-    Args:
-        labelled, mismatched, reference_cache: see `preference_layout`.
     """
 
     labelled: bool = False

@@ -16,9 +16,6 @@ def with_whole_places(tokenizer):
     Some byte-level tokenizers leave spaces out of offsets, so that it is not
     known which of two tokens a space belongs to.
 
-    Args:
-        tokenizer: a `Tokenizer`.
-
     Returns:
         A `Tokenizer` that gives the same token ids; the given one,
         where its offsets include spaces already.

@@ -75,9 +75,6 @@ def prepare_distillation(
         named by the row (of a Grain `IterDataset`, another one), and a
         `DistillationReport`.
 
-    Raises:
-        ValueError: a row cannot be used; the message names it.
-
     Example:
 
     ```python

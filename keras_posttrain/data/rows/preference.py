@@ -119,17 +119,6 @@ def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
 
     Returns:
         `(examples, report)`: a list of `Preference`s and a `DataReport`.
-
-    Raises:
-        ValueError: a row cannot be used; the message names it.
-
-    Example:
-
-    ```python
-    rows = [{"prompt_ids": [5], "chosen_ids": [7], "rejected_ids": [8, 9]}]
-    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
-    examples, report = prepare_preferences(rows, settings, labelled=False)
-    ```
     """
     if datasets.is_stream(dataset):
         raise ValueError(

@@ -25,9 +25,6 @@ class RowSettings:
         chat_template_kwargs: dict of further variables for the chat template,
             or `None`.
         name: string, the dataset's name in errors and the report.
-
-    Raises:
-        ValueError: a setting is none of those above.
     """
 
     tokenizer: object
@@ -186,9 +183,6 @@ def prepare_rows(dataset, prepare):
     Returns:
         Tuple `(examples, report)`: a list of examples, or of a Grain
         `IterDataset` another one, and the report.
-
-    Raises:
-        ValueError: a row cannot be used, or none is left.
     """
     report = prepare.report
     if datasets.is_stream(dataset):

@@ -66,21 +66,6 @@ def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
 
     Returns:
         Tuple `(prompts, report)`: a list of `Prompt`s and a `PromptReport`.
-
-    Raises:
-        ValueError: a row cannot be used; the message names it.
-
-    Example:
-
-    ```python
-    prompts, report = prepare_prompts(
-        [{"prompt_ids": [5, 6], "answer": "7"}],
-        RowSettings(None, sequence_length=16, vocabulary_size=10),
-        max_prompt_length=8,
-        limit="sequence_length=16 less max_completion_length=8",
-    )
-    prompts[0].columns  # {"answer": "7"}
-    ```
     """
     if datasets.is_stream(dataset):
         raise ValueError(

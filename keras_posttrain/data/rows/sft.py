@@ -55,18 +55,6 @@ def prepare_sft(dataset, settings, train_on="auto"):
         Tuple `(examples, report)`: a list of `Example`s and a `DataReport`.
         Of a Grain `IterDataset` the examples are a Grain `IterDataset` that
         prepares rows as they are read, and the report is filled meanwhile.
-
-    Raises:
-        ValueError: a row cannot be used; the message names it.
-
-    Example:
-
-    ```python
-    rows = [{"prompt_ids": [5, 6], "completion_ids": [7, 1]}]
-    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
-    examples, report = prepare_sft(rows, settings)
-    examples[0].completion_mask  # [0, 0, 1, 1]
-    ```
     """
     encode = _Encoder(settings, train_on)
     report = DataReport(settings.name)

@@ -88,15 +88,6 @@ class Reader:
 
     Raises:
         ValueError: if the folder has no checkpoint or a shard is missing.
-
-    Example:
-
-    ```python
-    tensors = Reader("model/")
-    array = tensors.get("model.norm.weight")
-    with tensors.open("model.embed_tokens.weight") as stored:
-        rows = stored[0:100, :]
-    ```
     """
 
     def __init__(self, directory, single=SINGLE):

@@ -32,13 +32,6 @@ def resolve(preset):
 
     Raises:
         ValueError: if there is no such directory or preset.
-
-    Example:
-
-    ```python
-    resolve("path/of/Qwen3-0.6B")  # PosixPath('path/of/Qwen3-0.6B')
-    resolve("qwen3_0.6b_en")  # None
-    ```
     """
     preset = os.fspath(preset)
     if preset.startswith("hf://"):

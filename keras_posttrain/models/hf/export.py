@@ -135,13 +135,6 @@ def export(
     Raises:
         ValueError: if the directory has other content, or the model cannot
             be represented.
-
-    Example:
-
-    ```python
-    causal_lm = load_causal_lm("qwen3_0.6b_en")
-    export(causal_lm, "model/", dtype="bfloat16")
-    ```
     """
     directory = pathlib.Path(directory)
     if dtype not in (None, *checkpoint_files.FLOATS):

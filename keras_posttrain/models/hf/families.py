@@ -210,9 +210,6 @@ _BY_BACKBONE = {
 def family_of(causal_lm):
     """Returns the `Family` of a built KerasHub `CausalLM`, or `None`.
 
-    Args:
-        causal_lm: a `keras_hub.models.CausalLM`.
-
     Returns:
         A `Family`, or `None` if the table has none. Such a model has no
         Hugging Face names, and so no LoRA and no export.

@@ -44,14 +44,6 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     Raises:
         ValueError: if the preset is not found, or KerasHub's layers cannot
             represent the model.
-
-    Example:
-
-    ```python
-    causal_lm = load_causal_lm("path/of/Llama-3.2-1B", dtype="bfloat16")
-    causal_lm.kpt_repairs
-    # ['rms_norm_eps set to 1e-05 in 33 norms', ...]
-    ```
     """
     path = directories.resolve(preset)
     config = None
@@ -322,13 +314,6 @@ def repair(causal_lm):
 
     Returns:
         A list of str, a line for each repair; also stored as `kpt_repairs`.
-
-    Example:
-
-    ```python
-    causal_lm = keras_hub.models.CausalLM.from_preset("qwen3_0.6b_en")
-    repair(causal_lm)  # ['rms_norm_eps set to 1e-06 in 56 norms']
-    ```
     """
     done = getattr(causal_lm, "kpt_repairs", None)
     if done is not None:

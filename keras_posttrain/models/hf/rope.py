@@ -49,13 +49,6 @@ def rope_parameters(config, layer_type=None):
     Raises:
         ValueError: if the rotation depends on more than the position, or a
             field of its type is missing.
-
-    Example:
-
-    ```python
-    rope_parameters({"rope_theta": 5e5, "rope_scaling": None})
-    # {'rope_type': 'default', 'rope_theta': 500000.0}
-    ```
     """
     if layer_type is None:
         found = _shared(config)
@@ -243,15 +236,6 @@ class RotaryEmbedding(keras.layers.Layer):
         start_index: int or int scalar tensor, the position of the first
             token. Ignored if `positions` are given.
         positions: int tensor of shape `(length,)` or `(batch, length)`.
-
-    Example:
-
-    ```python
-    layer = RotaryEmbedding(
-        64, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    )
-    rotated = layer(np.ones((2, 5, 8, 64), "float32"))
-    ```
     """
 
     def __init__(self, head_dim, parameters, **kwargs):

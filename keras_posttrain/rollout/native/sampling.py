@@ -105,15 +105,6 @@ def sample(
         are those of the distribution before truncation at `temperature`, or
         at 1 if that is 0. They are NaN if the largest logit of the row is not
         finite.
-
-    Example:
-    ```python
-    logits = np.log(np.array([[0.7, 0.2, 0.1]], "float32"))
-    keys = sample_key(0, [5, 6], 0)[None]
-    token_ids, logps = sample(
-        logits, keys, np.array([2]), np.ones(1, "float32")
-    )
-    ```
     """
     greedy = temperature <= 0
     scale = jnp.maximum(temperature, LEAST_TEMPERATURE)

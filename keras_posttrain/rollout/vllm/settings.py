@@ -105,11 +105,7 @@ def check_local(engine_args):
 
 
 def sends_adapter(adapter, lora, on_tpu):
-    """Returns whether vLLM gets a LoRA adapter separately.
-
-    Args:
-        adapter, lora, on_tpu: as in `check_task`.
-    """
+    """Returns whether vLLM gets a LoRA adapter separately."""
     if lora is None or adapter is False or on_tpu:
         return False
     return room_for_rank(lora.rank) is not None
