@@ -236,7 +236,7 @@ def test_grpo_arithmetic(run):
     assert log[0]["reward"] < 0.4 and log[-1]["reward"] > 0.9
     # Nothing that was trained on is evaluated.
     lines = (folder / "completions.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in lines} == {0, 50, 100}
+    assert {json.loads(line)["step"] for line in lines} == {0, 50}
 
 
 def test_dpo(run):
