@@ -1,5 +1,6 @@
 """Set-up shared by all tests: JAX on eight CPU devices, exact products."""
 
+import gc
 import json
 import os
 import pathlib
@@ -68,6 +69,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if name := layer(item):
             item.add_marker(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_programs():
+    """Frees the programs of a file: a worker would grow to 6 GiB."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture

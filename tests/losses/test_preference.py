@@ -701,7 +701,7 @@ def test_bad_batches():
         (losses.DPOLoss(), "ref_per_token_logps", "the reference policy"),
         (losses.KTOLoss(), "labels", "not 0 for a desirable completion"),
         (losses.KTOLoss(), "roles", "APOZeroUnpairedLoss"),
-        (losses.ORPOLoss(), "positions", "place of each token"),
+        (losses.ORPOLoss(), "positions", "position of each token"),
     ):
         less = {k: v for k, v in batch.items() if k != missing}
         with pytest.raises(ValueError, match=message):

@@ -363,7 +363,9 @@ def test_a_model_that_gives_no_numbers_is_an_error():
     task.causal_lm.backbone.layer_norm.scale.assign(
         np.full(task.causal_lm.backbone.hidden_dim, np.nan)
     )
-    with pytest.raises(ValueError, match="no number for a token of request 0"):
+    with pytest.raises(
+        ValueError, match="NaN or infinity for a token of request 0"
+    ):
         engine_of(task).generate([Request([1], max_tokens=2)])
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.models.hf.loading import load_causal_lm
 from tests.support import REFERENCE, load_json, read_log
 
 losses = kpt.losses
@@ -136,7 +137,7 @@ def test_data_that_does_not_fit(task):
 
 
 def test_a_reference_of_another_vocabulary():
-    lm = kpt.models.loading.load_causal_lm(MODELS / "llama3_ref")
+    lm = load_causal_lm(MODELS / "llama3_ref")
     lm.backbone.vocabulary_size = 500
     task = make(reference=lm)
     task.compile()

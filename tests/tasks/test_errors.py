@@ -456,7 +456,7 @@ def test_all_rows_are_too_long(task):
         (
             {"prompt_ids": []},
             {},
-            ["at least one token", "prompt of request 0"],
+            ["at least one", "prompt of request 0"],
         ),
         (
             [{"prompt_ids": [1]}, {"prompt_ids": [9999]}],

@@ -208,7 +208,16 @@ def test_template_variables_reach_training_and_generation():
         for kwargs in ({}, {"enable_thinking": False})
     )
     messages = [{"role": "user", "content": "Hi"}]
-    found = [t._generator._prompt_ids(0, messages) for t in (plain, quiet)]
+    found = []
+    for task in (plain, quiet):
+        generate = task._engine.generate
+
+        def recorded(requests, generate=generate, **kwargs):
+            found.append(list(requests[0].token_ids))
+            return generate(requests, **kwargs)
+
+        task._engine.generate = recorded
+        task.generate(messages, max_tokens=1)
     assert found[1][: len(found[0])] == found[0]
     assert "<think>" in quiet.tokenizer.decode(
         found[1][len(found[0]) :], skip_special_tokens=False

@@ -102,7 +102,7 @@ def state_of(task):
         "trainable": [v.value for v in task.trainable_variables],
         "frozen": [v.value for v in task.non_trainable_variables],
         "optimizer": [v.value for v in task.optimizer.variables],
-        "metrics": [v.value for v in task._train_trackers_variables()],
+        "metrics": [v.value for v in task.metrics_variables],
         "step": np.int32(1),
         "seed": np.int32(0),
     }

@@ -109,7 +109,7 @@ def kill_in_rollouts(monkeypatch, numbers):
             count too.
     """
     run, one, wanted, rollouts = (
-        ServerEngine.run, ServerEngine._one, set(numbers), []
+        ServerEngine.run, ServerEngine._run_job, set(numbers), []
     )  # fmt: skip
 
     def counted(self, jobs, *args):
@@ -134,7 +134,7 @@ def kill_in_rollouts(monkeypatch, numbers):
         return one(self, job, open_ones)
 
     monkeypatch.setattr(ServerEngine, "run", counted)
-    monkeypatch.setattr(ServerEngine, "_one", killing)
+    monkeypatch.setattr(ServerEngine, "_run_job", killing)
 
 
 def test_no_orphans_of_a_killed_trainer(tmp_path):
