@@ -261,7 +261,7 @@ def test_resume_at_every_position(stream, packing, shuffle, skip):
         following = take(resumed, min(total - count, 8))
         assert_equal(following, batches[count : count + 8])
         assert resumed.step_of(1) == adapter.step_of(count + 1)
-        # And the position goes on counting from there.
+        # The position continues to count from there.
         state = resumed.state_after(len(following))
         assert json.dumps(state) == states[count + len(following)]
 

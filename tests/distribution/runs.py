@@ -233,7 +233,7 @@ def run(name, task, family, mode):
 
 
 def check_layouts(task, distribution):
-    """Weights, optimizer and copies: every array lies where it should."""
+    """Weights, optimizer and copies: every array is where it should be."""
     if not isinstance(distribution, kpt.distribution.ShardedWeights):
         return
     split = {}
@@ -245,7 +245,7 @@ def check_layouts(task, distribution):
         if "norm" in v.path:
             assert not split[v.path], v.path
         elif rank > 1 and "lora" not in v.path and "bias" not in v.path:
-            assert split[v.path], f"{v.path} {v.shape} lies whole"
+            assert split[v.path], f"{v.path} {v.shape} is replicated"
     for v in task.trainable_variables:
         name = v.path.replace("/", "_")
         moments = [

@@ -144,10 +144,10 @@ def train(seed, rows, loss=None, steps=120, **settings):
 def check_against_fine_tuning(seed):
     rows = few_rows(seed, 60, slips=0.4)
     alone = train(seed, rows)
-    taught = train(seed, rows, losses.ForwardKLLoss())
-    print("alone", np.round(alone, 3), "taught", np.round(taught, 3))
-    assert taught[0] > alone[0] + 0.15
-    assert taught[2] > alone[2] + 0.1
+    distilled = train(seed, rows, losses.ForwardKLLoss())
+    print("alone", np.round(alone, 3), "distilled", np.round(distilled, 3))
+    assert distilled[0] > alone[0] + 0.15
+    assert distilled[2] > alone[2] + 0.1
 
 
 def check_own_samples(seed):
