@@ -526,7 +526,7 @@ def context_rows(count, seed=0):
 
 
 def tokens_of(batch):
-    """What is known of each trained token, in an order of its own."""
+    """Returns the facts of each trained token, sorted."""
     found = []
     for r, t in zip(*np.nonzero(batch["completion_mask"])):
         segment = batch["segment_ids"][r, t]

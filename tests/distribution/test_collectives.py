@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of a step: bytes sent against the ideal."""
+"""Steps compiled for TPUs: bytes sent, compared with the ideal."""
 
 import functools
 import json
@@ -186,7 +186,7 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
 
 
 def test_the_head_leaves_nothing_whole_behind(tmp_path):
-    """What it sums up whole is gone before the layers' backward pass.
+    """Complete sums are freed before the layers' backward pass.
 
     XLA would keep the float32 sum of its kernel's gradient until the update,
     2 GiB of Llama-3-8B, and copy kernel and gradient to another layout.

@@ -44,7 +44,7 @@ class Leaf(keras.Variable):
 
 
 class Runner:
-    """What `write_state` touches of tpu-inference's worker and runner."""
+    """The parts of tpu-inference's worker that `write_state` uses."""
 
     def __init__(self, directory, dtype):
         preset = read_json(directory / "config.json")["keras_hub_preset"]

@@ -46,7 +46,7 @@ def compiled(task, loss="auto", **kwargs):
 
 
 def step(task, rows, **kwargs):
-    """What one SGD step on all rows says and changes."""
+    """Returns what one SGD step on all rows reports and changes."""
     before = weights(task)
     history = task.fit(
         rows, batch_size=len(rows), shuffle=False, verbose=0, **kwargs

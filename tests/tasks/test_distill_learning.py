@@ -45,7 +45,7 @@ def route_row(rng, trip, slips):
 
 
 def is_right(row, completion, shortest):
-    """Whether a route goes from neighbour to neighbour to its corner."""
+    """Returns whether a route goes by neighbours to its corner."""
     corner, square = (x - FIRST for x in row["prompt_ids"])
     end = CORNERS[corner - len(SQUARES)]
     most = distance(square, end) if shortest else MOST
@@ -94,7 +94,7 @@ def learned_teacher(seed):
 
 
 def scores(student, teacher, seed):
-    """What a student does on unseen trips.
+    """Scores a student on unseen trips.
 
     Returns:
         Shares: of samples that arrive by a shortest route, of those that
@@ -129,7 +129,7 @@ def few_rows(seed, count, slips):
 
 
 def train(seed, rows, loss=None, steps=120, **settings):
-    """What a student is worth after some steps of 12 rows."""
+    """Scores a student after some steps of 12 rows."""
     teacher, student = learned_teacher(seed), tiny_model(seed, 32, 1)
     if loss is None:
         task = kpt.SFTTask(student, sequence_length=32)

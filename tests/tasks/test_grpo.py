@@ -86,7 +86,7 @@ class Record(keras.callbacks.Callback):
 
 
 class Tables(keras.callbacks.Callback):
-    """What was sampled for every step, and its logs."""
+    """Returns the samples of every step, and its logs."""
 
     def on_train_begin(self, logs=None):
         self.seen = []

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def alive(group):
-    """Whether a process of a group runs."""
+    """Returns whether a process of a group runs."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
