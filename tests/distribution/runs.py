@@ -383,7 +383,7 @@ def check_same_numbers(task, family, mode, meshes):
 
 
 def numbers(found):
-    """The results compared to a few units in the fifth place."""
+    """Returns the results compared to a few units in the fifth place."""
     history = {
         key: values
         for key, values in found["history"].items()
