@@ -169,7 +169,7 @@ def digests(variables):
 
 
 def plain(value):
-    """What JSON holds exactly: floats are written so that they come back."""
+    """Makes values that JSON stores exactly, floats included."""
     import numpy as np
 
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What several test files share: the reference folder and small rows."""
+"""Helpers of several test files: the reference folder and small rows."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `import keras_posttrain` does to a process."""
+"""Effects of `import keras_posttrain` on a process."""
 
 import os
 import pathlib
@@ -99,7 +99,7 @@ def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
 
 
 def test_it_adds_little_to_kerashubs_import():
-    """What costs seconds is imported where it is used."""
+    """Modules that take seconds to import are imported where used."""
     code = (
         "import keras_hub, sys;"
         "names = lambda: {name.split('.')[0] for name in sys.modules};"

@@ -1,7 +1,7 @@
-"""The public names and how they are called, beside a golden file.
+"""The public names and signatures, compared with a golden file.
 
 A change of the public interface is a change of `golden/public_api.txt`, which
-a reviewer sees. Write it anew with
+a reviewer sees. Write it again with
 `KERAS_BACKEND=jax python tests/test_public_api.py`.
 """
 
@@ -96,7 +96,7 @@ def public_api():
 def test_the_public_interface_is_the_golden_one():
     assert public_api() == GOLDEN.read_text(encoding="utf-8"), (
         "The public interface has changed. If it was meant to, write the "
-        "golden file anew: KERAS_BACKEND=jax python tests/test_public_api.py"
+        "golden file again: KERAS_BACKEND=jax python tests/test_public_api.py"
     )
 
 

@@ -113,7 +113,7 @@ def test_thinking_is_the_models_to_write_unless_it_is_prompted():
     assert prompted == [" Hello there. <|im_end|>"]
 
 
-def test_thinking_that_the_template_writes_anew_is_parsed():
+def test_thinking_that_the_template_rewrites_is_parsed():
     tokenizer = load("qwen3", read_template("qwen3"))
     messages = [
         {"role": "user", "content": "what is <think>?"},

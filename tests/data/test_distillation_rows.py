@@ -91,7 +91,7 @@ def test_the_teachers_prompt_stands_before_the_same_tokens():
     assert "predicts 2 of those with loss (66.7%), none in 0" in str(report)
 
 
-def test_random_rows_are_taught_by_the_token_before_the_same_one():
+def test_random_rows_are_predicted_at_the_token_before_the_same_one():
     rng = np.random.default_rng(0)
     rows = [
         {
@@ -152,7 +152,7 @@ def test_teachers_by_name():
     examples, _ = prepare(rows, teacher_column="by", teacher_names="ab")
     assert [e.teacher_index for e in examples] == [0, 1, 0]
     assert all(e.teacher_ids is None for e in examples)
-    # Only who teaches differs: data of another fingerprint.
+    # Only the teacher differs, which changes the fingerprint.
     assert examples[0].other_bytes != examples[1].other_bytes
 
 
@@ -263,9 +263,9 @@ def test_every_boundary_in_common_is_found():
         for t, m in enumerate(example.completion_mask)
     ]
     assert example.teacher_source.tolist() == expected
-    taught = sum(source >= 0 for source in expected)
-    assert 0 < taught < example.completion_mask.sum()
-    assert (report.predicted_tokens, report.unpredicted_rows) == (taught, 0)
+    predicted = sum(source >= 0 for source in expected)
+    assert 0 < predicted < example.completion_mask.sum()
+    assert (report.predicted_tokens, report.unpredicted_rows) == (predicted, 0)
 
 
 @pytest.mark.parametrize("teacher", ["llama3", "gemma2", "mistral"])
@@ -280,7 +280,7 @@ def test_turns_are_aligned_behind_each_ones_own_template(teacher):
     [example], report = prepare(
         [{"messages": messages}], teacher_tokenizer=theirs, sequence_length=256
     )
-    # Each turn's end is taught: the whole answer is before it on both sides.
+    # Each turn's end is predicted: both sides have the full answer before it.
     ends = np.flatnonzero(example.token_ids == QWEN.eos_token_id)
     ends = [t for t in ends if example.completion_mask[t]]
     for t, answer in zip(ends, ("first answer", "second one"), strict=True):
@@ -526,7 +526,7 @@ def context_rows(count, seed=0):
 
 
 def tokens_of(batch):
-    """What is known of each trained token, in an order of its own."""
+    """Returns the facts of each trained token, sorted."""
     found = []
     for r, t in zip(*np.nonzero(batch["completion_mask"])):
         segment = batch["segment_ids"][r, t]

@@ -245,7 +245,7 @@ def test_packing_gives_the_reference_batches(name, monkeypatch):
 @all_cases
 @pytest.mark.parametrize("skip", [(), (2, 5, 6, 9, 13)])
 def test_resume_at_every_position(stream, packing, shuffle, skip):
-    """What follows a saved position is what followed it in the run."""
+    """Batches after a saved position equal those of the run."""
     adapter = make_adapter(stream, packing, shuffle, skip_steps=skip)
     total = 24
     batches, states = [], [json.dumps(adapter.state_after(0))]
@@ -261,7 +261,7 @@ def test_resume_at_every_position(stream, packing, shuffle, skip):
         following = take(resumed, min(total - count, 8))
         assert_equal(following, batches[count : count + 8])
         assert resumed.step_of(1) == adapter.step_of(count + 1)
-        # And the position goes on counting from there.
+        # The position continues to count from there.
         state = resumed.state_after(len(following))
         assert json.dumps(state) == states[count + len(following)]
 

@@ -236,7 +236,7 @@ def test_a_packed_row_splits_no_pair():
     assert batch["sequence_mask"].sum() == 10
 
 
-def test_completions_go_on_to_the_next_prompt():
+def test_completions_extend_to_the_next_prompt():
     rows = [
         {"prompt_ids": [i], "completion_ids": [10 + i], "label": i == 5}
         for i in (5, 6, 7)

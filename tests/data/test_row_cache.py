@@ -146,7 +146,7 @@ for i in range(3):
     np.testing.assert_array_equal(cache.read(keys[1])["logps"], [1, 1])
 
 
-def test_damage_is_told(tmp_path):
+def test_damage_is_reported(tmp_path):
     rows = top_k_rows(20)
     RowCache(tmp_path, HEADER).write(rows)
     (path,) = shards(tmp_path)

@@ -73,7 +73,7 @@ def memory(key):
 
 
 def peak(function):
-    """What `function()` returns, and the most memory that it took."""
+    """Returns the result of `function()` and its peak memory."""
     # The peak from here on.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")

@@ -233,7 +233,7 @@ def run(name, task, family, mode):
 
 
 def check_layouts(task, distribution):
-    """Weights, optimizer and copies: every array lies where it should."""
+    """Weights, optimizer and copies: every array is where it should be."""
     if not isinstance(distribution, kpt.distribution.ShardedWeights):
         return
     split = {}
@@ -245,7 +245,7 @@ def check_layouts(task, distribution):
         if "norm" in v.path:
             assert not split[v.path], v.path
         elif rank > 1 and "lora" not in v.path and "bias" not in v.path:
-            assert split[v.path], f"{v.path} {v.shape} lies whole"
+            assert split[v.path], f"{v.path} {v.shape} is replicated"
     for v in task.trainable_variables:
         name = v.path.replace("/", "_")
         moments = [
@@ -294,7 +294,7 @@ def check_optimizers():
 
 
 def collectives(task, rows=16, length=64):
-    """What is sent in a training step: `{(operation, shape, for what)}`."""
+    """Returns `{(operation, shape, purpose)}` of what a step sends."""
     data = keras.distribution.distribution().get_data_layout((rows, length))
 
     def put(x):
@@ -370,7 +370,7 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
 
 @functools.cache
 def alone(task, family, mode):
-    """What a run on one device gives."""
+    """Returns the results of a run on one device."""
     return run(None, task, family, mode)
 
 
@@ -383,7 +383,7 @@ def check_same_numbers(task, family, mode, meshes):
 
 
 def numbers(found):
-    """What is compared to a few units in the fifth place."""
+    """Returns the results compared to a few units in the fifth place."""
     history = {
         key: values
         for key, values in found["history"].items()

@@ -1,4 +1,4 @@
-"""What the compiler for TPUs makes of a step: bytes sent against the ideal."""
+"""Steps compiled for TPUs: bytes sent, compared with the ideal."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from keras_posttrain.training import step as steps
 
 pytest.importorskip("libtpu")
 
-# Wide enough that weights weigh as they do in real models, beside tokens.
+# Wide enough that weights weigh as much against tokens as in real models.
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -80,7 +80,7 @@ def shaped(folder, sizes, length, lora=None):
             marks=pytest.mark.full,
         ),
         # The embedding's rows and the head's gradient are added up too, once
-        # each beside the ideal's four times a layer: 18 times for 16 here.
+        # each in addition to the ideal's four times a layer: 18 for 16 here.
         pytest.param(
             "v5e:2x4", MODEL_ALONE, 4, None, None, marks=pytest.mark.full
         ),
@@ -126,7 +126,7 @@ def test_long_axes_are_gone_along_in_two_stages(chips, stages, gathers):
     assert tuple(found.mesh.shape.values()) == stages
     assert found.to_gather == gathers
     assert list(found.mesh.devices.flat) == list(mesh.devices.flat)
-    # The inner stage lies along one axis of the network.
+    # The inner stage is along one axis of the network.
     inner = np.array([d.coords for d in found.mesh.devices[0]])
     assert ((inner != inner[0]).any(axis=0)).sum() == 1
 
@@ -167,14 +167,14 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
             dense.build((None, width))
         gathers = sharding.gather([d.kernel for d in denses], "bfloat16")
         mesh = distribution.device_mesh.backend_mesh
-        lies = [sharding.layout_of(d.kernel).axes for d in denses]
-    assert all("batch" in axes for axes in lies)
+        layouts = [sharding.layout_of(d.kernel).axes for d in denses]
+    assert all("batch" in axes for axes in layouts)
     given = [
         jax.ShapeDtypeStruct(
             shape, "bfloat16", sharding=NamedSharding(mesh, P(*axes))
         )
         for shape, axes in [
-            *(((width, width), axes) for axes in lies),
+            *(((width, width), axes) for axes in layouts),
             ((64 * tokens, width), ("batch",)),
         ]
     ]
@@ -186,7 +186,7 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
 
 
 def test_the_head_leaves_nothing_whole_behind(tmp_path):
-    """What it sums up whole is gone before the layers' backward pass.
+    """Complete sums are freed before the layers' backward pass.
 
     XLA would keep the float32 sum of its kernel's gradient until the update,
     2 GiB of Llama-3-8B, and copy kernel and gradient to another layout.
@@ -204,7 +204,7 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     memory = program.memory_analysis()
     most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     # Kernel and sum are three of these, the layers' backward pass four; with
-    # the sum beside it that would be six.
+    # the sum in addition it would be six.
     assert most < 5 * 2 * width * vocabulary
     whole = f"{width},{vocabulary}|{vocabulary},{width}"
     assert not re.findall(

@@ -1,4 +1,4 @@
-"""Where each variable of each family lies, on meshes that are simulated."""
+"""The layout of each variable of each family, on simulated meshes."""
 
 import functools
 import re

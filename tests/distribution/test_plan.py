@@ -147,7 +147,7 @@ def test_a_loop_that_data_end():
 
 
 def test_what_other_cores_of_a_chip_do_is_read():
-    """A v5p adds up pairs on its sparse cores, beside the rest."""
+    """A v5p adds up pairs on its sparse cores, in parallel to the rest."""
 
     def function(mesh, x, places):
         sums = jnp.zeros(2).at[places].add(jnp.diag(x @ x))
@@ -467,7 +467,7 @@ def with_sizes(path, **sizes):
 
 @pytest.mark.parametrize("kind", ["copy", "reference", "teacher"])
 def test_fewer_layers_of_what_a_step_compares_with(tmp_path, kind):
-    """What is left out of a model beside the task's has no place in it."""
+    """Layers left out of a companion model have no variables in it."""
     student = with_sizes(tmp_path / "student", num_hidden_layers=3)
     other = with_sizes(tmp_path / "other", num_hidden_layers=5)
     if kind == "teacher":
@@ -480,9 +480,9 @@ def test_fewer_layers_of_what_a_step_compares_with(tmp_path, kind):
         few = every.with_layers(1, 2)
         few.lower(few.task.example_batch(4))
         (companion,) = few.companions
-        beside = companion.variables
+        variables = companion.variables
     # Nine a layer, an embedding, its norm and a head.
-    assert len(beside) == (1 if kind == "copy" else 2) * 9 + 3
+    assert len(variables) == (1 if kind == "copy" else 2) * 9 + 3
     assert len(few.step.weights.trainable) == 1 * 9 + 3
     assert len(task.trainable_variables) == 3 * 9 + 3
 

@@ -1,4 +1,4 @@
-"""What the strategies refuse. What they do is in the other files here."""
+"""Errors of the strategies. Other files here test their effects."""
 
 import jax
 import keras

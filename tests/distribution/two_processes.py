@@ -56,7 +56,7 @@ def train(task, family, mode, layout):
 
 
 def use(directory, family, mode, layout):
-    """What a model is used for; a dict of what came of it."""
+    """Uses a model in each way and returns a dict of the results."""
     keras.distribution.set_distribution(mesh(layout))
     made, _ = make("sft", family, mode)
     rows = random_rows(5, seed=2)

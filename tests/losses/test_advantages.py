@@ -1,5 +1,5 @@
-"""Advantages: reference cases, closed forms against enumeration, and what
-completions that were not judged do."""
+"""Advantages: reference cases, closed forms against enumeration, and
+completions without a reward."""
 
 import itertools
 
@@ -144,7 +144,7 @@ def test_reinforce_plus_plus():
 @pytest.mark.parametrize("k", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_pass_at_k_is_the_mean_over_all_sets(k, seed):
-    """Ties included: rewards are drawn from four values."""
+    """Includes ties: rewards are sampled from four values."""
     rewards = np.random.default_rng(seed).integers(0, 4, 7) / 3
     sets = list(itertools.combinations(range(7), k))
     best = np.array([rewards[list(s)].max() for s in sets])
@@ -192,9 +192,9 @@ def test_a_group_of_equal_rewards_next_to_another(kind):
 
 
 @by_kind
-def test_what_was_not_judged_has_no_advantage_and_no_part(kind):
-    """A group of four with one not judged is the group of the other three;
-    one that nobody judged has none."""
+def test_a_completion_without_a_reward_has_no_advantage(kind):
+    """A group of four with one missing reward equals the group of the other
+    three; in a group without rewards all advantages are 0."""
     got = kind([0.2, None, 0.9, 0.4] + [None] * 4, 4)
     want = kind([0.2, 0.9, 0.4], 3)
     np.testing.assert_allclose(got[[0, 2, 3]], want, rtol=1e-6)

@@ -1,5 +1,5 @@
 """Divergences from a teacher: reference cases, values by hand, derivatives
-beside float64's, and what is neither lost nor infinite at the ends."""
+compared with float64, and finite results at the ends of the range."""
 
 import functools
 
@@ -304,7 +304,7 @@ def test_scaled_jsd_has_no_jump():
 
 
 def test_what_is_left_out_counts_once():
-    """(.5, .3 | .2) beside (.1, .1 | .8): three outcomes.
+    """(.5, .3 | .2) against (.1, .1 | .8): three outcomes.
 
     .5 log 5 + .3 log 3 + .2 log(1/4) = .857044. Where only one token is left
     out, the rest is that token, and gradients are those of all.

@@ -318,7 +318,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("loss", BY_HAND, ids=name_of)
 def test_two_pairs_by_hand(loss):
-    """The arithmetic stands beside each value, on `vector_d`."""
+    """The arithmetic is next to each value, on `vector_d`."""
     batch, outputs = vector_d()
     value, metrics = loss(batch, outputs)
     np.testing.assert_allclose(value, BY_HAND[loss], rtol=1e-5)

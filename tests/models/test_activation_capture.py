@@ -193,7 +193,7 @@ def log_softmax(policy, hidden, temperature=1.0):
     return jax.nn.log_softmax(logits / temperature)
 
 
-def test_a_policy_beside_its_teachers(models):
+def test_a_policy_with_its_teachers(models):
     """A packed batch with a shared prompt; one teacher reads the same batch,
     another a longer one of its own, a third is a top 5 (its tail included).
     The sum is that of full distributions, token by token."""

@@ -43,7 +43,7 @@ def kernel_of(head, seed, width=WIDTH, vocabulary=VOCABULARY):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is compared, and how."""
+    """The compared tensors, and the settings."""
 
     head: Head = PLAIN
     teachers: tuple = ("full",)

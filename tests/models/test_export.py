@@ -347,7 +347,7 @@ class Tokenizer:
         (directory / "tokenizer.json").write_text("{}")
 
 
-def test_files_beside_the_weights(tmp_path, reference):
+def test_files_next_to_the_weights(tmp_path, reference):
     """The source's own where there is one, made otherwise."""
     source = reference / "models/llama3"
     export(load_causal_lm(source), tmp_path / "one", tokenizer=Tokenizer())

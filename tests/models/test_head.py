@@ -46,7 +46,7 @@ def example(head, seed=0, dtype="float32"):
 
 @functools.partial(jax.jit, static_argnums=0)
 def full_values(head, hidden, kernel, token_ids, mask, predicted_by=None):
-    """What the chunks must give, from all logits at once."""
+    """Computes the expected values from all logits at once."""
     rows, length = token_ids.shape
     hidden = hidden.reshape(rows, length, -1).astype("float32")
     if predicted_by is None:
@@ -310,7 +310,7 @@ def test_what_is_not_selected_is_not_looked_at(chunk_size):
 
 
 def projections(head, mask, path):
-    """How often the compiled program calls back from inside the loop."""
+    """Counts the calls back from inside the compiled loop."""
     calls = []
     hidden, kernel, ids, _ = example(head)
 

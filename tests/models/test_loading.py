@@ -281,7 +281,7 @@ def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
 
 
-def test_repairs_are_told(tmp_path):
+def test_repairs_are_reported(tmp_path):
     causal_lm = check(
         tmp_path,
         "gemma2",

@@ -1,4 +1,4 @@
-"""What every rollout engine promises; each engine's tests call this."""
+"""The contract of every rollout engine; each engine's tests call this."""
 
 import threading
 

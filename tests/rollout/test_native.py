@@ -48,7 +48,7 @@ def test_the_contract(kwargs):
     [None, pytest.param(kpt.LoRA(rank=4), marks=pytest.mark.full)],
     ids=["full", "lora"],
 )
-def test_samples_go_on_with_new_weights(lora):
+def test_samples_continue_with_new_weights(lora):
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/llama3", sequence_length=256, lora=lora
     )

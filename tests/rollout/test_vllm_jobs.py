@@ -91,7 +91,7 @@ def test_flags_of_the_command_line():
 
 
 def test_folders_go_with_their_owner(tmp_path):
-    """What a killed process left is removed; what is in use is not."""
+    """Files of a killed process are removed; files in use are not."""
     script = (
         "import runpy, sys, os\n"
         f"module = runpy.run_path({folder.__file__!r})\n"

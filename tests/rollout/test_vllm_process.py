@@ -1,4 +1,4 @@
-"""What is started for a server ends with its starter."""
+"""Processes that are started for a server end with their starter."""
 
 import os
 import signal

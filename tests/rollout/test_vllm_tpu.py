@@ -44,7 +44,7 @@ class Leaf(keras.Variable):
 
 
 class Runner:
-    """What `write_state` touches of tpu-inference's worker and runner."""
+    """The parts of worker and runner of tpu-inference in `write_state`."""
 
     def __init__(self, directory, dtype):
         preset = read_json(directory / "config.json")["keras_hub_preset"]

@@ -1,4 +1,4 @@
-"""What every task promises; `test_contract.py` runs each task through it.
+"""The contract of every task; `test_contract.py` runs each task through it.
 
 A case is a task with a loss, rows, and the ways to run the same update: in
 micro-batches, packed, with shared prompts, from a cache, rematerialised. The
@@ -345,7 +345,7 @@ class Record(keras.callbacks.Callback):
 
 
 def update(case, lora=None, **way):
-    """What one batch reports and changes.
+    """Returns what one batch reports and changes.
 
     Args:
         case: `Case`.
@@ -508,7 +508,7 @@ def check_resumed_run(name, directory):
 
 
 def check_export(name, directory):
-    """What is exported, or saved as an adapter, is the task's own model."""
+    """Exports, and saved adapters, equal the task's model."""
     case = TASKS[name]
     task = make(case, keras.optimizers.SGD(0.1))
     expected = outputs(task)

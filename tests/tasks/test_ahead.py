@@ -1,4 +1,4 @@
-"""Rollouts that are sampled and judged while others are trained on."""
+"""Rollouts that are sampled and scored while others are trained on."""
 
 import functools
 import threading
@@ -75,8 +75,8 @@ def test_a_stale_token_counts_by_how_probable_it_is_now():
         assert logs[ratio + "max"] <= 1.0
 
 
-def test_rollouts_are_judged_side_by_side_and_beside_training():
-    """Taking turns, each of these rewards would wait for ever."""
+def test_rollouts_are_scored_concurrently_and_during_training():
+    """If sampling and training alternated, the rewards would never end."""
     begun = [threading.Event() for _ in range(6)]
     is_trained = [threading.Event() for _ in range(6)]
     numbers = iter(range(6))
@@ -85,10 +85,10 @@ def test_rollouts_are_judged_side_by_side_and_beside_training():
         i = next(numbers)
         begun[i].set()
         if i == 0:
-            # Judged in a thread of its own, the next one has begun too.
+            # It is scored in its own thread: the next one has begun too.
             assert begun[1].wait(60)
         else:
-            # While it is judged the one before is trained on.
+            # While it is scored the previous one is trained on.
             assert is_trained[i - 1].wait(60)
         return odd(completions)
 
@@ -120,15 +120,15 @@ def test_a_reward_that_fails_ends_the_run_before_its_step():
     def fails(completions):
         calls.append(len(completions))
         if len(calls) == 4:
-            raise KeyError("no judge")
+            raise KeyError("no score")
         return odd(completions)
 
     task = make(rewards=[fails], optimizer=STILL(0.1))
     with pytest.raises(ValueError, match="'fails' raised KeyError"):
-        # Rollouts are judged one after the other.
+        # Rollouts are scored one after the other.
         fit(task, prompts(24), max_staleness=1)
     assert 1 <= task.step <= 4
-    # Nothing is left behind: the task goes on.
+    # No state is left behind: the task can be used again.
     assert not task.rollout.is_interrupted
     assert task.rollout.turn.acquire(blocking=False)
     task.rollout.turn.release()
@@ -146,7 +146,7 @@ def test_a_rollout_that_fails_costs_no_step(tmp_path, staleness):
     def fails_once(completions):
         calls.append(len(completions))
         if len(calls) == 4:
-            raise KeyError("no judge")
+            raise KeyError("no score")
         return odd(completions)
 
     def go(rewards):
@@ -166,7 +166,7 @@ def test_a_rollout_that_fails_costs_no_step(tmp_path, staleness):
     first, before = go([fails_once])
     second, after = go([odd_again])
     assert first.step == len(before) > 0 and second.step == 4
-    # It goes on after the last step that there was.
+    # It resumes after the last step that was made.
     assert len(after) == 4 - first.step
     if staleness == 0:
         straight = make(lora())
@@ -185,7 +185,7 @@ class StopAt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def test_a_run_goes_on_with_the_prompts_not_trained_on(tmp_path):
+def test_a_run_resumes_with_the_prompts_not_trained_on(tmp_path):
     def callbacks(*more):
         return [
             kpt.callbacks.Checkpoint(tmp_path, every=1),

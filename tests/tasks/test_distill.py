@@ -46,7 +46,7 @@ def compiled(task, loss="auto", **kwargs):
 
 
 def step(task, rows, **kwargs):
-    """What one SGD step on all rows says and changes."""
+    """Returns what one SGD step on all rows reports and changes."""
     before = weights(task)
     history = task.fit(
         rows, batch_size=len(rows), shuffle=False, verbose=0, **kwargs
@@ -117,15 +117,15 @@ def test_every_family_is_compared_token_by_token(family):
     for row in rows:
         ids = np.array([row["token_ids"]])
         inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-        taught = np.array(row["completion_mask"])[1:] > 0
+        predicted = np.array(row["completion_mask"])[1:] > 0
         ours, theirs = (
-            np.asarray(model(inputs))[0, :-1][taught]
+            np.asarray(model(inputs))[0, :-1][predicted]
             for model in (student.causal_lm, teacher.causal_lm)
         )
         agrees += (ours.argmax(-1) == theirs.argmax(-1)).sum()
         ours, theirs = (jax.nn.log_softmax(x / 2.0) for x in (ours, theirs))
         total += (np.exp(theirs) * (theirs - ours)).sum()
-        count += taught.sum()
+        count += predicted.sum()
     np.testing.assert_allclose(found["loss"], 4 * total / count, rtol=2e-4)
     np.testing.assert_allclose(found["divergence"], total / count, rtol=2e-4)
     np.testing.assert_allclose(found["agreement"], agrees / count, rtol=1e-5)

@@ -45,7 +45,7 @@ def route_row(rng, trip, slips):
 
 
 def is_right(row, completion, shortest):
-    """Whether a route goes from neighbour to neighbour to its corner."""
+    """Returns whether a route goes by neighbours to its corner."""
     corner, square = (x - FIRST for x in row["prompt_ids"])
     end = CORNERS[corner - len(SQUARES)]
     most = distance(square, end) if shortest else MOST
@@ -94,7 +94,7 @@ def learned_teacher(seed):
 
 
 def scores(student, teacher, seed):
-    """What a student does on unseen trips.
+    """Scores a student on unseen trips.
 
     Returns:
         Shares: of samples that arrive by a shortest route, of those that
@@ -129,7 +129,7 @@ def few_rows(seed, count, slips):
 
 
 def train(seed, rows, loss=None, steps=120, **settings):
-    """What a student is worth after some steps of 12 rows."""
+    """Scores a student after some steps of 12 rows."""
     teacher, student = learned_teacher(seed), tiny_model(seed, 32, 1)
     if loss is None:
         task = kpt.SFTTask(student, sequence_length=32)
@@ -144,10 +144,10 @@ def train(seed, rows, loss=None, steps=120, **settings):
 def check_against_fine_tuning(seed):
     rows = few_rows(seed, 60, slips=0.4)
     alone = train(seed, rows)
-    taught = train(seed, rows, losses.ForwardKLLoss())
-    print("alone", np.round(alone, 3), "taught", np.round(taught, 3))
-    assert taught[0] > alone[0] + 0.15
-    assert taught[2] > alone[2] + 0.1
+    distilled = train(seed, rows, losses.ForwardKLLoss())
+    print("alone", np.round(alone, 3), "distilled", np.round(distilled, 3))
+    assert distilled[0] > alone[0] + 0.15
+    assert distilled[2] > alone[2] + 0.1
 
 
 def check_own_samples(seed):

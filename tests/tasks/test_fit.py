@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `generate` promise beside the numbers."""
+"""Promises of `fit`, `evaluate` and `generate` other than the numbers."""
 
 import keras
 import numpy as np

@@ -86,7 +86,7 @@ class Record(keras.callbacks.Callback):
 
 
 class Tables(keras.callbacks.Callback):
-    """What was sampled for every step, and its logs."""
+    """Returns the samples of every step, and its logs."""
 
     def on_train_begin(self, logs=None):
         self.seen = []
@@ -381,13 +381,13 @@ def test_the_table_and_metrics_of_a_rollout():
 def test_groups_of_equal_rewards_are_replaced():
     """Prompts whose first id is even earn nothing, whatever is sampled."""
 
-    def judge(completions, prompt_ids):
+    def score(completions, prompt_ids):
         return [
             r * (ids[0] % 2) for r, ids in zip(odd(completions), prompt_ids)
         ]
 
     rows = [{"prompt_ids": [10 + i, 7, 8]} for i in range(12)]
-    task = make(rewards=[judge], max_resamples=3)
+    task = make(rewards=[score], max_resamples=3)
     tables = Tables()
     fit(task, rows=rows, shuffle=False, callbacks=[tables])
     seen = tables.seen
@@ -405,7 +405,7 @@ def test_groups_of_equal_rewards_are_replaced():
 def test_evaluate_counts_what_is_right():
     rows = prompts(6, answer=list("abcdef"))
 
-    def judge(completions, answer):
+    def score(completions, answer):
         # Of each prompt's four, the first two are right for a and b, all
         # for c, none for the others.
         marks = {"a": [1, 1, 0, 0], "b": [0, 0, 1, 1], "c": [1] * 4}
@@ -413,7 +413,7 @@ def test_evaluate_counts_what_is_right():
             float(marks.get(a, [0] * 4)[i % 4]) for i, a in enumerate(answer)
         ]
 
-    task = make(rewards=[judge])
+    task = make(rewards=[score])
     found = task.evaluate(rows, 4, num_generations=4, answer=lambda ids: 0)
     assert found["pass@1"] == pytest.approx(8 / 24)
     assert found["pass@4"] == pytest.approx(3 / 6)
@@ -446,11 +446,11 @@ def test_text_and_messages_reach_rewards():
     task = kpt.GRPOTask.from_preset(MODEL, lora=lora(), sequence_length=128)
     seen = []
 
-    def judge(prompts, completions, answer, **columns):
+    def score(prompts, completions, answer, **columns):
         seen.append((prompts, completions, answer, columns))
         return [float(i % 2) for i in range(len(completions))]
 
-    compiled(task, rewards=[judge], num_generations=2)
+    compiled(task, rewards=[score], num_generations=2)
     rows = [{"prompt": "one two", "answer": 3}, {"prompt": "two", "answer": 4}]
     fit(task, rows, batch_size=2, shuffle=False)
     texts, completions, answer, columns = seen[0]

@@ -2,7 +2,7 @@
 
 The prompt is three digits, and the reward is 1 for an answer that is the one
 in the middle and then ends. A constant answer earns 10 %. A first round of
-supervised training teaches the format, with digits drawn at random.
+supervised training shows the format, with random digits.
 """
 
 import keras
@@ -61,7 +61,7 @@ def split(seed):
     return rows[:800], rows[800:]
 
 
-def taught_the_format(rows, seed):
+def trained_on_the_format(rows, seed):
     rng = np.random.default_rng(seed)
     task = kpt.SFTTask(tiny_model(seed), sequence_length=16)
     task.compile(keras.optimizers.AdamW(3e-3))
@@ -95,7 +95,7 @@ def learn(name, seed, rollout="auto", max_staleness=0):
     """Shares of right answers on unseen prompts, before and after."""
     train, unseen = split(seed)
     loss, advantages = ALGORITHMS[name]
-    task = kpt.GRPOTask(taught_the_format(train, seed), sequence_length=16)
+    task = kpt.GRPOTask(trained_on_the_format(train, seed), sequence_length=16)
     task.compile(
         keras.optimizers.AdamW(1e-3),
         loss,

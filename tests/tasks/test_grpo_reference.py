@@ -14,7 +14,7 @@ losses = kpt.losses
 
 
 def loss_of(settings):
-    """What TRL's settings mean here."""
+    """Translates TRL's settings."""
     low, high = settings["epsilon_low"], settings["epsilon_high"]
     corrected = settings["use_bias_correction_kl"]
     options = {

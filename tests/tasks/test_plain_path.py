@@ -1,4 +1,4 @@
-"""Families without the attention seam: one sequence a row."""
+"""Families without the attention hook: one sequence per row."""
 
 import keras
 import keras_hub

@@ -18,7 +18,7 @@ from tests.tasks.test_grpo_learning import (
     END,
     middle,
     split,
-    taught_the_format,
+    trained_on_the_format,
 )
 
 OTHER = REFERENCE / "models/qwen3_ref"
@@ -291,7 +291,7 @@ def test_the_divergence_in_the_loss_and_nowhere():
     assert "kl" not in step and task.reference is None
 
 
-def test_what_is_not_judged_is_left_out():
+def test_completions_without_a_reward_are_left_out():
     def half(completions):
         return [0.5 if i % 2 else None for i in range(len(completions))]
 
@@ -346,7 +346,7 @@ def test_the_policy_is_no_value_model():
 def learn(seed):
     """Shares of right answers on unseen prompts, before and after."""
     train, unseen = split(seed)
-    task = kpt.PPOTask(taught_the_format(train, seed), sequence_length=16)
+    task = kpt.PPOTask(trained_on_the_format(train, seed), sequence_length=16)
     task.compile(
         keras.optimizers.AdamW(1e-3),
         rewards=[middle],

@@ -1,4 +1,4 @@
-"""What is saved as a KerasHub preset comes back with equal numbers."""
+"""Models saved as KerasHub presets reload with equal numbers."""
 
 import keras_hub
 import numpy as np

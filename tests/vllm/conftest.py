@@ -1,4 +1,4 @@
-"""What makes these tests quicker, and changes none of their results."""
+"""Settings that make these tests faster with equal results."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def frozen_imports():
-    """What libraries leave in memory is not searched for garbage.
+    """Excludes the objects of libraries from garbage collection.
 
     vLLM collects garbage several times as an engine starts, most of a second
     each time where torch, TensorFlow, Keras and vLLM are in one process. As

@@ -1,4 +1,4 @@
-"""What the tests of vLLM share: models, tasks, prompts."""
+"""Helpers of the tests of vLLM: models, tasks, prompts."""
 
 import keras
 import keras_hub

@@ -168,7 +168,7 @@ def test_more_prompts_than_a_step_of_vllm_takes(engine):
 
 
 def test_wrong_weights_stop_the_run(engine, monkeypatch):
-    """What vLLM is given is not what the trainer has: both numbers."""
+    """If the weights of vLLM differ, the error has both numbers."""
     weights, version = engine._weights, engine.weight_version
     true = type(weights).arrays
 

@@ -30,7 +30,7 @@ SERVER = {"python": sys.executable, "timeout": 60}
         pytest.param(True, SERVER, 5, id="server", marks=pytest.mark.full),
     ],
 )
-def test_samples_go_on_with_new_weights(lora, settings, every):
+def test_samples_continue_with_new_weights(lora, settings, every):
     task = make("qwen3", lora, kpt.SFTTask, sequence_length=256)
     engine = VLLMRollout(**settings)
     engine.set_model(task)
@@ -82,6 +82,6 @@ def test_rollouts_overlap_with_training():
 
 
 @pytest.mark.full
-def test_a_server_that_is_killed_beside_training(monkeypatch):
+def test_a_server_that_is_killed_during_training(monkeypatch):
     kill_in_rollouts(monkeypatch, [1, 3])
     check(fitted(VLLMRollout(**SERVER), max_staleness=2), 2)

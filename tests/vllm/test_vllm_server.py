@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def alive(group):
-    """Whether a process of a group runs."""
+    """Returns whether a process of a group runs."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -149,12 +149,12 @@ def test_no_orphans_of_a_killed_trainer(tmp_path):
             from keras_posttrain.rollout.vllm.server import ServerEngine
             launch = ServerEngine._wait_until_healthy
 
-            def told(self):
+            def announced(self):
                 print(self.process.pid, flush=True)
                 launch(self)
                 print("healthy", flush=True)
 
-            ServerEngine._wait_until_healthy = told
+            ServerEngine._wait_until_healthy = announced
             from tests.vllm.models import make
             engine = kpt.rollout.VLLMRollout(python=sys.executable)
             engine.set_model(make("qwen3", task=kpt.SFTTask))
