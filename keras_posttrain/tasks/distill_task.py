@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 
@@ -526,51 +527,54 @@ class DistillTask(Task):
         loss, corrected = self.objective, self.objective
         if max_staleness:
             corrected = rl_checks.corrected(loss, sampling.old_log_probs)
-        if corrected is not loss:
-            self._set_objective(corrected)
-        self._make_teachers(of_step=True)
-        order = PromptOrder(
-            prompts.prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
-        )
-        follows = isinstance(self.objective, PolicyLoss)
-        self.run = RolloutRun(
-            self,
-            step=self._step,
-            frozen={f"teacher_{i}": x for i, x in enumerate(self.teachers)},
-            state=self.run_state,
-            engine=self.rollout,
-            order=order,
-            collector=functools.partial(
-                DistillCollector,
-                prompts=prompts,
-                share=self.on_policy,
-                engine=self.given.engine,
-                top_k=self.top_k,
-                kept_temperature=kept_temperature(self.objective),
-                by_policy_loss=follows,
-                teacher_pass=TeacherPass(self._step, self.temperature),
-                sampling=sampling,
-                scoring=Scoring(),
-                tokenizer=self.tokenizer,
-                layout=layout,
-                forward=ForwardPass(self._step),
-                order=order,
-                seed=seed,
-            ),
-            validate=validate,
-            callbacks=callbacks,
-            epochs=epochs,
-            seed=seed,
-            skip_steps=skip_steps,
-            max_staleness=max_staleness,
-            verbose=verbose,
-            settings={"micro_batch_size": self.micro_batch_size},
-        )
-        try:
-            return self.run.fit()
-        finally:
+        with contextlib.ExitStack() as stack:
             if corrected is not loss:
-                self._set_objective(loss)
+                self._set_objective(corrected)
+                stack.callback(self._set_objective, loss)
+            self._make_teachers(of_step=True)
+            order = PromptOrder(
+                prompts.prompts,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+            )
+            follows = isinstance(self.objective, PolicyLoss)
+            self.run = RolloutRun(
+                self,
+                step=self._step,
+                frozen={
+                    f"teacher_{i}": x for i, x in enumerate(self.teachers)
+                },
+                state=self.run_state,
+                engine=self.rollout,
+                order=order,
+                collector=functools.partial(
+                    DistillCollector,
+                    prompts=prompts,
+                    share=self.on_policy,
+                    engine=self.given.engine,
+                    top_k=self.top_k,
+                    kept_temperature=kept_temperature(self.objective),
+                    by_policy_loss=follows,
+                    teacher_pass=TeacherPass(self._step, self.temperature),
+                    sampling=sampling,
+                    scoring=Scoring(),
+                    tokenizer=self.tokenizer,
+                    layout=layout,
+                    forward=ForwardPass(self._step),
+                    order=order,
+                    seed=seed,
+                ),
+                validate=validate,
+                callbacks=callbacks,
+                epochs=epochs,
+                seed=seed,
+                skip_steps=skip_steps,
+                max_staleness=max_staleness,
+                verbose=verbose,
+                settings={"micro_batch_size": self.micro_batch_size},
+            )
+            return self.run.fit()
 
     def _student_prompts(self, dataset, name="dataset"):
         """`(StudentPrompts, report)` of prompts, or of rows to sample from."""

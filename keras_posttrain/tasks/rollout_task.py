@@ -1,5 +1,6 @@
 """The base class of tasks that train on their own samples."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -314,45 +315,43 @@ class RolloutTask(Task):
         loss, corrected = self.objective, self.objective
         if max_staleness:
             corrected = rl_checks.corrected(loss, self.sampling.old_log_probs)
-        if corrected is not loss:
-            self._set_objective(corrected)
-        self._make_reference(callbacks, verbose)
-        order = PromptOrder(
-            prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
-        )
-        self.run = RolloutRun(
-            self,
-            step=self._step,
-            frozen={"reference": self.reference} if self.reference else {},
-            state=self.run_state,
-            engine=self.rollout,
-            order=order,
-            collector=functools.partial(
-                self.collector,
-                sampling=self.sampling,
-                scoring=self.scoring,
-                tokenizer=self.tokenizer,
-                layout=layout,
-                forward=ForwardPass(
-                    self._step, self.reference, self.temperature
-                ),
-                order=order,
-                seed=seed,
-            ),
-            validate=None if held_out is None else validate,
-            callbacks=callbacks,
-            epochs=epochs,
-            seed=seed,
-            skip_steps=skip_steps,
-            max_staleness=max_staleness,
-            verbose=verbose,
-            settings={"micro_batch_size": self.micro_batch_size},
-        )
-        try:
-            return self.run.fit()
-        finally:
+        with contextlib.ExitStack() as stack:
             if corrected is not loss:
-                self._set_objective(loss)
+                self._set_objective(corrected)
+                stack.callback(self._set_objective, loss)
+            self._make_reference(callbacks, verbose)
+            order = PromptOrder(
+                prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+            )
+            self.run = RolloutRun(
+                self,
+                step=self._step,
+                frozen={"reference": self.reference} if self.reference else {},
+                state=self.run_state,
+                engine=self.rollout,
+                order=order,
+                collector=functools.partial(
+                    self.collector,
+                    sampling=self.sampling,
+                    scoring=self.scoring,
+                    tokenizer=self.tokenizer,
+                    layout=layout,
+                    forward=ForwardPass(
+                        self._step, self.reference, self.temperature
+                    ),
+                    order=order,
+                    seed=seed,
+                ),
+                validate=None if held_out is None else validate,
+                callbacks=callbacks,
+                epochs=epochs,
+                seed=seed,
+                skip_steps=skip_steps,
+                max_staleness=max_staleness,
+                verbose=verbose,
+                settings={"micro_batch_size": self.micro_batch_size},
+            )
+            return self.run.fit()
 
     def _layout(self, prompts, batch_size, packing, share_prefix):
         """Returns the layout of the batch of one step."""

@@ -9,7 +9,15 @@ import pytest
 
 import keras_posttrain as kpt
 from tests.support import REFERENCE, read_log, weights
-from tests.tasks.test_grpo import Tables, fit, lora, make, odd, prompts
+from tests.tasks.test_grpo import (
+    Tables,
+    compiled,
+    fit,
+    lora,
+    make,
+    odd,
+    prompts,
+)
 
 STILL = keras.optimizers.SGD
 
@@ -54,6 +62,22 @@ def test_what_is_trained_on_is_never_older_than_asked_for():
     assert ages[12] == 0
     turns = make(num_minibatches=2, max_completion_length=40)
     assert trained(seen) == trained(run(turns, epochs=2))
+
+
+def test_a_run_that_cannot_begin_leaves_the_loss():
+    """Its loss is corrected for stale tokens only while it runs."""
+    task = kpt.GRPOTask.from_preset(
+        REFERENCE / "models/llama3",
+        reference=REFERENCE / "models/qwen3",
+        sequence_length=64,
+    )
+    task.tokenizer = None
+    loss = kpt.losses.GRPOLoss(beta=0.1)
+    compiled(task, loss=loss)
+    follows = kpt.callbacks.UpdateReference(every=1)
+    with pytest.raises(ValueError, match="began as the policy"):
+        fit(task, prompts(), max_staleness=1, callbacks=[follows])
+    assert task.objective == loss
 
 
 def test_a_stale_token_counts_by_how_probable_it_is_now():
