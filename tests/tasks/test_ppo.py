@@ -285,7 +285,7 @@ def test_the_divergence_in_the_loss_and_nowhere():
     [step] = fit(task)
     assert step["kl"] > 0.1
     policy = task.objective.losses[0]
-    assert policy.beta == 0.1 and not task.kl_in_reward
+    assert policy.beta == 0.1 and not task.scoring.kl_in_reward
     task = make(lora(), kl_coef=0)
     [step] = fit(task)
     assert "kl" not in step and task.reference is None

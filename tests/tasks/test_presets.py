@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.data.chat.chat import render
 from tests.support import FAMILIES, REFERENCE, random_rows
 
 ROWS = random_rows(3, seed=5)
@@ -74,9 +75,9 @@ def test_export_with_the_adapter_merged_reloads_in_transformers(
         np.testing.assert_allclose(found, want[1:], atol=2e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     chat = [{"role": "user", "content": "Hello  there"}]
-    assert tokenizer.apply_chat_template(
-        chat, tokenize=False
-    ) == kpt.data.chat.render(task.tokenizer, chat)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == render(
+        task.tokenizer, chat
+    )
     again = kpt.SFTTask.from_preset(tmp_path / "model", sequence_length=64)
     for found, want in zip(again.log_probs(ROWS), expected):
         np.testing.assert_allclose(found, want, atol=2e-5)

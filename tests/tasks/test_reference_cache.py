@@ -78,9 +78,9 @@ def test_evaluate_before_training_fills_the_cache(tmp_path):
 
 def test_a_killed_filling_is_resumed(tmp_path, monkeypatch):
     from keras_posttrain.data.batches.row_cache import RowCache
-    from keras_posttrain.training import reference_cache
+    from keras_posttrain.training import frozen_cache
 
-    monkeypatch.setattr(reference_cache, "SHARD", 4)
+    monkeypatch.setattr(frozen_cache, "SHARD", 4)
     write, written = RowCache.write, []
 
     def killed_in_the_third(self, rows):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.models.hf.tensors import model_tensors
 from tests.support import REFERENCE, load_json
 
 SFT = load_json("sft.json")
@@ -69,7 +70,7 @@ def train(case, directory, **overrides):
     )
     before = {
         t.name: np.asarray(t.variable.value)
-        for t in kpt.models.huggingface.tensors(task.causal_lm)
+        for t in model_tensors(task.causal_lm)
     }
     task.fit(
         rows_of(case, settings),
@@ -103,7 +104,7 @@ def test_sft_steps_equal_trl(name, tmp_path):
                     step[metric], want[metric], atol=1e-4
                 )
     norms = case["expected"].get("final_param_norm_and_delta_norm") or {}
-    tensors = kpt.models.huggingface.tensors(task.causal_lm)
+    tensors = model_tensors(task.causal_lm)
     after = {t.name: np.asarray(t.variable.value) for t in tensors}
     for key, (norm, delta) in norms.items():
         if key not in after:
