@@ -317,7 +317,7 @@ def collectives(task, rows=16, length=64):
         "step": np.int32(0),
         "seed": np.int32(0),
     }
-    held = task.held([v.value for v in task.non_trainable_variables])
+    held = task._step.held([v.value for v in task.non_trainable_variables])
     step = task.compiled_train_step
     text = step.lower(changing, held, batch).compile().as_text()
     found = set()
@@ -344,8 +344,7 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
     made, _ = make(task, family, "full")
     made.compile(optimizer=keras.optimizers.SGD(0.1))
     if task == "distill":
-        made.make_teachers()
-    made.make_train_function()
+        made._make_teachers()
     backbone = made.causal_lm.backbone
     hidden, data = backbone.hidden_dim, int(name.split("x")[0])
     # Tokens of all devices and of each: no weight has such an axis.

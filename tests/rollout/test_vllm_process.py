@@ -21,10 +21,10 @@ time.sleep(600)
 """
 WATCH = f"""
 import sys
-sys.path.insert(0, {os.path.dirname(vllm_process.__file__)!r})
-import vllm_process
-vllm_process.STOP_SECONDS = 0.5
-sys.exit(vllm_process.watch(int(sys.argv[1]), sys.argv[2:]))
+sys.path.append({os.path.dirname(vllm_process.__file__)!r})
+import process
+process.STOP_SECONDS = 0.5
+sys.exit(process.watch(int(sys.argv[1]), sys.argv[2:]))
 """
 STARTER = """
 import os, subprocess, sys, threading, time
