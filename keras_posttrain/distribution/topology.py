@@ -106,9 +106,6 @@ def compile(lowered):
 
     A program for devices that are not present can be written to the cache but
     not read from it.
-
-    Returns:
-        A `jax.stages.Compiled`.
     """
     with _COMPILING:
         before = jax.config.jax_enable_compilation_cache

@@ -59,9 +59,7 @@ def ideal(planned, batch):
     Returns:
         Dict of floats, bytes by purpose.
     """
-    distribution = keras.distribution.distribution()
-    data = distribution.batch_dim_name
-    sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    data, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
     models = [(planned.policy, planned.weights_of(), trained, 2)]
     for model in planned.companions:
@@ -95,13 +93,19 @@ def layer_input_bytes(planned, policy, batch):
     Returns:
         A float, those of a micro-batch.
     """
-    distribution = keras.distribution.distribution()
-    mesh = distribution.device_mesh.backend_mesh
-    tokens = batch["token_ids"].size / mesh.shape[distribution.batch_dim_name]
+    data, sizes = mesh_sizes()
+    tokens = batch["token_ids"].size / sizes[data]
     tokens /= planned.step.micro_batches.count(batch)
     backbone = policy.backbone
     itemsize = jnp.dtype(backbone.compute_dtype).itemsize
     return tokens * backbone.hidden_dim * itemsize
+
+
+def mesh_sizes():
+    """Returns the data axis's name, and the devices along each axis."""
+    distribution = keras.distribution.distribution()
+    sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    return distribution.batch_dim_name, sizes
 
 
 def _weight(variable, dtype, trainable):

@@ -59,7 +59,15 @@ def planned(task, distribution, *, remat=None, **settings):
         # Values that a model is made with cannot be placed on devices that
         # are not there.
         companions = {
-            role: tuple(_companion(task, role, model) for model in models)
+            role: tuple(
+                frozen_shapes(
+                    model,
+                    task.policy,
+                    ModelWeights.of(task),
+                    role=role.removesuffix("s"),
+                )
+                for model in models
+            )
             for role, models in task.companion_models().items()
         }
     with _distribution(distribution):
@@ -127,9 +135,6 @@ class PlannedTask:
             layers: int or `None` for all.
             others: int or `None`, as `layers`, of companions that are
                 another model.
-
-        Returns:
-            A `PlannedTask`.
         """
         return self.build(
             self.source, self.known, self.settings, layers, others
@@ -196,11 +201,7 @@ class PlannedTask:
         return changing, held, jax.tree.map(row, batch)
 
     def lower(self, batch):
-        """Lowers the training step.
-
-        Returns:
-            A `jax.stages.Lowered`.
-        """
+        """Lowers the training step to a `jax.stages.Lowered`."""
         changing, held, batch = self.shapes(batch)
         out = jax.tree.map(lambda x: x.sharding, changing)
         counters = {"step": np.int32(1), "seed": np.int32(0)}
@@ -315,15 +316,6 @@ def _optimizer(task, variables):
         optimizer = optimizers.unbuilt_copy(task.optimizer)
         shapes = [_shape_alone(*pair) for pair in zip(variables, layouts)]
         return optimizer, optimizers.build(optimizer, shapes)
-
-
-def _companion(task, role, model):
-    return frozen_shapes(
-        model,
-        task.policy,
-        ModelWeights.of(task),
-        role=role.removesuffix("s"),
-    )
 
 
 def _shallow(frozen, twin, left_out, layers):

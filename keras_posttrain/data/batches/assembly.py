@@ -144,9 +144,10 @@ class Batch:
 
     def rows(self):
         """Returns the numbers of each filled row's sequences, in order."""
-        order = sorted(self.places.items(), key=_row_and_slot)
-        by_row = itertools.groupby(order, lambda item: item[1].row)
-        return [[number for number, _ in row] for _, row in by_row]
+        places = self.places
+        order = sorted(places, key=lambda i: (places[i].row, places[i].slot))
+        by_row = itertools.groupby(order, lambda i: places[i].row)
+        return [list(numbers) for _, numbers in by_row]
 
     def put_tokens(self, name, values, dtype=np.float32):
         """Adds an array of shape `(rows, length, ...)`.
@@ -186,7 +187,3 @@ class Batch:
             i: float(values[place.tokens].sum())
             for i, place in self.places.items()
         }
-
-
-def _row_and_slot(item):
-    return item[1].row, item[1].slot

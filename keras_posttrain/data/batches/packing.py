@@ -65,14 +65,7 @@ def pack(lengths, capacity, max_sequences=64):
 
 
 def coarse_lengths(longest):
-    """Returns powers of two from 64, and `longest` itself.
-
-    Args:
-        longest: int, tokens of the longest row.
-
-    Returns:
-        List of ints.
-    """
+    """Returns a list of powers of two from 64, and `longest` itself."""
     lengths = []
     length = 64
     while length < longest:
@@ -84,11 +77,7 @@ def coarse_lengths(longest):
 def fine_lengths(longest):
     """Returns multiples of 64 up to 768, then six lengths to a doubling.
 
-    Args:
-        longest: int, tokens of the longest row.
-
-    Returns:
-        List of ints, the last one at least `longest`.
+    The last one of the list is at least `longest`.
     """
     lengths, step = [64], 64
     while lengths[-1] < longest:
@@ -101,12 +90,8 @@ def fine_lengths(longest):
 def padded_rows(filled, multiple=1):
     """Rounds the number of rows of a packed batch, for few batch shapes.
 
-    Args:
-        filled: int, rows that hold sequences.
-        multiple: int, of which the number of rows is a multiple.
-
-    Returns:
-        Int: the next power of two, or one and a half times one.
+    It becomes the next power of two, or one and a half times one, and then a
+    multiple of `multiple`.
     """
     power = 1 << (filled - 1).bit_length()
     rows = power * 3 // 4 if filled <= power * 3 // 4 else power

@@ -103,11 +103,7 @@ class Stream:
 
     def to_json(self, position):
         """Returns a position as a dict that JSON can store."""
-        state = {
-            field.name: getattr(position, field.name)
-            for field in dataclasses.fields(position)
-        }
-        state["carried"] = [
+        carried = [
             {
                 "row": int(example.row),
                 "token_ids": _to_text(example.token_ids),
@@ -115,7 +111,7 @@ class Stream:
             }
             for example in position.carried
         ]
-        return state
+        return vars(position) | {"carried": carried}
 
     def from_json(self, state):
         """Returns the position of a dict of `to_json`."""

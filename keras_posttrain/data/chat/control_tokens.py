@@ -1,14 +1,11 @@
 """Control tokens that a message quotes, which stay text."""
 
 import bisect
+import itertools
 
 import tokenizers
 
-from keras_posttrain.data.chat.template import (
-    call_template,
-    control_pattern,
-    find_tokens,
-)
+from keras_posttrain.data.chat.template import control_pattern, find_tokens
 
 # Private-use characters that mark places in a rendered text. They are removed
 # again, and a conversation that contains one gets others.
@@ -28,6 +25,10 @@ def _strings(value):
             yield from _strings(item)
 
 
+def _strings_of(conversation):
+    return _strings([conversation.messages, conversation.tools])
+
+
 def _map_strings(value, function):
     if isinstance(value, str):
         return function(value)
@@ -41,19 +42,17 @@ def _map_strings(value, function):
     return value
 
 
-def free_marks(messages, tools, count):
-    """Finds private-use characters that the conversation does not contain."""
-    used = set().union(*map(set, _strings([messages, tools])), set())
-    marks = []
-    for code in _PRIVATE_USE:
-        if chr(code) not in used:
-            marks.append(chr(code))
-            if len(marks) == count:
-                return marks
-    raise ValueError(
-        "Messages cannot use every private-use character of U+F0000 to "
-        "U+F0FFF, of which some mark places in the text. Remove them."
-    )
+def free_marks(conversation):
+    """Finds two private-use characters that a `Conversation` lacks."""
+    used = set().union(*_strings_of(conversation))
+    free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
+    marks = list(itertools.islice(free, 2))
+    if len(marks) < 2:
+        raise ValueError(
+            "Messages cannot use every private-use character of U+F0000 to "
+            "U+F0FFF, of which some mark places in the text. Remove them."
+        )
+    return marks
 
 
 def mark_places(marked, text, marks):
@@ -69,17 +68,16 @@ def mark_places(marked, text, marks):
     return places if "".join(pieces) == text else None
 
 
-def quoted_places(
-    tokenizer, text, messages, add_generation_prompt, tools, kwargs
-):
+def quoted_places(conversation, text):
     """Finds the control tokens that messages, not the template, wrote."""
-    pattern = control_pattern(tuple(tokenizer.control_tokens))
+    control_tokens = conversation.tokenizer.control_tokens
+    pattern = control_pattern(tuple(control_tokens))
     total = sum(
-        len(pattern.findall(string)) for string in _strings([messages, tools])
+        len(pattern.findall(string)) for string in _strings_of(conversation)
     )
     if not total:
         return []
-    before, after = marks = free_marks(messages, tools, 2)
+    before, after = marks = free_marks(conversation)
 
     def find(wanted, at_start):
         """Renders with marks at the wanted occurrences and reads them."""
@@ -98,12 +96,9 @@ def quoted_places(
         def mark(string):
             return pattern.sub(mark_match, string)
 
-        marked = call_template(
-            tokenizer,
-            _map_strings(messages, mark),
-            add_generation_prompt,
-            _map_strings(tools, mark),
-            kwargs,
+        marked = conversation.render(
+            messages=_map_strings(conversation.messages, mark),
+            tools=_map_strings(conversation.tools, mark),
         )
         places = mark_places(marked, text, marks)
         if places is None:
@@ -117,7 +112,7 @@ def quoted_places(
                 spans += [s for s in found if s[1] == place]
         return spans
 
-    found = find_tokens(text, tokenizer.control_tokens)
+    found = find_tokens(text, control_tokens)
     spans = find(None, False)
     if spans is None:
         # The template reads the content of messages (Qwen 3 looks for the

@@ -186,7 +186,8 @@ def prepare_rows(dataset, prepare):
     """
     report = prepare.report
     if datasets.is_stream(dataset):
-        return dataset.map_with_index(prepare).filter(_is_kept), report
+        examples = dataset.map_with_index(prepare)
+        return examples.filter(lambda example: example is not None), report
     rows = datasets.read_rows(dataset, report.name)
     examples = [
         example
@@ -199,7 +200,3 @@ def prepare_rows(dataset, prepare):
             prepare.messages.none_left.format(name=report.name, report=report)
         )
     return examples, report
-
-
-def _is_kept(example):
-    return example is not None
