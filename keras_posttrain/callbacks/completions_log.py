@@ -138,7 +138,7 @@ def _checked(table):
 
 
 def _plain(value):
-    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -7,14 +7,8 @@ import numpy as np
 def shuffled(size, shuffle, seed, stream):
     """Returns the numbers below `size` in the order in which rows are read.
 
-    Args:
-        size: int.
-        shuffle: bool; otherwise the numbers ascend.
-        seed: int.
-        stream: int; each has another order, such as each epoch.
-
-    Returns:
-        Grain `MapDataset` of ints.
+    It is a Grain `MapDataset`. Each `stream`, such as an epoch, has another
+    order; without `shuffle` numbers ascend.
     """
     numbers = grain.MapDataset.range(size)
     if not shuffle:
@@ -24,11 +18,7 @@ def shuffled(size, shuffle, seed, stream):
 
 
 def check_same(ours, theirs):
-    """Raises where a position was saved with other data or settings.
-
-    Args:
-        ours, theirs: dicts, the fingerprints of the data and the position.
-    """
+    """Raises where a position's fingerprint differs from that of the data."""
     names = sorted({*ours, *theirs})
     differing = [k for k in names if ours.get(k) != theirs.get(k)]
     if differing:

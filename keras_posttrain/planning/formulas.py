@@ -55,9 +55,6 @@ def ideal(planned, batch):
     """Counts the bytes that the layout has to send: `ideal_bytes`.
 
     The model is passed forward and backward, companions forward.
-
-    Returns:
-        Dict of floats, bytes by purpose.
     """
     data, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
@@ -83,15 +80,9 @@ def ideal(planned, batch):
 
 
 def layer_input_bytes(planned, policy, batch):
-    """Counts the bytes of a decoder layer's input on one device.
+    """Counts a device's bytes of a decoder layer's input in a micro-batch.
 
-    Args:
-        planned: `PlannedTask`.
-        policy: `Policy`, the task's or a companion's.
-        batch: dict of numpy arrays.
-
-    Returns:
-        A float, those of a micro-batch.
+    `policy` is the task's or a companion's.
     """
     data, sizes = mesh_sizes()
     tokens = batch["token_ids"].size / sizes[data]

@@ -1,21 +1,4 @@
-"""A task rebuilt from shapes on a planned mesh, and its step lowered.
-
-```python
-with kpt.distribution.shapes_only():
-    task = kpt.SFTTask.from_preset(
-        directory, load_weights=False, dtype="bfloat16", sequence_length=4096
-    )
-task.compile(keras.optimizers.AdamW(1e-5))
-hardware = topology.get("v5e:4x4")
-distribution = kpt.distribution.fsdp(devices=hardware.devices)
-with planned(task, distribution, remat="full") as whole:
-    batch = whole.task.example_batch(16)
-    lowered = whole.with_layers(2).lower(batch)
-    compiled = topology.compile(lowered)
-counts = hlo.count(compiled.as_text(), num_devices=16)
-counts.collectives, counts.flops, compiled.memory_analysis()
-```
-"""
+"""A task rebuilt from shapes on a planned mesh, and its step lowered."""
 
 import contextlib
 import copy
@@ -152,11 +135,9 @@ class PlannedTask:
         return [model for models in found for model in models]
 
     def weights_of(self, companion=None):
-        """Lists the weights that a model is passed with: floating point.
+        """Lists a companion's or the policy's weights of floating point.
 
-        Args:
-            companion: one of `companions`, or `None` for the policy. Those
-                that are the policy at another time have its weights.
+        A companion that is the policy at another time has its weights.
         """
         weights = self.step.weights
         variables = weights.trainable + weights.frozen
@@ -173,14 +154,10 @@ class PlannedTask:
         }
 
     def shapes(self, batch):
-        """Builds the arguments of the step.
+        """Returns the arguments of the step on a batch of numpy arrays.
 
-        Args:
-            batch: dict of numpy arrays, a batch of the task.
-
-        Returns:
-            `(changing, held, batch)`, as in `compile_step`, of
-            `jax.ShapeDtypeStruct`s.
+        They are `(changing, held, batch)`, as in `compile_step`, of
+        `jax.ShapeDtypeStruct`s.
         """
         distribution, step = keras.distribution.distribution(), self.step
         changing = {
@@ -256,10 +233,8 @@ def _placing(distribution):
 
     Distributions return the layout that a variable has, which is that of the
     mesh in use. The copy asks for the layout that a new variable would get.
-
-    Returns:
-        `(distribution, layouts)`: the copy, and a dict by the id of a
-        variable, to be filled: its layouts go before all others.
+    It is returned with a dict by the id of a variable, to be filled: its
+    layouts go before all others.
     """
     mesh, layouts = distribution.device_mesh, {}
     copied = copy.copy(distribution)

@@ -172,9 +172,8 @@ class Batch:
         """Adds an array of shape `(rows, max_sequences)`.
 
         Args:
-            name: str, its key.
+            name, dtype: as of `put_tokens`.
             values: list, array or dict by number, a value a sequence.
-            dtype: the array's.
         """
         array = np.zeros(self.arrays["sequence_mask"].shape, dtype)
         for i, place in self.places.items():

@@ -142,16 +142,6 @@ class BatchAdapter(DataAdapter):
         return self.epoch_size or ENDLESS
 
     @property
-    def batches_left(self):
-        """Int, batches that the next iterator gives: those of its epoch from
-        the position on, without skipped ones; `None` of a stream."""
-        if self.epoch_size is None:
-            return None
-        first = self._start[1]
-        last = (first // self.epoch_size + 1) * self.epoch_size
-        return last - first - self._skips_between(first, last)
-
-    @property
     def batch_size(self):
         return self._batch_size
 

@@ -140,6 +140,14 @@ def _names(tokenizer, vocabulary):
     return names
 
 
+def split_words(pattern, add_prefix_space=False):
+    """Returns the step that splits a text by a pattern, and into bytes."""
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)]
+    )
+
+
 def _byte_level(tokenizer, family, vocabulary, names):
     llama = family in ("Llama3Tokenizer", "SmolLM3Tokenizer")
     qwen = family.startswith("Qwen")
@@ -166,14 +174,7 @@ def _byte_level(tokenizer, family, vocabulary, names):
             add_prefix_space=prefix, use_regex=True
         )
     else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
-                pre_tokenizers.ByteLevel(
-                    add_prefix_space=prefix, use_regex=False
-                ),
-            ]
-        )
+        backend.pre_tokenizer = split_words(split, prefix)
     backend.decoder = decoders.ByteLevel()
     special = set(tokenizer.special_tokens) | set(names.values())
     special |= {token for token in vocabulary if _CONTROL.fullmatch(token)}
@@ -188,13 +189,7 @@ def _byte_level(tokenizer, family, vocabulary, names):
     bos = names.get("bos_token")
     # GPT-2 and similar tokenizers have a start token that they do not add.
     if bos is not None and bos != names.get("eos_token"):
-        steps.append(
-            processors.TemplateProcessing(
-                single=f"{bos} $A",
-                pair=f"{bos} $A {bos} $B",
-                special_tokens=[(bos, vocabulary[bos])],
-            )
-        )
+        steps.append(sentencepiece.start_with(bos, vocabulary[bos]))
     backend.post_processor = processors.Sequence(steps)
     return backend
 

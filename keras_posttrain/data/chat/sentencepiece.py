@@ -195,12 +195,18 @@ def convert(model, *, special_tokens=(), bos_token=None, prepend="always"):
     backend.decoder = decoders.Sequence(undo)
     _add_tokens(backend, model, set(special_tokens))
     if bos_token is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos_token} $A",
-            pair=f"{bos_token} $A {bos_token} $B",
-            special_tokens=[(bos_token, backend.token_to_id(bos_token))],
-        )
+        index = backend.token_to_id(bos_token)
+        backend.post_processor = start_with(bos_token, index)
     return backend
+
+
+def start_with(token, index):
+    """Returns the step that puts a token, of this id, before each text."""
+    return processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token} $B",
+        special_tokens=[(token, index)],
+    )
 
 
 def _add_tokens(backend, model, special_tokens):

@@ -44,9 +44,7 @@ def read_rows(dataset, name="dataset"):
 def _rows(dataset, name):
     if isinstance(dataset, (str, os.PathLike)):
         return _read_file(pathlib.Path(dataset), name)
-    if isinstance(dataset, (list, tuple)):
-        return dataset
-    if isinstance(dataset, grain.MapDataset):
+    if isinstance(dataset, (list, tuple, grain.MapDataset)):
         return dataset
     if isinstance(dataset, dict):
         raise ValueError(

@@ -73,20 +73,6 @@ def prepare_distillation(
         `DistillationExample`s where the teacher reads other tokens or is
         named by the row (of a Grain `IterDataset`, another one), and a
         `DistillationReport`.
-
-    Example:
-
-    ```python
-    rows = [{
-        "prompt_ids": [5],
-        "completion_ids": [7, 1],
-        "teacher_prompt_ids": [8, 9, 5],
-    }]
-    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
-    [example], report = prepare_distillation(rows, settings)
-    example.teacher_ids  # [8, 9, 5, 7, 1]
-    example.teacher_source  # [-1, 2, 3]
-    ```
     """
     if (teacher_column is None) != (teacher_names is None):
         raise ValueError(
