@@ -42,11 +42,7 @@ LARGE = 2**20
 
 
 def meanings(path, rank):
-    """Looks up the meaning of a variable's axes.
-
-    Args:
-        path: str, the path of a `keras.Variable`.
-        rank: int, the number of its axes.
+    """Looks up the meaning of a variable's axes by its path and their number.
 
     Returns:
         A tuple of str, or `None` for an unknown variable.

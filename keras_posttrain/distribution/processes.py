@@ -85,8 +85,7 @@ def own_rows():
 def put_rows(batch):
     """Shards the rows of a batch over the mesh, if a distribution is set.
 
-    Args:
-        batch: dict of NumPy arrays with all rows, the same in all processes.
+    `batch` is a dict of NumPy arrays with all rows, the same everywhere.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -185,8 +184,7 @@ def share(number):
 def is_preempted(call):
     """Returns `True` in all processes after one of them received SIGTERM.
 
-    Args:
-        call: int, the number of this call: 1, 2, and so on.
+    `call` is the number of this call: 1, 2, and so on.
     """
     return count() > 1 and multihost_utils.reached_preemption_sync_point(call)
 

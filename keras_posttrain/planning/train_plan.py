@@ -25,17 +25,13 @@ def make_plan(
     packing,
     share_prefix,
     exact,
-    sequence_length,
-    micro_batch_size,
-    remat,
+    **settings,
 ):
-    """Plans a training step; see `Task.plan` for the arguments."""
+    """Plans a training step; see `Task.plan` for the arguments.
+
+    `settings` are `sequence_length`, `micro_batch_size` and `remat`.
+    """
     layout = {"packing": packing, "share_prefix": share_prefix}
-    settings = {
-        "sequence_length": sequence_length,
-        "micro_batch_size": micro_batch_size,
-        "remat": remat,
-    }
     _check(task, batch_size, layout, **settings)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))

@@ -5,9 +5,9 @@ import heapq
 
 
 def pack(lengths, capacity, max_sequences=64):
-    """Packs sequences into rows, best fit first, longest first.
+    """Packs sequences into rows by best-fit decreasing.
 
-    Best-fit decreasing: each sequence, longest first, goes into the fullest
+    Each sequence, longest first, goes into the fullest
     row that still has room. Of rows that are equally full the oldest is
     taken, so the result depends on the lengths alone.
 
@@ -22,12 +22,6 @@ def pack(lengths, capacity, max_sequences=64):
 
     Raises:
         ValueError: a length exceeds the capacity.
-
-    Example:
-
-    ```python
-    pack([3, 4, 1], capacity=4)  # [[1], [0, 2]]
-    ```
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if order and lengths[order[0]] > capacity:

@@ -124,7 +124,8 @@ class BatchAdapter(DataAdapter):
         # being iterated began or was resumed.
         self._base = (position, step)
         self._start = (position, step)
-        self._skipped = self._start_skipped = 0
+        # Batches left out so far because of `skip_steps`.
+        self.skipped = self._start_skipped = 0
         self._history = streaming.History()
         self._history.add(step, position)
 
@@ -153,11 +154,6 @@ class BatchAdapter(DataAdapter):
     def partial_batch_size(self):
         return None
 
-    @property
-    def skipped(self):
-        """Int, batches left out so far because of `skip_steps`."""
-        return self._skipped
-
     def _skips_between(self, after, to):
         return bisect.bisect_right(self._skip, to) - bisect.bisect_right(
             self._skip, after
@@ -179,12 +175,8 @@ class BatchAdapter(DataAdapter):
     def state_after(self, count):
         """Returns the position after `count` batches were consumed.
 
-        Args:
-            count: int, batches consumed since construction or `set_state`.
-                Of a stream, one of the last few that were read.
-
-        Returns:
-            Dict that JSON can store, for `set_state`.
+        It is a dict that JSON can store, for `set_state`. `count` starts at
+        construction or `set_state`, and of a stream is among the last few.
         """
         step = self.step_of(count)
         position = self._source.position_at(step, self._history)
@@ -195,11 +187,7 @@ class BatchAdapter(DataAdapter):
         }
 
     def set_state(self, state):
-        """Resumes from a position, and starts counting again.
-
-        Raises:
-            ValueError: the state belongs to other data or settings.
-        """
+        """Resumes from a position, and starts counting again."""
         order.check_same(self._source.fingerprint, state["data"])
         position = self._source.from_json(state["position"])
         self._restart(position, int(state["step"]))
@@ -209,29 +197,26 @@ class BatchAdapter(DataAdapter):
 
         If an iterator is dropped before its last batch, the next one begins
         at the same position.
-
-        Yields:
-            Dict of NumPy arrays.
         """
         position, step = self._start
-        self._skipped = self._start_skipped
+        self.skipped = self._start_skipped
         self._history.drop_after(step)
         source = self._source.batches(position, step, self._skip)
         for batch, position, is_last in source:
             step += 1
             wanted = step not in self._skip
-            self._skipped += not wanted
+            self.skipped += not wanted
             self._history.add(step, position)
             # Pass the steps that are skipped next, so that the last batch
             # of an epoch is known to be the last.
             while not is_last and step + 1 in self._skip:
                 _, position, is_last = next(source)
                 step += 1
-                self._skipped += 1
+                self.skipped += 1
                 self._history.add(step, position)
             if is_last:
                 self._start = (position, step)
-                self._start_skipped = self._skipped
+                self._start_skipped = self.skipped
             if wanted:
                 yield batch
 

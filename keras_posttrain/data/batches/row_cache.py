@@ -47,16 +47,6 @@ class RowCache:
     Raises:
         ValueError: the directory was made with another header, or a file in
             it is damaged.
-
-    Example:
-
-    ```python
-    cache = RowCache("cache/", {"model": "tiny", "kind": "log-probabilities"})
-    key = row_key([5, 6, 7], start=1)
-    cache.write({key: {"logps": np.array([-1.5, -0.5], "float32")}})
-    cache.missing([key])  # []
-    cache.read(key)["logps"]
-    ```
     """
 
     def __init__(self, directory, header):

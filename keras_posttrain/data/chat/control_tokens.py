@@ -171,7 +171,10 @@ class QuotingEncoder:
         encoding = self._plain_backend().encode(
             "".join(pieces), add_special_tokens=False
         )
-        back = {v: k for k, v in self._alias_ids().items()}
+        back = {
+            self._copy.token_to_id(alias): self.control_tokens[token]
+            for token, alias in self._aliases.items()
+        }
         ids = [back.get(i, i) for i in encoding.ids]
         place = _unshift(ends, shift)
         offsets = [
@@ -192,12 +195,6 @@ class QuotingEncoder:
             self._aliases[token] = chr(0x10F000 + len(self._aliases))
             self._copy = None
         return self._aliases[token]
-
-    def _alias_ids(self):
-        return {
-            self.control_tokens[token]: self._copy.token_to_id(alias)
-            for token, alias in self._aliases.items()
-        }
 
     def _plain_backend(self):
         if self._copy is None:

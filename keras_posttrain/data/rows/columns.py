@@ -60,14 +60,13 @@ def row_kind(row, where):
     for column in given.difference(OPTIONAL):
         # A misspelt optional column would be ignored.
         plain = str(column).lower()
-        for optional in OPTIONAL:
-            if {plain, plain + "s", plain.rstrip("s")} & {optional}:
-                if optional not in given:
-                    raise ValueError(
-                        f"Did you mean the column '{optional}'? Received: "
-                        f"{where} with the column {column!r}. Rename it, or "
-                        "remove it if it is something else."
-                    )
+        meant = {plain, plain + "s", plain.rstrip("s")}.intersection(OPTIONAL)
+        for optional in meant - given:
+            raise ValueError(
+                f"Did you mean the column '{optional}'? Received: "
+                f"{where} with the column {column!r}. Rename it, or "
+                "remove it if it is something else."
+            )
     return complete[0]
 
 

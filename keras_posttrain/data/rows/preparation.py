@@ -174,15 +174,9 @@ class Preparation:
 
 
 def prepare_rows(dataset, prepare):
-    """Prepares all rows of a dataset.
+    """Prepares all rows of a dataset by a `Preparation`.
 
-    Args:
-        dataset: as of `prepare_sft`.
-        prepare: a `Preparation`.
-
-    Returns:
-        Tuple `(examples, report)`: a list of examples, or of a Grain
-        `IterDataset` another one, and the report.
+    Takes a dataset and returns `(examples, report)` as `prepare_sft` does.
     """
     report = prepare.report
     if datasets.is_stream(dataset):

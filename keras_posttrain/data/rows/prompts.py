@@ -244,11 +244,7 @@ class PromptOrder:
         return {"position": place, "data": self.fingerprint}
 
     def set_state(self, state):
-        """Resumes from a position.
-
-        Raises:
-            ValueError: the position belongs to other data or settings.
-        """
+        """Resumes from a position."""
         order.check_same(self.fingerprint, state["data"])
         self.epoch = state["position"]["epoch"]
         self.taken = self.used = state["position"]["taken"]
