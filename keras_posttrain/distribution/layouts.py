@@ -111,12 +111,9 @@ def _take(axes, shape, order, name, size):
 
 
 def check(path, shape, num_bytes, axes, model=1, data=1):
-    """Raises an error if a large variable would be replicated.
+    """Raises an error if a variable of many bytes would be replicated.
 
-    Args:
-        path, shape, model, data: as in `spread`.
-        num_bytes: int, the size of the variable.
-        axes: tuple that `spread` returned.
+    `axes` are those that `spread` returned for the same arguments.
     """
     if num_bytes <= LARGE or len(shape) < 2:
         return

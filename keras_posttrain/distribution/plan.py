@@ -30,10 +30,7 @@ class Measurement:
     def at_depth(self, depth, own, other, other_depth):
         """Extrapolates linearly to `depth` layers.
 
-        Args:
-            depth, own, other_depth: ints, the layers of the result, of
-                `self` and of `other`.
-            other: `Measurement` of a deeper model.
+        `self` has `own` layers, `other`, of a deeper model, `other_depth`.
         """
         fraction = (depth - own) / (other_depth - own)
         numbers = {}

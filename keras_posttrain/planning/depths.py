@@ -74,9 +74,7 @@ def to_compile(planned, exact):
 def of_companions(planned, chosen):
     """Returns the layers to compile of companions that are another model.
 
-    Args:
-        planned: `PlannedTask` with all layers.
-        chosen: what `to_compile` gave.
+    `chosen` is what `to_compile` gave.
 
     Returns:
         `(count, depths)`: their layers, and a dict from each of `chosen` to

@@ -208,11 +208,8 @@ def check_settings(timeout, on_error):
             f"`on_error` must be one of {ON_ERROR}. Received: "
             f"on_error={on_error!r}."
         )
-    if timeout is not None and (
-        isinstance(timeout, bool)
-        or not isinstance(timeout, numbers.Real)
-        or not timeout > 0
-    ):
+    is_number = isinstance(timeout, numbers.Real) and timeout is not True
+    if timeout is not None and not (is_number and timeout > 0):
         raise ValueError(
             "`timeout` must be a number of seconds above 0, or None for no "
             f"limit. Received: timeout={timeout!r}."

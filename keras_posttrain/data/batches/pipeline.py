@@ -98,9 +98,8 @@ class BatchAdapter(DataAdapter):
     def keep_rows(self, own):
         """Keeps a part of the rows of each batch: those of one process.
 
-        Args:
-            own: function from the number of rows of a batch to the indices
-                of those that are kept, or `None` for all.
+        `own` is a function of the number of rows to the indices of those that
+        are kept, or `None` for all.
         """
         self._own = own
 

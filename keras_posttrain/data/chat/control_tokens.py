@@ -135,10 +135,6 @@ class QuotingEncoder:
     characters, which are added tokens of a copy of the tokenizer; that copy
     reads all control tokens as text. So a text is still encoded in one call,
     and its words are split as usual.
-
-    Args:
-        backend: a `tokenizers.Tokenizer`.
-        control_tokens: dict of strings to token ids.
     """
 
     def __init__(self, backend, control_tokens):

@@ -75,11 +75,7 @@ _LATER = {
 
 
 def read_template(name):
-    """Reads a built-in chat template.
-
-    Args:
-        name: string, the file's name in `templates` without `.jinja`.
-    """
+    """Reads a built-in chat template, a file of `templates`, by its name."""
     package = importlib.resources.files("keras_posttrain.data.chat")
     return (package / "templates" / f"{name}.jinja").read_text("utf-8")
 

@@ -75,25 +75,32 @@ def _generation_spans(marked, text, marks, turns):
     return [s for s in zip(starts, ends, named, strict=True) if s[0] < s[1]]
 
 
+def _length_of(conversation, text, **changes):
+    """Returns the length of the beginning of a text that is rendered alone.
+
+    `None` where the template refuses to end there, or writes something else.
+    """
+    try:
+        beginning = conversation.render(**changes)
+    except ValueError:
+        return None
+    return len(beginning) if text.startswith(beginning) else None
+
+
 def _turn_start(conversation, text, i, after):
     """Finds where a turn begins: the end of its generation prompt."""
     tokenizer = conversation.tokenizer
     header = generation_prompt(tokenizer, conversation.kwargs)
     if i > 0:
-        try:
-            prompt = conversation.render(
-                messages=conversation.messages[:i], add_generation_prompt=True
-            )
-        except ValueError:
-            # Some templates refuse a generation prompt here.
-            prompt = None
-        if prompt is not None and text.startswith(prompt):
-            start = len(prompt)
-            # A template without a generation prompt may still open the
-            # turn with a header, which is not the model's to write.
-            opens = control_pattern(tuple(tokenizer.control_tokens)).match
-            if header or not opens(text, start):
-                return start
+        before = conversation.messages[:i]
+        start = _length_of(
+            conversation, text, messages=before, add_generation_prompt=True
+        )
+        # A template without a generation prompt may still open the turn with
+        # a header, which is not the model's to write.
+        opens = control_pattern(tuple(tokenizer.control_tokens)).match
+        if start is not None and (header or not opens(text, start)):
+            return start
     start, end = _content_place(conversation, text, i)
     at = text.rfind(header, after, end if start is None else start)
     if header and at >= 0:
@@ -120,13 +127,7 @@ def _content_place(conversation, text, i):
     lead = len(content) - len(content.lstrip())
     tail = lead + len(core)
     for opening in (marks[0], ""):
-        marked = (
-            content[:lead]
-            + opening
-            + content[lead:tail]
-            + marks[1]
-            + content[tail:]
-        )
+        marked = f"{content[:lead]}{opening}{core}{marks[1]}{content[tail:]}"
         changed = list(messages)
         changed[i] = messages[i] | {"content": marked}
         rendered = conversation.render(messages=changed)
@@ -142,13 +143,8 @@ def _turn_end(conversation, text, i, start, stops):
     limit, messages = len(text), conversation.messages
     is_last = i + 1 == len(messages)
     if not is_last:
-        try:
-            turn = conversation.render(messages=messages[: i + 1])
-        except ValueError:
-            # Some templates refuse to end here.
-            turn = None
-        if turn is not None and text.startswith(turn):
-            limit = len(turn)
+        turn = _length_of(conversation, text, messages=messages[: i + 1])
+        limit = limit if turn is None else turn
     for stop_start, stop_end in stops:
         if stop_start >= start and stop_end <= limit:
             return stop_end

@@ -170,8 +170,7 @@ def clean_messages(messages):
 def end_of_turn(tokenizer):
     """Finds the control token that ends an assistant's turn, or `None`.
 
-    Found by rendering a conversation: the first control token after the
-    assistant's words.
+    It is the first one after the words of a rendered assistant.
     """
     if tokenizer.chat_template is None:
         return None

@@ -9,13 +9,6 @@ from keras_posttrain.data.chat import chat
 from keras_posttrain.data.rows import columns
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
-# What rows without messages can be trained on, next to "auto".
-PARTS = {
-    "text": ("all",),
-    "prompt_completion": ("completion", "all"),
-    "token_pairs": ("completion", "all"),
-    "masked_tokens": ("completion", "all"),
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,12 +46,8 @@ def check_train_on(train_on):
 def encode_row(row, kind, settings, train_on, where):
     """Encodes a row and weights its tokens, without the row's own weight.
 
-    Args:
-        row: dict.
-        kind: string, the row's type.
-        settings: `RowSettings`.
-        train_on: string, one of `TRAIN_ON`.
-        where: string that names the row in an error.
+    `kind` is the row's type, `settings` are `RowSettings`, `train_on` is one
+    of `TRAIN_ON`, and `where` names the row in an error.
 
     Returns:
         `(token_ids, mask)` as of `EncodedText`.
@@ -96,11 +85,12 @@ def encode_text(row, kind, settings, train_on, where):
 
 def _check_part(train_on, kind, where):
     """Raises where rows without messages have no part `train_on`."""
-    if train_on not in ("auto", *PARTS[kind]):
+    parts = ("all",) if kind == "text" else ("completion", "all")
+    if train_on not in ("auto", *parts):
         raise ValueError(
             f"Rows with {columns.describe(kind)} can be trained on "
-            f"{' or '.join(map(repr, PARTS[kind]))}. Received: {train_on=} "
-            f"for {where}. Use train_on='auto'."
+            f"{' or '.join(map(repr, parts))}. Received: {train_on=} for "
+            f"{where}. Use train_on='auto'."
         )
 
 
