@@ -76,6 +76,20 @@ def loss(loss, on_policy):
         )
 
 
+def feature_losses(loss):
+    """Returns the feature losses that a loss is made of, a tuple."""
+    return tuple(x for *_, x in parts(loss) if isinstance(x, FeatureLoss))
+
+
+def same_losses(losses, known):
+    if losses != known:
+        raise ValueError(
+            "A task keeps the feature losses of its first `compile`, "
+            f"whose maps it has trained: {list(known)!r}. Make a new "
+            f"task for others. Received: {list(losses)!r}"
+        )
+
+
 def teacher_settings(given, teacher_weights, column, top_k, cache):
     if top_k is not None:
         checks.positive_int("top_k", top_k)
@@ -239,7 +253,7 @@ def combination(loss, given, top_k, cache, *, on_policy, other, vocabulary):
     found = [part for _, _, part in parts(loss)]
     engine = given.engine
     kept = cache is not None or engine is not None
-    features = any(isinstance(x, FeatureLoss) for x in found)
+    features = feature_losses(loss)
     divergences = [x for x in found if isinstance(x, DistillationLoss)]
     for wrong, text in (
         (

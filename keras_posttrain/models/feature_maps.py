@@ -119,6 +119,25 @@ class FeatureMap(keras.layers.Layer):
         )
 
 
+def feature_maps(losses, student, teacher):
+    """Makes the maps of feature losses.
+
+    Args:
+        losses: tuple of `HiddenStateLoss`es and `AttentionLoss`es.
+        student, teacher: `Policy`s.
+
+    Returns:
+        A list of `FeatureMap`s, one a loss.
+    """
+    maps = [
+        FeatureMap(loss, student, teacher, name=f"feature_map_{i}")
+        for i, loss in enumerate(losses)
+    ]
+    for side, policy in enumerate((student, teacher)):
+        capture_of(maps, side).check(policy)
+    return maps
+
+
 def capture_of(maps, side):
     """Returns the `ActivationCapture` of one side; `None` without maps.
 

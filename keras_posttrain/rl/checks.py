@@ -1,5 +1,6 @@
 """Checks of what users pass to tasks that sample."""
 
+import contextlib
 import dataclasses
 import inspect
 import numbers
@@ -59,6 +60,27 @@ def staleness(max_staleness):
             f"max_staleness=0. Received: max_staleness={max_staleness}, "
             f"{processes.count()} processes"
         )
+
+
+@contextlib.contextmanager
+def loss_of_run(loss, max_staleness, old_log_probs, set_loss):
+    """Sets the loss for samples of earlier weights, for the time of a run.
+
+    Args:
+        loss: `Loss`, that of the task.
+        max_staleness: int, as in `RolloutTask.fit`.
+        old_log_probs: str, as in `RolloutTask.compile`.
+        set_loss: function of a loss.
+    """
+    new = corrected(loss, old_log_probs) if max_staleness else loss
+    if new is loss:
+        yield
+        return
+    set_loss(new)
+    try:
+        yield
+    finally:
+        set_loss(loss)
 
 
 def corrected(loss, old_log_probs):

@@ -34,14 +34,8 @@ class RolloutRun:
         order: `PromptOrder`, the data of the run.
         collector: function of `generate`, a function of requests to
             completions, to a `Collector`.
+        settings: `RunSettings`.
         validate: function without arguments to a dict of floats, or `None`.
-        callbacks: list of `keras.callbacks.Callback`s.
-        epochs: int.
-        seed: int.
-        skip_steps: ints, steps that are left out.
-        max_staleness: int, as in `RolloutTask.fit`.
-        verbose: as in `fit`.
-        settings: dict, further settings that all processes must share.
     """
 
     def __init__(
@@ -54,26 +48,18 @@ class RolloutRun:
         engine,
         order,
         collector,
+        settings,
         validate=None,
-        callbacks=(),
-        epochs=1,
-        seed=0,
-        skip_steps=(),
-        max_staleness=0,
-        verbose=0,
-        settings=None,
     ):
         self.model, self.state, self.engine = model, state, engine
         self.order = self.data = order
         self._step, self._validate = step, validate
         self._saved = run_state.Saved.of(step, frozen)
         self.collector = collector(self.generate)
-        self.epochs, self.skip_steps = epochs, frozenset(skip_steps)
-        self.max_staleness = max_staleness
-        self.settings = settings or {}
-        self.callbacks = callback_lib.ordered(callbacks, verbose)
+        self.settings = settings
+        self.callbacks = settings.ordered_callbacks()
         order.epoch_size = self._epoch_size()
-        state.begin(seed)
+        state.begin(settings.seed)
         # A rollout that is cut into steps is not saved in its middle, where
         # the weights no longer are those that sampled it.
         self.at_rest = True
@@ -92,20 +78,20 @@ class RolloutRun:
 
     def fit(self):
         """Trains, and returns a Keras `History`."""
-        model, logs = self.model, {}
+        model, epochs, logs = self.model, self.settings.epochs, {}
         model.stop_training = False
         callbacks = keras.callbacks.CallbackList(
             [self.engine, *self.callbacks],
             add_history=True,
             model=model,
-            epochs=self.epochs,
+            epochs=epochs,
             steps=self.order.epoch_size,
             verbose=0,
         )
         with self._running():
             callbacks.on_train_begin()
             self._start_sampling()
-            for epoch in range(self.state.initial_epoch or 0, self.epochs):
+            for epoch in range(self.state.initial_epoch or 0, epochs):
                 self._reset_means()
                 callbacks.on_epoch_begin(epoch)
                 while round := self.next_round():
@@ -132,7 +118,7 @@ class RolloutRun:
     def _running(self):
         """Ends the engine, the threads and the callbacks in any case."""
         engine, self.is_running = self.engine, True
-        engine.overlaps = self.max_staleness > 0
+        engine.overlaps = self.settings.max_staleness > 0
         try:
             yield
         except BaseException:
@@ -145,10 +131,10 @@ class RolloutRun:
 
     def _start_sampling(self):
         self.engine.sync_weights()
-        if self.max_staleness:
+        if self.settings.max_staleness:
             self.async_sampler = AsyncSampler(
                 self.engine,
-                self.max_staleness,
+                self.settings.max_staleness,
                 sample=self.sample,
                 score=self.score,
                 num_steps=lambda x: self.collector.num_steps(len(x.prompts)),
@@ -197,7 +183,8 @@ class RolloutRun:
         """
         while prompts := self.order.take(self.order.batch_size):
             after = step + self.collector.num_steps(len(prompts))
-            if self.skip_steps.isdisjoint(range(step + 1, after + 1)):
+            steps = range(step + 1, after + 1)
+            if self.settings.skip_steps.isdisjoint(steps):
                 return self.collector.sample(prompts, step)
             step = after
         return Round(step, taken=self.order.taken)
@@ -314,7 +301,7 @@ class RolloutRun:
         """Continues where `training_state` was taken."""
         self.order.set_state(meta["data"])
         self._saved.assign(arrays)
-        self.state.restore(meta, self.epochs)
+        self.state.restore(meta, self.settings.epochs)
         version, keys, gauss = meta["random"]
         random.setstate((version, tuple(keys), gauss))
         np.random.set_state(meta["np_random"])
@@ -322,20 +309,17 @@ class RolloutRun:
 
     def agreement(self):
         """Returns settings that all processes of the run must share."""
-        return {
-            **self._fingerprint(),
-            **{f"data {k}": v for k, v in self.order.fingerprint.items()},
-            "seed": self.state.seed,
-            "epochs": self.epochs,
-            "skip_steps": sorted(self.skip_steps),
-            "step": self.state.step,
-            "callbacks": callback_lib.names(self.callbacks),
-            **self.settings,
-        }
+        return self.settings.agreement(
+            self._fingerprint(),
+            self.order.fingerprint,
+            self.state.step,
+            self.callbacks,
+        )
 
     def _fingerprint(self):
         # First: the loss of overlapping runs differs too.
-        return {"max_staleness": self.max_staleness} | self.model.fingerprint()
+        staleness = {"max_staleness": self.settings.max_staleness}
+        return staleness | self.model.fingerprint()
 
 
 class Means:

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import functools
 
@@ -24,7 +23,6 @@ from keras_posttrain.distill.step import (
     DistillTerms,
     TeacherPass,
     kept_temperature,
-    parts,
 )
 from keras_posttrain.distill.teacher_cache import (
     cached_tokens,
@@ -34,14 +32,12 @@ from keras_posttrain.distill.teacher_cache import (
     top_tokens,
 )
 from keras_posttrain.distill.teachers import TeacherSources
-from keras_posttrain.distribution import processes
 from keras_posttrain.losses import (
     ForwardKLLoss,
     PolicyLoss,
     ReverseKLLoss,
 )
-from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models.feature_maps import FeatureMap, capture_of
+from keras_posttrain.models.feature_maps import feature_maps
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.collector import ForwardPass
@@ -49,8 +45,8 @@ from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Scoring
 from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, padding
+from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
 
@@ -240,7 +236,17 @@ class DistillTask(Task):
             other=self.teacher_tokenizer is not None,
             vocabulary=vocabulary,
         )
-        self._make_feature_maps(loss)
+        losses = distill_checks.feature_losses(loss)
+        if self.feature_maps:
+            distill_checks.same_losses(losses, self._feature_losses)
+        elif losses:
+            teacher = given.models()[0]
+            self.feature_maps = feature_maps(
+                losses,
+                self.policy,
+                self.policy if teacher is None else Policy(teacher),
+            )
+            self._feature_losses = losses
         self.teacher_column, self.top_k = teacher_column, top_k
         self.teacher_cache = teacher_cache
         self.teacher_weights = teacher_weights
@@ -252,30 +258,6 @@ class DistillTask(Task):
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,
         )
-
-    def _make_feature_maps(self, loss):
-        losses = [part for _, _, part in parts(loss)]
-        losses = tuple(x for x in losses if isinstance(x, FeatureLoss))
-        if self.feature_maps:
-            known = self._feature_losses
-            if losses != known:
-                raise ValueError(
-                    "A task keeps the feature losses of its first `compile`, "
-                    f"whose maps it has trained: {list(known)!r}. Make a new "
-                    f"task for others. Received: {list(losses)!r}"
-                )
-            return
-        self._feature_losses = losses
-        if not losses:
-            return
-        model = self.given.models()[0]
-        teacher = self.policy if model is None else Policy(model)
-        self.feature_maps = [
-            FeatureMap(x, self.policy, teacher, name=f"feature_map_{i}")
-            for i, x in enumerate(losses)
-        ]
-        for side, policy in enumerate((self.policy, teacher)):
-            capture_of(self.feature_maps, side).check(policy)
 
     # The teachers
 
@@ -498,39 +480,42 @@ class DistillTask(Task):
         max_staleness=0,
     ):
         """`fit` on the student's own samples."""
-        callbacks = callback_lib.as_list(callbacks)
-        processes.need_distribution()
-        verbose = verbose if processes.is_first() else 0
-        checks.positive_int("epochs", epochs)
-        checks.may_train(self.policy, packing, callbacks)
         rl_checks.staleness(max_staleness)
+        settings = RunSettings.of(
+            self.policy,
+            packing,
+            epochs=epochs,
+            seed=seed,
+            max_staleness=max_staleness,
+            micro_batch_size=self.micro_batch_size,
+            callbacks=callbacks,
+            verbose=verbose,
+            skip_steps=skip_steps,
+        )
         prompts, self.data_report = self._student_prompts(dataset)
-        callback_lib.show(self.data_report, verbose)
+        settings.show(self.data_report)
         sampling = self.sampling
         sequences = rl_checks.minibatches(
             batch_size, sampling.num_generations, sampling.num_minibatches
         )
-        note = padding.describe(
-            self.micro_batch_size, *self.filled_rows(sequences, packing)
-        )
-        callback_lib.show(note, verbose)
+        filled = self.filled_rows(sequences, packing)
+        settings.show(padding.describe(self.micro_batch_size, *filled))
         longest = max(len(p.token_ids) for p in prompts.prompts)
         longest += sampling.max_completion_length
         layout = self._layout(sequences, packing, longest)
         validate = None
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
-            callback_lib.show(report, verbose)
+            settings.show(report)
             held_out = self.make_batches(held_out, batch_size, shuffle=False)
             validate = functools.partial(self.evaluate, held_out)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
-        loss, corrected = self.objective, self.objective
-        if max_staleness:
-            corrected = rl_checks.corrected(loss, sampling.old_log_probs)
-        with contextlib.ExitStack() as stack:
-            if corrected is not loss:
-                self._set_objective(corrected)
-                stack.callback(self._set_objective, loss)
+        with rl_checks.loss_of_run(
+            self.objective,
+            max_staleness,
+            sampling.old_log_probs,
+            self._set_objective,
+        ):
             self._make_teachers(of_step=True)
             order = PromptOrder(
                 prompts.prompts,
@@ -565,14 +550,8 @@ class DistillTask(Task):
                     order=order,
                     seed=seed,
                 ),
+                settings=settings,
                 validate=validate,
-                callbacks=callbacks,
-                epochs=epochs,
-                seed=seed,
-                skip_steps=skip_steps,
-                max_staleness=max_staleness,
-                verbose=verbose,
-                settings={"micro_batch_size": self.micro_batch_size},
             )
             return self.run.fit()
 

@@ -17,11 +17,9 @@ class GRPOTask(RolloutTask):
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
-        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
-        reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy at the start of training: the model with the adapter off
-            if the adapter was 0, else a frozen copy of the trained weights.
-            Used by losses with `beta`.
+        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised;
+            rewards then receive ids instead of text.
+        reference: as in `kpt.DPOTask`; used by losses with `beta`.
         **kwargs: see `from_preset`.
 
     References:

@@ -36,11 +36,8 @@ class PPOTask(RolloutTask):
     shares with the policy.
 
     Args:
-        causal_lm: a KerasHub `CausalLM`.
-        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
-        reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy at the start of training. Used with `kl_coef`.
-        **kwargs: see `from_preset`.
+        reference: as in `kpt.GRPOTask`; used with `kl_coef`.
+        causal_lm, tokenizer, **kwargs: as there.
 
     References:
         - [Schulman et al., 2017](https://arxiv.org/abs/1707.06347).
@@ -137,7 +134,9 @@ class PPOTask(RolloutTask):
         _check_kl(loss, kl_coef, kl_in)
         _check_share("gamma", gamma)
         _check_share("gae_lambda", gae_lambda)
-        self._check_value_model(value_model)
+        if self.value_model is not None:
+            _check_same(value_model, self._value_source.value)
+        _check_value_model(value_model, self.causal_lm)
         in_reward = kl_in == "reward"
         if kl_coef and not in_reward:
             loss = dataclasses.replace(loss, beta=kl_coef)
@@ -186,32 +185,6 @@ class PPOTask(RolloutTask):
             remat=self.policy.remat,
         )
 
-    def _check_value_model(self, source):
-        known = (str, os.PathLike, keras_hub.models.CausalLM)
-        if source is not None and not isinstance(source, known):
-            raise ValueError(
-                "`value_model` must be None, a preset or a KerasHub "
-                f"`CausalLM`. Received: value_model={source!r}"
-            )
-        if source is self.causal_lm:
-            raise ValueError(
-                "`value_model` must be another model than the policy. Leave "
-                "it out for a value head on the policy's own backbone."
-            )
-        if self.value_model is None:
-            return
-        known = self._value_source.value
-        same = source is known
-        if isinstance(source, (str, os.PathLike)):
-            same = isinstance(known, (str, os.PathLike))
-            same = same and os.fspath(source) == os.fspath(known)
-        if not same:
-            raise ValueError(
-                "A task keeps the value model of its first `compile`, which "
-                f"was value_model={known!r}. Make a new task for another. "
-                f"Received: value_model={source!r}"
-            )
-
     # Training
 
     def _layout(self, prompts, batch_size, packing, share_prefix):
@@ -255,6 +228,33 @@ class PPOTask(RolloutTask):
         for name in names:
             batch.put_tokens(name, logps)
         batch.put_sequences("rewards", np.ones(count, "float32"))
+
+
+def _check_value_model(source, causal_lm):
+    known = (str, os.PathLike, keras_hub.models.CausalLM)
+    if source is not None and not isinstance(source, known):
+        raise ValueError(
+            "`value_model` must be None, a preset or a KerasHub "
+            f"`CausalLM`. Received: value_model={source!r}"
+        )
+    if source is causal_lm:
+        raise ValueError(
+            "`value_model` must be another model than the policy. Leave "
+            "it out for a value head on the policy's own backbone."
+        )
+
+
+def _check_same(source, known):
+    same = source is known
+    if isinstance(source, (str, os.PathLike)):
+        same = isinstance(known, (str, os.PathLike))
+        same = same and os.fspath(source) == os.fspath(known)
+    if not same:
+        raise ValueError(
+            "A task keeps the value model of its first `compile`, which "
+            f"was value_model={known!r}. Make a new task for another. "
+            f"Received: value_model={source!r}"
+        )
 
 
 def _check_value_loss(loss):

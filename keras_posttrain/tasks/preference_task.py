@@ -103,11 +103,7 @@ class PreferenceTask(Task):
         )
 
     def example_batch(
-        self,
-        batch_size,
-        prompt_length=None,
-        packing=False,
-        share_prefix=False,
+        self, batch_size, prompt_length=None, packing=False, share_prefix=False
     ):
         checks.layout_arguments(self.policy, packing, share_prefix)
         self.share_prefix = share_prefix

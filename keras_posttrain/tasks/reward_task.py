@@ -6,10 +6,6 @@ from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import device_transfer, score_head
 from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
-from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import checks
-from keras_posttrain.training.frozen_cache import run_rows
-from keras_posttrain.training.weights import ModelWeights
 
 
 class RewardTask(PreferenceTask):
@@ -116,12 +112,6 @@ class RewardTask(PreferenceTask):
         Returns:
             A list of floats, one per row.
         """
-        # Every row needs a result, so none may be dropped or cut.
-        examples, _ = self.prepare(
-            rows, "rows", train_on="all", truncation="error"
-        )
-        checks.positive_int("batch_size", batch_size)
-        batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         if self._scores is None:
 
             def run(trainable, frozen, batch):
@@ -129,11 +119,8 @@ class RewardTask(PreferenceTask):
                     return self.token_outputs(batch, None, ("scores",))
 
             self._scores = jax.jit(run)
-        weights = ModelWeights.of(self)
-        rows = run_rows(
-            lambda batch: self._scores(*weights.values(), batch), batches
-        )
-        return [float(row["scores"][0]) for row in rows]
+        found = self._run_rows(self._scores, rows, batch_size)
+        return [float(row["scores"][0]) for _, row in found]
 
     def _renew_step(self):
         super()._renew_step()

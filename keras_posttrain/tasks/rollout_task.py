@@ -1,6 +1,5 @@
 """The base class of tasks that train on their own samples."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -15,7 +14,6 @@ from keras_posttrain.data.rows.prompts import (
     prepare_prompts,
 )
 from keras_posttrain.data.rows.sft import prepare_sft
-from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
@@ -29,6 +27,7 @@ from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, padding
 from keras_posttrain.training.frozen import Untracked, make_reference
+from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
 
@@ -44,12 +43,7 @@ class RolloutTask(Task):
     weight either. It counts as `skipped`.
 
     Args:
-        causal_lm: a KerasHub `CausalLM`.
-        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised;
-            rewards then receive ids instead of text.
-        reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy at the start of training. Used by losses with a KL term.
-        **kwargs: see `kpt.Task`.
+        causal_lm, tokenizer, reference, **kwargs: see `kpt.GRPOTask`.
     """
 
     auto_learning_rates = (1e-5, 1e-6)
@@ -242,9 +236,8 @@ class RolloutTask(Task):
             dataset: list of dicts, Hugging Face `Dataset`, Grain
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
             batch_size: int, prompts per rollout.
-            epochs: int.
-            shuffle: bool; the order is sampled again for every epoch.
-            seed: int, of the order, the samples and dropout.
+            epochs, shuffle, seed: as in `kpt.SFTTask.fit`; the seed is also
+                that of the samples.
             packing: `True` to put several completions, each with its prompt,
                 in a row of `sequence_length` tokens, or an int for rows of
                 that many tokens. It does not change results.
@@ -255,10 +248,8 @@ class RolloutTask(Task):
                 epoch.
             validation_generations, validation_temperature: as
                 `num_generations` and `temperature` in `evaluate`.
-            callbacks: list of callbacks. `kpt.callbacks.Checkpoint` makes
-                the run resume where it stopped, between two rollouts.
-            verbose: `"auto"`, 0 (silent), 1 (progress bar) or 2 (a line an
-                epoch).
+            callbacks, verbose: as in `kpt.SFTTask.fit`. A checkpoint is made
+                between two rollouts.
             skip_steps: ints, steps to leave out, counted as `step` in the
                 metrics log. All steps of their rollouts are left out.
             max_staleness: int, the maximum age, in rollouts, of the weights
@@ -280,26 +271,30 @@ class RolloutTask(Task):
                 trained on, before anything is sampled.
         """
         self._assert_compile_called("fit")
-        callbacks = callback_lib.as_list(callbacks)
-        processes.need_distribution()
-        verbose = verbose if processes.is_first() else 0
-        checks.positive_int("epochs", epochs)
-        checks.may_train(self.policy, packing or share_prefix, callbacks)
         rl_checks.staleness(max_staleness)
-        prompts, self.data_report = self.prepare_prompts(dataset)
-        callback_lib.show(self.data_report, verbose)
-        layout = self._layout(prompts, batch_size, packing, share_prefix)
-        filled = self.filled_rows(
-            layout.num_sequences, packing or share_prefix
+        packs = packing or share_prefix
+        settings = RunSettings.of(
+            self.policy,
+            packs,
+            epochs=epochs,
+            seed=seed,
+            callbacks=callbacks,
+            verbose=verbose,
+            skip_steps=skip_steps,
+            max_staleness=max_staleness,
+            micro_batch_size=self.micro_batch_size,
         )
-        note = padding.describe(self.micro_batch_size, *filled)
-        callback_lib.show(note, verbose)
+        prompts, self.data_report = self.prepare_prompts(dataset)
+        settings.show(self.data_report)
+        layout = self._layout(prompts, batch_size, packing, share_prefix)
+        filled = self.filled_rows(layout.num_sequences, packs)
+        settings.show(padding.describe(self.micro_batch_size, *filled))
         held_out = None
         if validation_data is not None:
             held_out, report = self.prepare_prompts(
                 validation_data, "validation_data"
             )
-            callback_lib.show(report, verbose)
+            settings.show(report)
         rl_checks.evaluation(
             self.temperature, validation_generations, validation_temperature
         )
@@ -312,14 +307,13 @@ class RolloutTask(Task):
             seed=seed,
         )
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
-        loss, corrected = self.objective, self.objective
-        if max_staleness:
-            corrected = rl_checks.corrected(loss, self.sampling.old_log_probs)
-        with contextlib.ExitStack() as stack:
-            if corrected is not loss:
-                self._set_objective(corrected)
-                stack.callback(self._set_objective, loss)
-            self._make_reference(callbacks, verbose)
+        with rl_checks.loss_of_run(
+            self.objective,
+            max_staleness,
+            self.sampling.old_log_probs,
+            self._set_objective,
+        ):
+            self._make_reference(settings)
             order = PromptOrder(
                 prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
             )
@@ -342,14 +336,8 @@ class RolloutTask(Task):
                     order=order,
                     seed=seed,
                 ),
+                settings=settings,
                 validate=None if held_out is None else validate,
-                callbacks=callbacks,
-                epochs=epochs,
-                seed=seed,
-                skip_steps=skip_steps,
-                max_staleness=max_staleness,
-                verbose=verbose,
-                settings={"micro_batch_size": self.micro_batch_size},
             )
             return self.run.fit()
 
@@ -380,7 +368,7 @@ class RolloutTask(Task):
     def filled_rows(self, batch_size, packing=False):
         return None if packing else batch_size, 1
 
-    def _make_reference(self, callbacks, verbose):
+    def _make_reference(self, settings):
         compares = "ref_per_token_logps" in self.objective.needs
         if not (compares or self.scoring.kl_in_reward) or self.reference:
             return
@@ -388,11 +376,10 @@ class RolloutTask(Task):
             self._given_reference.value,
             self.policy,
             ModelWeights.of(self),
-            callback_lib.moves_reference(callbacks),
+            callback_lib.moves_reference(settings.callbacks),
         )
-        if verbose and self.reference.num_bytes:
-            size = self.reference.num_bytes / 2**20
-            print(f"reference: {size:,.1f} MiB", flush=True)
+        if size := self.reference.num_bytes:
+            settings.show(f"reference: {size / 2**20:,.1f} MiB")
 
     def make_step(self, weights=None):
         step = super().make_step(weights)
@@ -476,11 +463,7 @@ class RolloutTask(Task):
     # Planning
 
     def example_batch(
-        self,
-        batch_size,
-        prompt_length=None,
-        packing=False,
-        share_prefix=False,
+        self, batch_size, prompt_length=None, packing=False, share_prefix=False
     ):
         sampling = self.sampling
         completion = sampling.max_completion_length

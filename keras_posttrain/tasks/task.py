@@ -21,8 +21,10 @@ from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_fit, padding, run_state
+from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import complete, complete_rows
 from keras_posttrain.training.micro_batches import MicroBatches
+from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.step import (
     POLICY_OUTPUTS,
     STEP_METRICS,
@@ -317,26 +319,30 @@ class Task(keras.Model):
                 trained on, before anything is compiled.
         """
         self._assert_compile_called("fit")
-        callbacks = callback_lib.as_list(callbacks)
-        processes.need_distribution()
-        verbose = verbose if processes.is_first() else 0
-        checks.fit_arguments(
-            self.policy, batch_size, epochs, packing, callbacks
+        checks.positive_int("batch_size", batch_size)
+        settings = RunSettings.of(
+            self.policy,
+            packing,
+            epochs=epochs,
+            seed=seed,
+            callbacks=callbacks,
+            verbose=verbose,
+            skip_steps=skip_steps,
+            micro_batch_size=self.micro_batch_size,
         )
         examples, self.data_report = self.prepare(dataset)
         held_out = []
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
-            callback_lib.show(report, verbose)
+            settings.show(report)
         streamed = self.data_report.rows == 0
         if not streamed:
-            callback_lib.show(self.data_report, verbose)
+            settings.show(self.data_report)
         filled = self.filled_rows(batch_size, packing)
-        note = padding.describe(self.micro_batch_size, *filled)
-        callback_lib.show(note, verbose)
+        settings.show(padding.describe(self.micro_batch_size, *filled))
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
-        self._verbose = verbose
-        self.begin_run([examples, held_out], batch_size, callbacks)
+        self._verbose = settings.verbose
+        self.begin_run([examples, held_out], batch_size, settings.callbacks)
         validation = None
         if validation_data is not None:
             validation = self.make_batches(held_out, batch_size, shuffle=False)
@@ -353,19 +359,14 @@ class Task(keras.Model):
             step=self._step,
             state=self.run_state,
             data=data,
+            settings=settings,
             validation=validation,
-            callbacks=callbacks,
-            epochs=epochs,
-            seed=seed,
-            skip_steps=skip_steps,
-            verbose=verbose,
-            settings={"micro_batch_size": self.micro_batch_size},
         )
         try:
             return self.run.fit()
         finally:
             if streamed:
-                callback_lib.show(self.data_report, verbose)
+                settings.show(self.data_report)
 
     def begin_run(self, datasets, batch_size, callbacks):
         """Prepares a run before its batches are made.
@@ -710,30 +711,42 @@ class Task(keras.Model):
             A list of float32 arrays, one a row and as long as its tokens;
             the first entry, which nothing predicts, is 0.
         """
-        # Every row needs a result, so none may be dropped or cut.
-        examples, _ = self.prepare(
-            rows, "rows", train_on="all", truncation="error"
-        )
-        checks.positive_int("batch_size", batch_size)
-        batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         if self._log_probs is None:
 
             def run(trainable, frozen, batch):
                 with self.using_weights(trainable, frozen):
                     mask = batch["segment_ids"] > 0
-                    outputs = self.policy.token_outputs(
+                    return self.policy.token_outputs(
                         batch, mask, differentiable=False
                     )
-                return outputs["per_token_logps"]
 
             self._log_probs = jax.jit(run)
-        out = []
-        for batch in batches.get_jax_iterator():
-            values = self._log_probs(*ModelWeights.of(self).values(), batch)
-            values = processes.fetch(values)
-            lengths = (batch["segment_ids"] > 0).sum(axis=1)
-            out += [v[:n] for v, n in zip(values, lengths) if n]
-        return out
+        return [
+            found["per_token_logps"][: len(example.token_ids)]
+            for example, found in self._run_rows(
+                self._log_probs, rows, batch_size
+            )
+        ]
+
+    def _run_rows(self, program, rows, batch_size):
+        """Runs a program on rows, of which none may be dropped or cut.
+
+        Args:
+            program: function of the trainable and the frozen weights and a
+                batch to a dict of arrays, `(rows, ...)`.
+            rows, batch_size: as in `log_probs`.
+
+        Returns:
+            An iterable of `(Example, dict of its arrays)`.
+        """
+        examples, _ = self.prepare(
+            rows, "rows", train_on="all", truncation="error"
+        )
+        checks.positive_int("batch_size", batch_size)
+        batches = Task.make_batches(self, examples, batch_size, shuffle=False)
+        weights = ModelWeights.of(self).values()
+        found = run_rows(lambda batch: program(*weights, batch), batches)
+        return zip(examples, found, strict=True)
 
     def generate(
         self,
@@ -923,11 +936,7 @@ class Task(keras.Model):
         )
 
     def example_batch(
-        self,
-        batch_size,
-        prompt_length=None,
-        packing=False,
-        share_prefix=False,
+        self, batch_size, prompt_length=None, packing=False, share_prefix=False
     ):
         """Builds a batch of the longest rows that `fit` may see, for `plan`.
 

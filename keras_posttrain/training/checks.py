@@ -54,12 +54,6 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
 
 
-def fit_arguments(policy, batch_size, epochs, packing, callbacks):
-    positive_int("epochs", epochs)
-    positive_int("batch_size", batch_size)
-    may_train(policy, packing, callbacks)
-
-
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
     if packing and not policy.packable:

@@ -22,32 +22,13 @@ class RowRun:
         state: `RunState`.
         data: `BatchAdapter`, the batches of the run.
         validation: `BatchAdapter` or `None`.
-        callbacks: list of `keras.callbacks.Callback`s.
-        epochs: int.
-        seed: int.
-        skip_steps: ints, steps whose batches are left out.
-        verbose: as in `fit`.
-        settings: dict, further settings that all processes must share.
+        settings: `RunSettings`.
     """
 
     # A checkpoint may be taken after every step.
     at_rest = True
 
-    def __init__(
-        self,
-        model,
-        *,
-        step,
-        state,
-        data,
-        validation=None,
-        callbacks=(),
-        epochs=1,
-        seed=0,
-        skip_steps=(),
-        verbose=0,
-        settings=None,
-    ):
+    def __init__(self, model, *, step, state, data, settings, validation):
         self.model, self.state, self.data = model, state, data
         self._step = step
         models = step.companions.values()
@@ -55,13 +36,11 @@ class RowRun:
         self._saved = run_state.Saved.of(
             step, {f"{x.role}_{i}": x for i, x in enumerate(frozen)}
         )
-        self.validation, self.epochs = validation, epochs
-        self.skip_steps = frozenset(skip_steps)
-        self.settings = settings or {}
-        self._logs_are_read = callback_lib.read_logs(callbacks)
-        self.callbacks = callback_lib.ordered(callbacks, verbose)
+        self.validation, self.settings = validation, settings
+        self._logs_are_read = callback_lib.read_logs(settings.callbacks)
+        self.callbacks = settings.ordered_callbacks()
         data.keep_rows(processes.own_rows())
-        state.begin(seed)
+        state.begin(settings.seed)
 
     def fit(self):
         """Trains, and returns a Keras `History`."""
@@ -74,7 +53,7 @@ class RowRun:
                 return keras.Model.fit(
                     self.model,
                     x=self.data,
-                    epochs=self.epochs,
+                    epochs=self.settings.epochs,
                     verbose=0,
                     callbacks=self.callbacks,
                     validation_data=self.validation,
@@ -136,7 +115,7 @@ class RowRun:
             return False
         done = self.data.state_after(self.state.consumed)["step"]
         left = range(done + 1, -(-done // size) * size + 1)
-        return all(step in self.skip_steps for step in left)
+        return self.settings.skip_steps.issuperset(left)
 
     def training_state(self):
         """Returns `(arrays, meta)` for a checkpoint, `meta` fit for JSON."""
@@ -157,21 +136,17 @@ class RowRun:
         """Continues where `training_state` was taken."""
         self.data.set_state(meta["data"])
         self._saved.assign(arrays)
-        self.state.restore(meta, self.epochs)
+        self.state.restore(meta, self.settings.epochs)
         self.model._initial_epoch = self.state.initial_epoch
 
     def agreement(self):
         """Returns settings that all processes of the run must share."""
-        return {
-            **self.model.fingerprint(),
-            **{f"data {k}": v for k, v in self.data.fingerprint.items()},
-            "seed": self.state.seed,
-            "epochs": self.epochs,
-            "skip_steps": sorted(self.skip_steps),
-            "step": self.state.step,
-            "callbacks": callback_lib.names(self.callbacks),
-            **self.settings,
-        }
+        return self.settings.agreement(
+            self.model.fingerprint(),
+            self.data.fingerprint,
+            self.state.step,
+            self.callbacks,
+        )
 
 
 def test_function(model, step):

@@ -1,0 +1,78 @@
+"""The settings of one call of `fit`."""
+
+import dataclasses
+
+from keras_posttrain.distribution import processes
+from keras_posttrain.training import callbacks as callback_lib
+from keras_posttrain.training import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """The arguments of `fit` that every run has, checked.
+
+    Attributes:
+        epochs: int.
+        seed: int, of the order, the samples and dropout.
+        callbacks: list of `keras.callbacks.Callback`s, those of the user.
+        verbose: as in `fit`; 0 in every process but the first.
+        skip_steps: frozenset of ints, steps that are left out.
+        max_staleness: int, as in `RolloutTask.fit`.
+        micro_batch_size: int or `None`.
+    """
+
+    epochs: int
+    seed: int
+    callbacks: list
+    verbose: object
+    skip_steps: frozenset
+    max_staleness: int = 0
+    micro_batch_size: int | None = None
+
+    @classmethod
+    def of(cls, policy, packing, *, callbacks, verbose, skip_steps, **given):
+        """Checks and completes what a user passed to `fit`.
+
+        Args:
+            policy: `Policy`.
+            packing: as in `fit`.
+            callbacks, verbose, skip_steps, **given: the attributes.
+        """
+        callbacks = callback_lib.as_list(callbacks)
+        processes.need_distribution()
+        checks.positive_int("epochs", given["epochs"])
+        checks.may_train(policy, packing, callbacks)
+        return cls(
+            callbacks=callbacks,
+            verbose=verbose if processes.is_first() else 0,
+            skip_steps=frozenset(skip_steps),
+            **given,
+        )
+
+    def show(self, report):
+        """Prints a report, or nothing if `verbose` is 0."""
+        callback_lib.show(report, self.verbose)
+
+    def ordered_callbacks(self):
+        """Returns all callbacks of the run in the order of their calls."""
+        return callback_lib.ordered(self.callbacks, self.verbose)
+
+    def agreement(self, fingerprint, data, step, callbacks):
+        """Returns settings that all processes of the run must share.
+
+        Args:
+            fingerprint: dict, that of the task.
+            data: dict, that of the data.
+            step: int, steps done.
+            callbacks: list, all callbacks of the run.
+        """
+        return {
+            **fingerprint,
+            **{f"data {name}": value for name, value in data.items()},
+            "seed": self.seed,
+            "epochs": self.epochs,
+            "skip_steps": sorted(self.skip_steps),
+            "step": step,
+            "callbacks": callback_lib.names(callbacks),
+            "micro_batch_size": self.micro_batch_size,
+        }
