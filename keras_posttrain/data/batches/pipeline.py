@@ -224,7 +224,7 @@ class BatchAdapter(DataAdapter):
 
 
 def _positive(name, value):
-    """Returns an argument as an int; raises where it is none or below 1."""
+    """Returns an argument as an int; raises unless it is one from 1 on."""
     if isinstance(value, bool) or value != int(value) or value < 1:
         raise ValueError(
             f"`{name}` must be an int of at least 1. Received: {name}={value}."
