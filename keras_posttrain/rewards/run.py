@@ -117,9 +117,8 @@ def run_rewards(
     batch = Batch(
         prompts, completions, columns, prompt_ids, completion_ids, rows
     )
-    check_rewards(functions, columns or {}, "the batch")
+    names = check_rewards(functions, columns or {}, "the batch")
     check_settings(timeout, on_error)
-    names = reward.names(functions)
     rewards = np.full((batch.size, len(functions)), np.nan, "float32")
     report = {name: _entry() for name in names}
     if not batch.size:

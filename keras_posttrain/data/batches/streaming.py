@@ -9,22 +9,20 @@ import numpy as np
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.rows.examples import Example
 
+# How many positions are kept; more than are ever prefetched.
+KEPT = 64
+
 
 class History:
-    """The positions after the last few data steps.
+    """The positions after the last few data steps."""
 
-    Args:
-        size: int, how many are kept; more than are ever prefetched.
-    """
-
-    def __init__(self, size=64):
-        self.size = size
+    def __init__(self):
         self.positions = {}
 
     def add(self, step, position):
         """Remembers the position after a data step."""
         self.positions[step] = position
-        if len(self.positions) > self.size:
+        if len(self.positions) > KEPT:
             del self.positions[min(self.positions)]
 
     def drop_after(self, step):
