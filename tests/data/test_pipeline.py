@@ -138,20 +138,20 @@ def test_an_epoch_has_every_row_once(stream, packing, shuffle):
 @pytest.mark.parametrize("seed, word", [(5, 5), (-1, 2**32 - 1)])
 def test_orders_stay_as_they_are(seed, word):
     """A run may be resumed by a later version: its order is the same."""
-    rows = make_rows(14)
+    rows = make_rows(24)
     adapter = make_adapter(seed=seed, examples=make_examples(rows=rows))
     for epoch in (1, 2):
         state = np.random.SeedSequence([word, epoch]).generate_state(1)
-        order = grain.MapDataset.range(14).shuffle(seed=int(state[0]))
+        order = grain.MapDataset.range(24).shuffle(seed=int(state[0]))
         assert rows_of(adapter.get_jax_iterator()) == list(order)
-    # Of a stream, windows of 10: what is left of the first is in the second.
+    # Of a stream, windows of 10.
     adapter = make_adapter(
         True, seed=seed, examples=make_examples(True, rows), batch_size=2
     )
     for epoch in (1, 2):
         order = [
             10 * window + i
-            for window, size in enumerate((10, 4))
+            for window, size in enumerate((10, 10, 4))
             for i in np.random.default_rng([word, epoch, window]).permutation(
                 size
             )
@@ -397,6 +397,17 @@ def test_a_dropped_iterator_is_begun_again(stream, packing, shuffle):
     assert_equal(take(adapter, 1), take(straight, 1))
 
 
+def test_a_state_says_where_it_is():
+    """15 of 13 batches an epoch: two of the second."""
+    state = make_adapter().state_after(15)
+    assert state["step"] == 15
+    assert state["position"] == {"epoch": 1, "batch": 2}
+    # Numbers of NumPy are JSON's as well.
+    settings = {"seed": 5, "batch_size": 3, "sequence_length": 64}
+    adapter = make_adapter(**{k: np.int64(v) for k, v in settings.items()})
+    assert json.dumps(adapter.state_after(15)) == json.dumps(state)
+
+
 def test_a_stream_forgets_old_positions():
     adapter = make_adapter(stream=True)
     take(adapter, 100)
@@ -513,6 +524,7 @@ def test_a_batch_larger_than_a_window_is_filled():
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
+        ({"batch_size": True}, "batch_size=True"),
         ({"row_multiple": 0}, "row_multiple=0"),
         ({"skip_steps": [0, 3]}, "count data steps from 1"),
         ({"examples": []}, "0 examples"),

@@ -98,7 +98,7 @@ def fine_lengths(longest):
     return lengths
 
 
-def padded_rows(filled, multiple=1):
+def padded_rows(filled, multiple):
     """Rounds the number of rows of a packed batch, for few batch shapes.
 
     Args:
