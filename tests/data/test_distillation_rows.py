@@ -12,6 +12,7 @@ import keras_posttrain as kpt
 from keras_posttrain.data.batches.distillation import (
     distillation_layout,
     fit_teacher_rows,
+    with_lookup,
 )
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.chat import alignment
@@ -523,10 +524,16 @@ def test_the_first_token_of_a_teacher_predicts_the_next():
 def test_rows_of_a_batch_have_fine_lengths_and_their_padding():
     row = CONTEXT | {"completion_ids": [7] * 130}
     examples, _ = prepare([row], tokenizer=None, sequence_length=300)
-    batch = batch_of(examples, sequence_length=300, pad_id=3, teacher_pad_id=4)
-    assert batch["token_ids"].shape == (1, 192)
+    batch = batch_of(
+        examples,
+        sequence_length=300,
+        pad_id=3,
+        teacher_pad_id=4,
+        row_multiple=3,
+    )
+    assert batch["token_ids"].shape == (3, 192)
     assert (batch["token_ids"][0, 132:] == 3).all()
-    assert batch["teacher_token_ids"].shape == (1, 192)
+    assert batch["teacher_token_ids"].shape == (3, 192)
     assert (batch["teacher_token_ids"][0, 135:] == 4).all()
 
 
@@ -556,6 +563,18 @@ def test_a_teachers_rows_are_fitted_to_the_tokens_of_a_run():
         fitted = fit_teacher_rows(layout, examples)
         assert fitted.extras.teacher_budget == expected
         assert fitted.token_budget == budget
+    # The longest of the teacher's sequences has room.
+    rows = [
+        {
+            "prompt_ids": [5] * 50,
+            "completion_ids": [6] * 10,
+            "teacher_prompt_ids": [7] * n,
+        }
+        for n in (*[51] * 9, 193)
+    ]
+    some, _ = prepare(rows, tokenizer=None, teacher_length=300)
+    layout = distillation_layout(**settings, token_budget=64)
+    assert fit_teacher_rows(layout, some).extras.teacher_budget == 256
     # Nothing to fit without packing, or where the teacher reads the same.
     apart = distillation_layout(**settings)
     assert fit_teacher_rows(apart, examples) is apart
@@ -697,6 +716,19 @@ def test_distributions_that_are_looked_up():
         assert ids[t] == [0, 1]
         assert np.exp(batch["teacher_logps"][0, t]) == pytest.approx(1 / 3)
     assert "teacher_token_ids" not in batch and "teacher_mask" not in batch
+
+
+def test_what_is_looked_up_takes_no_row_of_the_teacher():
+    """8 tokens of the teacher are half a row of 16, so 4 of 8; 5 are ours."""
+    long = CONTEXT | {"teacher_prompt_ids": [9] * 9}
+    examples, _ = prepare([CONTEXT, long], tokenizer=None)
+    layout = distillation_layout(
+        batch_size=2, sequence_length=64, token_budget=8, teacher_budget=16
+    )
+    assert [layout.size(x) for x in examples] == [5, 6]
+    looked_up = with_lookup(layout, len)
+    assert looked_up.extras.lookup is len
+    assert [looked_up.size(x) for x in examples] == [5, 5]
 
 
 def test_what_is_looked_up_must_fit_its_row():

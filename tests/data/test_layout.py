@@ -106,6 +106,9 @@ def test_two_groups_share_a_row():
     }
     for name, values in expected.items():
         assert batch.arrays[name].tolist() == [values], name
+        assert (batch.arrays[name].dtype == np.int32) == (
+            name != "sequence_mask"
+        )
     ids = batch.arrays["token_ids"][0]
     assert ids[4:9].tolist() == groups[1].sequences[0].token_ids.tolist()
 
@@ -206,6 +209,26 @@ def test_a_packed_row_has_no_more_than_its_slots(share_prefix, rows):
     batch = layout(groups)
     assert batch.arrays["sequence_mask"].shape[1] == 4
     assert batch.rows() == (rows or [[0, 1], [2, 3], [4, 5]])
+
+
+def test_a_group_is_cut_between_its_pairs():
+    """A prompt of 2 and four completions of 4: three of them fit into 14."""
+    groups = random_groups([(2, [4] * 4)])
+    for together, rows in ((1, [[0, 1, 2], [3]]), (2, [[0, 1], [2, 3]])):
+        layout = BatchLayout(
+            4, 14, token_budget=14, together=together, share_prefix=True
+        )
+        assert layout(groups).rows() == rows
+
+
+def test_minibatches_store_the_prompt_of_neighbours_once():
+    groups = random_groups([(5, [1, 1, 1, 1])])
+    layout = BatchLayout(2, 8, token_budget=8, share_prefix=True)
+    for first, batch in zip((0, 2), layout.minibatches(groups), strict=True):
+        assert batch.rows() == [[first, first + 1]]
+        assert batch.arrays["segment_ids"].tolist() == [
+            [1, 1, 1, 1, 1, 2, 3, 0]
+        ]
 
 
 def test_rows_that_are_packed_already():

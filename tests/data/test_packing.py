@@ -74,6 +74,8 @@ def test_a_sequence_over_the_capacity_is_refused():
 def test_no_sequences_make_no_rows():
     assert pack([], 4) == []
     assert pack_groups([], 4) == []
+    # Nor do sequences without tokens.
+    assert pack([2, 0, 3, 0, 1], 4) == [[2, 4], [0]]
 
 
 def test_a_row_holds_at_most_64_sequences():
@@ -153,6 +155,9 @@ def test_rows_hold_each_completion_once():
 
 def test_a_group_over_the_capacity_is_cut():
     groups = random_groups([(10, [8] * 6)])
+    # The third of three is a unit of its own.
+    odd = random_groups([(10, [8] * 3)])
+    assert pack_groups(odd, 40, together=2) == [[(0, [0, 1, 2])]]
     assert pack_groups(groups, 58) == [[(0, list(range(6)))]]
     rows = pack_groups(groups, 30)
     assert [[cs for _, cs in row] for row in rows] == [
