@@ -186,6 +186,7 @@ def test_packed_sequences_of_a_group_are_stored_once():
     assert batch.arrays["sequence_mask"].sum() == 4
     # 7 + 6 + 3 tokens are a row of 16.
     assert batch.rows() == [[2, 1, 3], [0]]
+    assert list(batch.places) == [0, 1, 2, 3]
     for i, place in batch.places.items():
         assert batch.arrays["token_ids"][place.tokens].tolist() == (
             expected[i].token_ids.tolist()
