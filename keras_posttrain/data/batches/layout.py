@@ -30,7 +30,7 @@ class Group:
     """
 
     sequences: list
-    prefix_length: int = 0
+    prefix_length: int
 
     @classmethod
     def of_completions(cls, prompt, completions, masks, row):

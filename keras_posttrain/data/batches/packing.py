@@ -81,7 +81,7 @@ def fine_lengths(longest):
     return lengths
 
 
-def padded_rows(filled, multiple=1):
+def padded_rows(filled, multiple):
     """Rounds the number of rows of a packed batch, for few batch shapes.
 
     It becomes the next power of two, or one and a half times one, and then a

@@ -66,9 +66,9 @@ class PreferenceExtras:
     `ref_per_token_logps`.
     """
 
-    labelled: bool = False
-    mismatched: bool = False
-    reference_cache: RowCache | None = None
+    labelled: bool
+    mismatched: bool
+    reference_cache: RowCache | None
 
     def __call__(self, batch, examples):
         sides = [(x, i) for x in examples for i in range(len(x.completions))]
@@ -107,7 +107,8 @@ def add_mismatched(examples, sequence_length):
 
 
 def _with_completion(example, other, sequence_length):
-    room = max(sequence_length - len(example.prompt), 0)
+    # A completion with loss stands behind the prompt, so there is room.
+    room = sequence_length - len(example.prompt)
     return dataclasses.replace(
         example,
         completions=[example.completions[0], other.completions[0][:room]],
