@@ -52,7 +52,7 @@ class Head:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def columns(self, logits, targets):
-        """Returns the targets' columns; out of range on other devices."""
+        """Finds targets' columns; out of range if another device has them."""
         if self.axis is None:
             return targets
         return targets - jax.lax.axis_index(self.axis) * logits.shape[-1]

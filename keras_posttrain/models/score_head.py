@@ -23,9 +23,6 @@ class ScoreHead(keras.layers.Layer):
     It has no bias, which would cancel in every comparison of two scores. The
     weights are float32.
 
-    Args:
-        hidden_dim: int, features of a hidden state.
-
     Call arguments:
         hidden: float array of shape `(rows, length, hidden_dim)`.
         segment_ids: int array of shape `(rows, length)`.
@@ -85,10 +82,9 @@ def add_to_adapter(directory, tensor):
 
 
 def split_adapter(directory, without):
-    """Copies an adapter directory to `without`, leaving out the head.
+    """Copies an adapter to `without`, except for its head.
 
-    Returns:
-        The head's tensor, or `None` if the adapter has none.
+    Returns the head's tensor, or `None` if the adapter has none.
     """
     config, tensors = adapter_files.read_peft(directory)
     tensor = tensors.pop(adapter_files.PREFIX + TENSOR, None)
@@ -131,10 +127,7 @@ def add_to_export(directory, tensor):
 
 
 def _rewrite(directory, tensor):
-    """Rewrites the single weight file of a model with the head added.
-
-    Tensors are copied one at a time.
-    """
+    """Rewrites a model's only weight file with the head, tensor by tensor."""
     tensors = checkpoint_files.Reader(directory)
     shapes = {**tensors.shapes, TENSOR: tensor.shape}
     dtypes = {**tensors.dtypes, TENSOR: tensor.dtype.name}
