@@ -48,8 +48,9 @@ class FullTeacher:
 class TopTeacher:
     """A teacher of which only the top-k tokens are known.
 
-    Both arrays have the shape `(rows * length, k)`, with the student's
-    tokens. `ids` are int32; `logps` are float32 at the loss's temperature.
+    For each token of the student, `ids` (int32) are the teacher's most
+    probable tokens at that position and `logps` (float32) their
+    log-probabilities at the loss's temperature, `(rows * length, k)`.
     """
 
     ids: jax.Array

@@ -41,7 +41,7 @@ class _Distribution:
         return self._log_total(1.0)
 
     def logps(self, logits=None):
-        """Returns log-probabilities of all or some logits, tempered."""
+        """Returns log-probabilities of these logits, by default of all."""
         logits = self.logits if logits is None else logits
         return self._scaled(logits, self.temperature) - self.log_total
 

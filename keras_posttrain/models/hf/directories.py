@@ -28,10 +28,8 @@ def resolve(preset):
 
     Returns:
         A `pathlib.Path` if the preset has a Hugging Face `config.json` (with
-        a `model_type`); `None` if it is a preset of KerasHub.
-
-    Raises:
-        ValueError: if there is no such directory or preset.
+        a `model_type`); `None` if it is a preset of KerasHub. If there is
+        neither, it raises a `ValueError`.
     """
     preset = os.fspath(preset)
     if preset.startswith("hf://"):

@@ -32,9 +32,6 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
             and `pad_token_id` are used if the model was not loaded from a
             Hugging Face directory.
 
-    Returns:
-        A dict.
-
     Raises:
         ValueError: if the family is unknown, or its config has no field for
             a setting of the model.
@@ -119,7 +116,6 @@ def export(
     one writes.
 
     Args:
-        causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
         directory: path to write to. It must not exist, be empty, or be an
             earlier export, which is replaced.
         dtype: str, `"float32"`, `"bfloat16"` or `"float16"`. Defaults to the
@@ -127,10 +123,8 @@ def export(
         max_shard_bytes: int; larger checkpoints are split into files of at
             most this size.
         values: function from a `keras.Variable` to the array to write for
-            it, such as a kernel with its adapter merged. Defaults to the
-            variable's value.
-        tokenizer: an object with `save(directory)`, to write the tokenizer's
-            files.
+            it, such as a kernel with its adapter merged.
+        tokenizer: an object with `save(directory)`.
 
     Raises:
         ValueError: if the directory has other content, or the model cannot

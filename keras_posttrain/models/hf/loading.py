@@ -39,11 +39,8 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         load_weights: bool; `False` leaves the weights random.
 
     Returns:
-        A `keras_hub.models.CausalLM` without a preprocessor.
-
-    Raises:
-        ValueError: if the preset is not found, or KerasHub's layers cannot
-            represent the model.
+        A `keras_hub.models.CausalLM` without a preprocessor. A `ValueError`
+        says if there is no such preset or KerasHub cannot represent it.
     """
     path = directories.resolve(preset)
     config = None
@@ -96,16 +93,7 @@ def _build(family, settings, dtype, load_weights):
 
 
 def load_saved(path, config, *, dtype=None, load_weights=True):
-    """Loads a KerasHub preset that has a Hugging Face config next to it.
-
-    Args:
-        path: path of a directory that `presets.save_to_preset` wrote.
-        config: dict, the config stored there.
-        dtype, load_weights: as in `load_causal_lm`.
-
-    Returns:
-        A `keras_hub.models.CausalLM`.
-    """
+    """Loads what `presets.save_to_preset` wrote, with its `config`."""
     family = FAMILIES[config["model_type"]]
     settings, notes = from_config(config, family)
     causal_lm, more = _build(family, settings, dtype, load_weights)
@@ -217,11 +205,7 @@ def _head(checkpoint):
 
 
 def _tied_as_stored(settings, config, checkpoint):
-    """Corrects `settings.tied` by the tensors of the checkpoint.
-
-    Returns:
-        `(settings, notes)`.
-    """
+    """Corrects `settings.tied` by the checkpoint; returns notes too."""
     head = _head(checkpoint)
     embedding = _prefix(checkpoint) + EMBEDDING
     if settings.tied and head and embedding in checkpoint.names:
@@ -254,10 +238,7 @@ def _load_weights(causal_lm, checkpoint):
     """Loads every weight, reading the slice of each device separately.
 
     Names, shapes and dtypes are checked first, so that an error leaves no
-    partly loaded model.
-
-    Returns:
-        A list of str: a line if some tensors of the checkpoint were not used.
+    partly loaded model. Returns notes on tensors that were not used.
     """
     found = _named(causal_lm, checkpoint)
     for name, tensor in found.items():
@@ -307,13 +288,7 @@ def repair(causal_lm):
     the norm epsilon (in Qwen 3's query and key norms and in all blocks of
     Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
     vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
-    is not changed.
-
-    Args:
-        causal_lm: a built KerasHub `CausalLM`.
-
-    Returns:
-        A list of str, a line for each repair; also stored as `kpt_repairs`.
+    is not changed. Returns a line for each repair; also in `kpt_repairs`.
     """
     done = getattr(causal_lm, "kpt_repairs", None)
     if done is not None:

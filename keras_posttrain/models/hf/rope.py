@@ -157,13 +157,8 @@ def _complete_yarn(found, config):
 def inverse_frequencies(parameters, head_dim):
     """Computes the radians per position of each pair of features.
 
-    Args:
-        parameters: dict, as `rope_parameters` returns it.
-        head_dim: int, even.
-
-    Returns:
-        A pair `(frequencies, attention_factor)`: a float32 array of shape
-        `(head_dim // 2,)`, and the factor of the cosines and sines.
+    Returns the float32 frequencies, `(head_dim // 2,)`, and the factor of the
+    cosines and sines.
     """
     theta = parameters["rope_theta"]
     exponents = np.arange(0, head_dim, 2, dtype="float32") / head_dim
@@ -223,12 +218,8 @@ class RotaryEmbedding(keras.layers.Layer):
 
     This replaces the rotary layers of KerasHub's attention layers, which do
     not support all types of `rope_scaling`. It has no variables. Angles are
-    float32, whatever the dtype of the inputs.
-
-    Args:
-        head_dim: int, the features of a head.
-        parameters: dict, as `rope_parameters` returns it.
-        **kwargs: see `keras.layers.Layer`.
+    float32, whatever the dtype of the inputs. `parameters` are those of
+    `rope_parameters`.
 
     Call arguments:
         inputs: float tensor of shape `(batch, length, heads, head_dim)` or
@@ -278,15 +269,7 @@ class RotaryEmbedding(keras.layers.Layer):
 
 
 def parameters_of(layer):
-    """Returns the parameters of a rotary layer.
-
-    Args:
-        layer: a `RotaryEmbedding`, or the rotary layer of a KerasHub
-            attention layer.
-
-    Returns:
-        A dict, as `rope_parameters` returns it.
-    """
+    """Returns the `rope_parameters` of our rotary layer or of KerasHub's."""
     if isinstance(layer, RotaryEmbedding):
         return dict(layer.parameters)
     theta = float(layer.max_wavelength)
