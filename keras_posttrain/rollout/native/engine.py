@@ -243,12 +243,7 @@ class NativeRollout(Rollout):
     # Memory
 
     def slots_for(self, tokens, samples):
-        """Returns the number of slots to use.
-
-        Args:
-            tokens: int, the tokens of a slot.
-            samples: int, the number of samples.
-        """
+        """Returns the number of slots, of `tokens` each, for some samples."""
         decoder = self._decoder
         shards = decoder.placement.shards
         budget = self.cache_bytes

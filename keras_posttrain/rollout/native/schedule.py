@@ -28,13 +28,11 @@ class Schedule:
     """One call of `generate` by continuous batching.
 
     Args:
-        decoder: `SlotDecoder`.
         requests: list of `Request`s that have seeds.
         slots_for: `f(tokens, samples)` that returns the number of slots of
             `tokens` to use for `samples`.
         version: int, the version of the weights.
         is_interrupted: function that returns whether to end early.
-        on_tokens: `f(request, generation, token_ids)` or `None`.
         progress: function called when a sample has ended, or `None`.
     """
 

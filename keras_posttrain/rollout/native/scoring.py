@@ -19,9 +19,7 @@ SCORE_TOKENS = 2048
 class Scorer:
     """Computes the log-probabilities of sequences, packed if possible.
 
-    Args:
-        policy, using_weights: as in `decoding.py:using`.
-        note: `f(text)`, called with a description of every program used.
+    The arguments are those of `decoding.py:SlotDecoder`.
     """
 
     def __init__(self, policy, using_weights, note):

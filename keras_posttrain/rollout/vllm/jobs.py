@@ -15,22 +15,14 @@ class EngineFailure(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One request to vLLM.
-
-    Args:
-        token_ids: tuple of ints.
-        params: dict, vLLM's sampling parameters.
-    """
+    """One request to vLLM: token ids and vLLM's sampling parameters."""
 
     token_ids: tuple
     params: dict
 
 
 class Result:
-    """The result of a job, complete or partial.
-
-    Args:
-        n: int, the number of samples.
+    """The result of a job of `n` samples, complete or partial.
 
     Attributes:
         token_ids: list with a list of ints for each sample.

@@ -41,11 +41,7 @@ def is_here():
 
 
 def check():
-    """Checks that Keras was imported with support for Flax NNX.
-
-    Raises:
-        RuntimeError: says which environment variable to set.
-    """
+    """Raises a `RuntimeError` if Keras lacks support for Flax NNX."""
     if not keras.config.is_nnx_enabled():
         raise RuntimeError(
             "In a process with TPUs vLLM runs KerasHub's model by Flax. Set "
@@ -59,12 +55,7 @@ def write_model(causal_lm, directory, dtype):
     """Writes the config and the preset that KerasHub's vLLM model reads.
 
     KerasHub's `setup_vllm_model` does this only for a named preset with a
-    tokenizer.
-
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        directory: path of a folder, new or empty.
-        dtype: str, the engine's dtype.
+    tokenizer. `dtype` is the engine's.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -161,13 +152,10 @@ def write_state(worker, arrays):
     Args:
         worker: tpu-inference's `TPUWorker`.
         arrays: iterable of `(path, array)`, one for each variable of the
-            KerasHub model.
+            KerasHub model; a missing one raises a `ValueError`.
 
     Returns:
         int, the bytes written.
-
-    Raises:
-        ValueError: if a variable of the engine is missing.
     """
     runner, given = worker.model_runner, {}
     worker.delete_kv_cache()
@@ -205,9 +193,8 @@ def _variables(state):
 def _job(job):
     """Adapts a job to tpu-inference.
 
-    Raises:
-        ValueError: for settings under which its log-probabilities would
-            differ from ours.
+    Settings under which its log-probabilities would differ from ours raise a
+    `ValueError`.
     """
     params = job.params
     cut = params.get("top_k") or params.get("min_p")
