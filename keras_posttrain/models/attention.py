@@ -86,6 +86,8 @@ def segment_attention(
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
+    The result has the shape and dtype of `query`.
+
     Args:
         query: float array of shape `(rows, length, heads, head_dim)`.
         key, value: float arrays of shape
@@ -95,9 +97,6 @@ def segment_attention(
         sliding_window: int or `None`; a token sees this many tokens, itself
             included.
         soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
-
-    Returns:
-        An array of the shape and dtype of `query`.
     """
     if tpu_attention.is_supported(query, prefix_ids):
         return tpu_attention.splash_attention(

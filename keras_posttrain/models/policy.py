@@ -432,8 +432,8 @@ class Policy:
     ):  # fmt: skip
         """Sums weighted divergences from teachers and log-probabilities.
 
-        Arguments not listed are as in `models/divergence_head.py` and
-        `token_outputs`.
+        Arguments that are not listed are those of `token_outputs` and of
+        `divergence_head.py:divergence_sum`.
 
         Args:
             weights: pair of float arrays of shape `(rows, length)`, the

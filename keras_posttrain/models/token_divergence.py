@@ -77,7 +77,6 @@ def compare(soft_cap, settings, names, gradients, rows):
         settings: `(divergence, temperature, tail, needs)`, as in
             `models/divergence_head.py:divergence_sum`.
         names: names of the values to return.
-        gradients: bool, whether to compute the gradient.
         rows: `(logits, teachers, targets, weights, shares)`: the student's
             logits; for each teacher its logits, or `(ids, logps)` of its
             top tokens; the token ids; the pair of weights of divergences and

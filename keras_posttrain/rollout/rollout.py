@@ -246,7 +246,10 @@ class Rollout(keras.callbacks.Callback):
             return self._score(sequences, top_k, float(temperature or 1.0))
 
     def sync_weights(self):
-        """Syncs the task's weights; returns the new `weight_version`."""
+        """Makes the engine sample from the current weights of the task.
+
+        Returns the new `weight_version`.
+        """
         raise NotImplementedError
 
     def metrics(self):
@@ -311,9 +314,10 @@ def _need(holds, expected, **received):
 
 
 def check_requests(requests, vocabulary_size, max_length=None):
-    """Lists the requests; a `ValueError` names an invalid one's field.
+    """Checks requests and returns them as a list.
 
-    `max_length` is the most tokens of a sequence, or `None`.
+    A `ValueError` names the request, the field and its value. `max_length` is
+    the most tokens of a sequence, or `None`.
     """
     if isinstance(requests, Request):
         raise ValueError(

@@ -31,16 +31,11 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     KerasHub's converters, which ignore some fields of the config. The model's
     attribute `kpt_repairs` lists the settings that had to be corrected on
     KerasHub's built layers. `kpt_source` is a dict with the `path` and
-    `config` of the source, or `None`.
+    `config` of the source, or `None`. There is no preprocessor.
 
-    Args:
-        preset: str or path, see `directories.resolve`.
-        dtype: str or `keras.DTypePolicy`. Defaults to Keras's default.
-        load_weights: bool; `False` leaves the weights random.
-
-    Returns:
-        A `keras_hub.models.CausalLM` without a preprocessor. A `ValueError`
-        says if there is no such preset or KerasHub cannot represent it.
+    `preset` is that of `directories.resolve`. Without `load_weights`, weights
+    are random. A `ValueError` is raised if KerasHub's layers cannot represent
+    the model.
     """
     path = directories.resolve(preset)
     config = None

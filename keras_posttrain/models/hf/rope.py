@@ -36,19 +36,16 @@ def rope_parameters(config, layer_type=None):
 
     Configs store them in `rope_scaling` and `rope_theta` (up to
     transformers 4) or in `rope_parameters` (transformers 5), which has an
-    entry for each type of layer if these differ.
+    entry for each type of layer if these differ. Defaults of the config must
+    be filled in.
+
+    Returns a dict of `rope_type`, `rope_theta` and the fields of that type. If
+    one of them is missing, or the rotation depends on more than the position,
+    it raises a `ValueError`.
 
     Args:
-        config: dict, a Hugging Face `config.json` with defaults filled in.
         layer_type: `"full_attention"` or `"sliding_attention"` in a family
             with two types of layers (Gemma 3), else `None`.
-
-    Returns:
-        A dict of `rope_type`, `rope_theta` and the fields of that type.
-
-    Raises:
-        ValueError: if the rotation depends on more than the position, or a
-            field of its type is missing.
     """
     if layer_type is None:
         found = _shared(config)

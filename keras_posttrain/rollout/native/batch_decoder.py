@@ -26,15 +26,9 @@ class BatchDecoder:
     gets the tokens of its prompt until it ends, and a row whose sample has
     ended waits for the others. Prompts of similar length share a batch.
 
-    Args:
-        using_weights: as in `decoding.py:using`.
-        num_slots: int, the most rows of a batch.
-        cache_bytes: int or `None`, the most bytes of the cache of keys and
-            values on a device.
-
-    Raises:
-        ValueError: if the family has no cache by position, or an incorrect
-            one.
+    A batch has at most `num_slots` rows, and its cache of keys and values at
+    most `cache_bytes` on a device. A family without a cache by position, or
+    with an incorrect one, raises a `ValueError`.
     """
 
     def __init__(self, causal_lm, using_weights, num_slots, cache_bytes=None):

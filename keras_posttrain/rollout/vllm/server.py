@@ -30,14 +30,11 @@ MODULE = "kpt_vllm_worker"
 
 
 class ServerEngine:
-    """A vLLM server, running at an address or started by this object.
+    """A vLLM server, running at `url` or started by this object.
 
-    Args:
-        arguments: dict of vLLM's engine arguments, to start a server.
-        timeout: float, the most seconds for an answer.
-        folder: path of a folder that the server can read.
-        python: str or `None`, the interpreter to start a server with.
-        url, api_key: str or `None`, of a running server.
+    To start one, it needs vLLM's engine arguments and the interpreter
+    `python`. The server must be able to read `folder`. It has at most
+    `timeout` seconds for an answer.
     """
 
     def __init__(self, arguments, timeout, folder, python, url, api_key):

@@ -41,7 +41,7 @@ def is_here():
 
 
 def check():
-    """Raises a `RuntimeError` if Keras lacks support for Flax NNX."""
+    """Checks that Keras was imported with support for Flax NNX."""
     if not keras.config.is_nnx_enabled():
         raise RuntimeError(
             "In a process with TPUs vLLM runs KerasHub's model by Flax. Set "
@@ -143,19 +143,12 @@ class TPUEngine(LocalEngine):
 
 
 def write_state(worker, arrays):
-    """Replaces the weights of a worker's model runner.
+    """Replaces the weights of tpu-inference's `TPUWorker`; returns the bytes.
 
     The cache of keys and values belongs to the old weights. It is freed
     first, which makes room for both sets of weights, and recreated at the
-    end.
-
-    Args:
-        worker: tpu-inference's `TPUWorker`.
-        arrays: iterable of `(path, array)`, one for each variable of the
-            KerasHub model; a missing one raises a `ValueError`.
-
-    Returns:
-        int, the bytes written.
+    end. `arrays` has `(path, array)` of each variable of the KerasHub model;
+    one that the engine lacks raises a `ValueError`.
     """
     runner, given = worker.model_runner, {}
     worker.delete_kv_cache()
