@@ -287,9 +287,8 @@ class KeyValues:
     def fill(self, slots, keys, values):
         """Writes prompts to some slots, starting at the first column.
 
-        `keys` and `values` have the shape
-        `(prompts, tokens, kv_heads, head_dim)`. A prompt whose slot is out
-        of range is ignored.
+        Both arrays are `(prompts, tokens, kv_heads, head_dim)`. A prompt
+        whose slot is out of range is ignored.
         """
         tokens = keys.shape[1]
         keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)

@@ -137,9 +137,8 @@ def capture_of(maps, side):
 def layer_pairs(loss, student_layers, teacher_layers):
     """Returns the pairs `(student layer, teacher layer)` to compare.
 
-    The last two arguments are the numbers of layers. `layers="auto"` spreads
-    all layers of the student evenly over the teacher's and pairs the last
-    ones.
+    `layers="auto"` spreads all layers of the student evenly over the
+    teacher's and pairs the last ones.
     """
     if loss.layers == "auto":
         step = teacher_layers / student_layers
@@ -163,11 +162,7 @@ def layer_pairs(loss, student_layers, teacher_layers):
 
 
 def pooling(size, pooled):
-    """Returns the matrix that averages `size` features in `pooled` bins.
-
-    Bins are those of adaptive average pooling: they overlap where the sizes
-    do not divide.
-    """
+    """Returns the matrix of adaptive average pooling to `pooled` features."""
     matrix = np.zeros((size, pooled), np.float32)
     for i in range(pooled):
         start, stop = i * size // pooled, -(-(i + 1) * size // pooled)

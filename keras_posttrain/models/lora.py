@@ -159,8 +159,7 @@ class DropoutKeys:
 class Pair:
     """An adapted layer: how its kernel's axes map to those of a matrix.
 
-    `layer` is a built Keras `Dense` or `EinsumDense`, and `name` its Hugging
-    Face name.
+    `layer` is a built `Dense` or `EinsumDense`, `name` Hugging Face's name.
     """
 
     def __init__(self, name, layer):

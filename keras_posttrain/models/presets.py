@@ -38,10 +38,7 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
 
 
 def load_tokenizer(preset):
-    """Loads a preset's `Tokenizer`, converting KerasHub's.
-
-    It is `None` if a Hugging Face directory or a saved preset has none.
-    """
+    """Loads a preset's `Tokenizer` or converts KerasHub's; `None` without."""
     own = _own_folder(preset)
     directory = own or directories.resolve(preset)
     if directory is not None:

@@ -82,10 +82,7 @@ def add_to_adapter(directory, tensor):
 
 
 def split_adapter(directory, without):
-    """Copies an adapter to `without`, except for its head.
-
-    Returns the head's tensor, or `None` if the adapter has none.
-    """
+    """Copies an adapter except for its head, which it returns, or `None`."""
     config, tensors = adapter_files.read_peft(directory)
     tensor = tensors.pop(adapter_files.PREFIX + TENSOR, None)
     # PEFT lists both names whichever of them the model has.

@@ -61,8 +61,7 @@ GATHERED = "kpt_gathered"
 def data_axis():
     """Returns the mesh and its axis of rows, `(jax mesh, name, size)`.
 
-    Without a distribution, or if the axis has one device, it returns
-    `(None, None, 1)`.
+    If there is one device along the axis, these are `(None, None, 1)`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -114,10 +113,9 @@ class Stages:
     to_gather: bool
 
     def groups(self):
-        """Returns the groups of devices that communicate in each stage.
+        """Returns lists of the groups of devices, inner and outer axis.
 
-        Two lists of lists of indices along the original axis: the groups
-        along the inner axis and those along the outer one.
+        A group is a list of indices along the original axis.
         """
         outer, inner = (self.mesh.shape[name] for name in self.names)
         places = np.arange(outer * inner).reshape(outer, inner)
@@ -172,9 +170,8 @@ class Split:
 def split_of(variable):
     """Returns the `Split` of a variable; `None` without a distribution.
 
-    Weights are split to save memory over the data axis, or over the axes that
-    the distribution's method `gathered_axes(variable)` returns, if it has
-    one.
+    Weights are split to save memory over the data axis, or over the axes of
+    the distribution's `gathered_axes(variable)`, if it has this method.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:

@@ -22,8 +22,7 @@ PRECISIONS = (None, "default", "bfloat16", "fastest")
 def is_supported(query, prefix_ids=None):
     """Returns whether the kernel supports these arrays on the devices used.
 
-    `query` has the shape `(rows, length, heads, head_dim)`; there must be no
-    shared prefixes.
+    There must be no shared prefixes.
     """
     length, head_dim = query.shape[1], query.shape[3]
     # The kernel's compiler rejects products of 16-bit numbers of any other

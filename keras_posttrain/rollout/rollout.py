@@ -207,10 +207,7 @@ class Rollout(keras.callbacks.Callback):
         return self._interruption.is_set()
 
     def _interrupted(self):
-        """Returns a function that says whether to end samples early.
-
-        It is `None` if rollouts do not overlap with training.
-        """
+        """Returns a function that says when to end early; `None` if never."""
         return (lambda: self.is_interrupted) if self.overlaps else None
 
     def score(self, sequences, *, top_k=None, temperature=1.0):

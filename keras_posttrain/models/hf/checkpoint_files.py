@@ -39,10 +39,9 @@ def write_json(path, content):
 
 @contextlib.contextmanager
 def replaced_directory(directory):
-    """Yields an empty folder that replaces another one when complete.
+    """Yields an empty folder that replaces `directory` when complete.
 
-    It is next to the other one. If anything fails inside the scope, the
-    existing folder is unchanged.
+    If anything fails inside the scope, `directory` is unchanged.
     """
     directory = pathlib.Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -144,9 +143,9 @@ def _dtype(code):
 def plan_shards(shapes, dtypes, max_shard_bytes):
     """Groups tensors, in order, into files of limited size.
 
-    Returns a dict from file names to lists of tensor names, each in the order
-    of safetensors: by dtype, then by name. A tensor larger than
-    `max_shard_bytes` gets a separate file.
+    Returns lists of tensor names by file name, each in the order of
+    safetensors: by dtype, then by name. A tensor above the limit gets a
+    separate file.
     """
     groups = [[]]
     room = max_shard_bytes
@@ -176,10 +175,7 @@ def _sizes(shapes, dtypes):
 
 
 def write_tensors(directory, shards, shapes, dtypes, arrays):
-    """Writes a checkpoint with one tensor in memory at a time.
-
-    `arrays` is an iterator of numpy arrays, in the order of `shards`.
-    """
+    """Writes a checkpoint with one tensor in memory at a time, in order."""
     directory, arrays = pathlib.Path(directory), iter(arrays)
     sizes = _sizes(shapes, dtypes)
     for file, names in shards.items():

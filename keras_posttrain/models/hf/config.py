@@ -261,9 +261,8 @@ def _pattern(config, family, num_layers, size):
 def to_config(settings, family):
     """Converts `Settings` to the fields of a Hugging Face config.
 
-    The settings of rotary embeddings are written in the formats of
-    transformers 5 and 4, so that all readers find them. A setting for which
-    the family's config has no field raises a `ValueError`.
+    Rotary embeddings are written as in transformers 5 and 4, so that all
+    readers find them. A setting without a field raises a `ValueError`.
     """
     config = {
         "model_type": family.model_type,

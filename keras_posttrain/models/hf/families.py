@@ -207,11 +207,7 @@ _BY_BACKBONE = {
 
 
 def family_of(causal_lm):
-    """Returns the `Family` of a built KerasHub `CausalLM`, or `None`.
-
-    A model without one has no Hugging Face names, and so no LoRA and no
-    export.
-    """
+    """Returns a model's `Family`; without one it has no LoRA or export."""
     backbone = causal_lm.backbone
     if isinstance(backbone, keras_hub.models.GemmaBackbone):
         norms = (backbone.use_post_ffw_norm, backbone.use_post_attention_norm)

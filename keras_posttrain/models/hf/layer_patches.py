@@ -154,9 +154,8 @@ def _query_scalar(attention, family):
 def set_query_scalar(attention, scalar):
     """Makes a Gemma attention layer divide scores by `scalar ** 0.5`.
 
-    After the layer is built, its `head_dim` is used only for this scale, also
-    under `attention_scope`; sizes are taken from the arrays. Returns whether
-    the layer was changed.
+    After the layer is built, its `head_dim` is used only for this scale; sizes
+    are taken from the arrays. Returns whether the layer was changed.
     """
     normalize = attention.query_head_dim_normalize
     if normalize and attention.head_dim == scalar:

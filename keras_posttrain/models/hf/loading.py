@@ -200,7 +200,7 @@ def _head(checkpoint):
 
 
 def _tied_as_stored(settings, config, checkpoint):
-    """Corrects `settings.tied` by the checkpoint; returns notes too."""
+    """Returns settings tied as the checkpoint is, and notes."""
     head = _head(checkpoint)
     embedding = _prefix(checkpoint) + EMBEDDING
     if settings.tied and head and embedding in checkpoint.names:

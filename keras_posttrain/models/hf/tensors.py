@@ -93,10 +93,9 @@ def model_tensors(causal_lm):
 
 
 def linear_layers(causal_lm):
-    """Returns the linear layers of the decoder by Hugging Face name.
+    """Returns the decoder's linear layers by Hugging Face module name.
 
-    Names are such as `"model.layers.0.self_attn.q_proj"`. An unknown family
-    raises a `ValueError`.
+    An unknown family raises a `ValueError`.
     """
     family = known_family(causal_lm)
     return {

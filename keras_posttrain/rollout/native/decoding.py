@@ -27,7 +27,7 @@ PREFILL_TOKENS = 1024
 
 
 class Weights(typing.NamedTuple):
-    """The arrays of the task's trainable variables and of its other ones.
+    """The values of the task's trainable variables and of the others.
 
     `adapted` is false if the adapter is in the kernels already.
     """
@@ -81,7 +81,6 @@ class Placement:
     """The layout of arrays: slots over the data axis, heads over the other.
 
     It follows Keras's distribution; without one there is a single device.
-    `kv_heads` is the number of key and value heads.
     """
 
     def __init__(self, kv_heads):
@@ -128,11 +127,9 @@ class Placement:
 class SlotDecoder:
     """A cache of slots with the programs that fill it and decode from it.
 
-    Args:
-        policy, using_weights: as in `using`.
-        kv_shapes: list of `(kv_heads, head_dim)`, one for each layer.
-        dtype: str, the dtype of keys and values.
-        note: `f(text)`, called with a description of every program used.
+    There is a pair `(kv_heads, head_dim)` in `kv_shapes` for each layer, and
+    `dtype` is that of keys and values. `note(text)` is called with a
+    description of every program used.
     """
 
     def __init__(self, policy, using_weights, kv_shapes, dtype, note):

@@ -197,8 +197,7 @@ class NativeRollout(Rollout):
     def _arrays(self):
         """Returns the weights to sample from, `(trainable, frozen)`.
 
-        If rollouts overlap with training, `trainable` is that of the last
-        `sync_weights`.
+        In overlapping runs, `trainable` is that of the last `sync_weights`.
         """
         if self._synced is None:
             return self._task_weights()

@@ -47,11 +47,10 @@ class Sample:
 
 
 class Samples(list):
-    """All samples of a call, in the order of their requests.
+    """All samples of a call, in the order of their requests, which have seeds.
 
-    The requests must have seeds. `num_stop_ids` is the number of columns of
-    the array of stop tokens; `truncated` is true if a request sets `top_k`,
-    `top_p` or `min_p`.
+    `num_stop_ids` is the number of columns of the array of stop tokens;
+    `truncated` says if a request sets `top_k`, `top_p` or `min_p`.
     """
 
     def __init__(self, requests):

@@ -17,10 +17,7 @@ SCORE_TOKENS = 2048
 
 
 class Scorer:
-    """Computes the log-probabilities of sequences, packed if possible.
-
-    The arguments are those of `decoding.py:SlotDecoder`.
-    """
+    """Computes the log-probabilities of sequences, packed if possible."""
 
     def __init__(self, policy, using_weights, note):
         self.policy, self._using_weights = policy, using_weights

@@ -98,8 +98,7 @@ def sampling_job(request):
 def sample_seed(request):
     """Returns the seed of a prompt's first sample; vLLM adds the index.
 
-    It depends on the prompt, so that prompts with equal seeds get different
-    random numbers.
+    Prompts with equal seeds get different random numbers.
     """
     ids = np.array(request.token_ids, "int64").tobytes()
     digest = hashlib.sha256(f"{request.seed}/".encode() + ids).digest()

@@ -40,10 +40,7 @@ def threads():
 
 
 class LocalEngine:
-    """A vLLM engine in this process, with vLLM's engine arguments.
-
-    A request must end within `timeout` seconds.
-    """
+    """A vLLM engine in this process. A request has `timeout` seconds."""
 
     def __init__(self, arguments, timeout):
         self.arguments, self.timeout = arguments, timeout

@@ -42,10 +42,7 @@ def watch(parent, command):
 
 
 def end(process):
-    """Ends a process of this script with all processes of its group.
-
-    It must have been started with `start_new_session=True`.
-    """
+    """Ends a process of this script, a group's leader, and its group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -58,10 +58,7 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
 
 
 def check_task(adapter, lora, on_tpu):
-    """Checks the settings of `VLLMRollout` against the task's `LoRA`.
-
-    `on_tpu` is whether vLLM runs in this process on TPUs.
-    """
+    """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
     if jax.process_count() > 1:
         raise ValueError(
             "`VLLMRollout` serves one process; with several use "
@@ -121,9 +118,8 @@ def dtype(name):
 def arguments(directory, weights, *, max_length, cache_bytes, lora):
     """Returns vLLM's engine arguments.
 
-    `directory` has the model's config, `max_length` is the most tokens of a
-    prompt and its completion, `cache_bytes` is as in `VLLMRollout`, and `lora`
-    is that of the adapter that vLLM gets, or `None`.
+    The folder `directory` has the model's config; `lora` is that of the
+    adapter that vLLM gets, or `None`.
     """
     found = {
         "model": str(directory),

@@ -148,7 +148,8 @@ def write_state(worker, arrays):
     The cache of keys and values belongs to the old weights. It is freed
     first, which makes room for both sets of weights, and recreated at the
     end. `arrays` has `(path, array)` of each variable of the KerasHub model;
-    one that the engine lacks raises a `ValueError`.
+    if one of the engine's variables is not among them, it raises a
+    `ValueError`.
     """
     runner, given = worker.model_runner, {}
     worker.delete_kv_cache()
@@ -186,8 +187,7 @@ def _variables(state):
 def _job(job):
     """Adapts a job to tpu-inference.
 
-    Settings under which its log-probabilities would differ from ours raise a
-    `ValueError`.
+    Settings that would change its log-probabilities raise a `ValueError`.
     """
     params = job.params
     cut = params.get("top_k") or params.get("min_p")

@@ -133,9 +133,7 @@ def room_for_rank(rank):
 class Probe:
     """A sequence whose log-probabilities identify the weights of an engine.
 
-    Args:
-        policy, using_weights: as in `native/decoding.py:using`.
-        length: int, the most tokens of the sequence.
+    It has at most `length` tokens.
     """
 
     def __init__(self, policy, using_weights, length):
@@ -147,9 +145,9 @@ class Probe:
         self._run = jax.jit(self._logps, static_argnums=0)
 
     def __call__(self, weights):
-        """Computes the log-probabilities under the trainer's weights.
+        """Computes the trainer's log-probabilities, float32 `(tokens,)`.
 
-        They are float32 of shape `(tokens,)`; the first is 0.
+        The first is 0.
         """
         length, adapter = len(self.token_ids), self.policy.adapter
         batch = model_inputs([[self.token_ids]], length, Placement(1).shards)
