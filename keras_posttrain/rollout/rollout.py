@@ -207,7 +207,10 @@ class Rollout(keras.callbacks.Callback):
         return self._interruption.is_set()
 
     def _interrupted(self):
-        """Returns a function that says when to end early; `None` if never."""
+        """Returns a function that says whether to end samples early.
+
+        It is `None` if rollouts do not overlap with training.
+        """
         return (lambda: self.is_interrupted) if self.overlaps else None
 
     def score(self, sequences, *, top_k=None, temperature=1.0):
@@ -245,12 +248,13 @@ class Rollout(keras.callbacks.Callback):
     def sync_weights(self):
         """Makes the engine sample from the current weights of the task.
 
-        Returns the new `weight_version`.
+        Returns:
+            int, the new `weight_version`.
         """
         raise NotImplementedError
 
     def metrics(self):
-        """Returns the engine's metrics to log with those of the run."""
+        """Returns metrics to log with the run's, a dict of floats by name."""
         return {}
 
     def _generate(self, requests, on_tokens, progress):
