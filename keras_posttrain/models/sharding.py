@@ -113,7 +113,7 @@ class Stages:
     to_gather: bool
 
     def groups(self):
-        """Returns lists of the groups of devices, inner and outer axis.
+        """Returns two lists of groups of devices: inner axis, outer axis.
 
         A group is a list of indices along the original axis.
         """

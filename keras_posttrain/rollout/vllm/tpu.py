@@ -187,7 +187,7 @@ def _variables(state):
 def _job(job):
     """Adapts a job to tpu-inference.
 
-    Settings that would change its log-probabilities raise a `ValueError`.
+    A `ValueError` names settings whose log-probabilities would differ.
     """
     params = job.params
     cut = params.get("top_k") or params.get("min_p")

@@ -88,8 +88,8 @@ class Weights:
     def check(self, expected):
         """Checks that an engine's model has the same weights.
 
-        `expected` is a dict from their names to shapes. A `ValueError` names
-        weights that only one has, or whose shapes differ.
+        `expected` has the shapes of the engine's weights by name. A
+        `ValueError` names weights that only one has, or whose shapes differ.
         """
         own = self.shapes()
         if self.is_tied:
