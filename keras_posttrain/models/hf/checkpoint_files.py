@@ -73,7 +73,7 @@ class Reader:
 
     Args:
         directory: path of a folder with `model.safetensors`, or with shards
-            and their index. A missing shard raises a `ValueError`.
+            and their index. If any is missing, it raises a `ValueError`.
         single: str, the name of the file of an unsharded checkpoint.
     """
 

@@ -25,8 +25,8 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
     If the model was loaded from a Hugging Face directory, fields that do not
     affect the forward pass (token ids, lengths) are copied from that
     directory's config; otherwise token ids are the attributes `bos_token_id`,
-    `eos_token_id` and `pad_token_id` of `tokenizer`. `dtype` is the name of
-    that of the weights, by default the embedding's.
+    `eos_token_id` and `pad_token_id` of `tokenizer`. `dtype` names the dtype
+    of the weights, by default the embedding's.
 
     An unknown family, or a setting of the model for which its config has no
     field, raises a `ValueError`.

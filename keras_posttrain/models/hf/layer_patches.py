@@ -154,8 +154,9 @@ def _query_scalar(attention, family):
 def set_query_scalar(attention, scalar):
     """Makes a Gemma attention layer divide scores by `scalar ** 0.5`.
 
-    After the layer is built, its `head_dim` is used only for this scale; sizes
-    are taken from the arrays. Returns whether the layer was changed.
+    After the layer is built, its `head_dim` is used only for this scale, also
+    under `attention_scope`; sizes are taken from the arrays. Returns whether
+    the layer was changed.
     """
     normalize = attention.query_head_dim_normalize
     if normalize and attention.head_dim == scalar:
@@ -170,7 +171,7 @@ def set_query_scalar(attention, scalar):
 
 
 def set_rope(attention, family, parameters):
-    """Replaces the rotary layer if its parameters differ; returns whether."""
+    """Replaces the rotary layer if its parameters differ; true if it did."""
     old = getattr(attention, family.rotary)
     if parameters_of(old) == parameters:
         return False
