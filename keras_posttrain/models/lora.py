@@ -135,14 +135,8 @@ class DropoutKeys:
     """The random keys of the dropout masks of one step.
 
     A mask depends only on the step, the layer, the sequence and the token's
-    position in it: not on rows, packing or micro-batches.
-
-    Attributes:
-        step_key: a JAX key of the seed and the step.
-        sequences: int32 array of shape `(tokens,)`, the sequence of each
-            token.
-        positions: int32 array of shape `(tokens,)`, the position of each
-            token in its sequence.
+    position in it: not on rows, packing or micro-batches. `step_key` is a JAX
+    key of the seed and the step; the int32 arrays have the shape `(tokens,)`.
     """
 
     step_key: jax.Array
@@ -165,9 +159,7 @@ class DropoutKeys:
 class Pair:
     """An adapted layer: how its kernel's axes map to those of a matrix.
 
-    Args:
-        name: str, the layer's Hugging Face name.
-        layer: a built Keras `Dense` or `EinsumDense`.
+    `layer` is a built `Dense` or `EinsumDense`, `name` Hugging Face's name.
     """
 
     def __init__(self, name, layer):
@@ -310,15 +302,10 @@ class Adapter(keras.layers.Layer):
             self._dropout = None
 
     def merged_kernel(self, i, factors=None):
-        """Computes the kernel of an adapted layer with the adapter added.
+        """Computes the kernel of layer `i` of `pairs` with the adapter added.
 
-        Args:
-            i: int, the index of the layer in `pairs`.
-            factors: pair of arrays to use as `A` and `B`, or `None` for the
-                adapter's.
-
-        Returns:
-            An array of the kernel's shape and dtype.
+        `factors` are arrays to use as `A` and `B` instead of the adapter's.
+        The result has the kernel's shape and dtype.
         """
         pair = self.pairs[i]
         kernel = pair.layer.kernel.value
@@ -361,10 +348,7 @@ class Adapter(keras.layers.Layer):
         self._active = True
 
     def merged_values(self):
-        """Returns a function from a variable to its value for an export.
-
-        For the kernel of an adapted layer the adapter is added.
-        """
+        """Returns a function from a variable to its value with the adapter."""
         index = {id(p.layer.kernel): i for i, p in enumerate(self.pairs)}
 
         def values(variable):
@@ -375,12 +359,7 @@ class Adapter(keras.layers.Layer):
         return values
 
     def save(self, directory, base_name=None):
-        """Writes `adapter_config.json` and `adapter_model.safetensors`.
-
-        Args:
-            directory: str or path to write to. PEFT and vLLM can load it.
-            base_name: str or `None`, recorded as the base model's name.
-        """
+        """Writes an adapter that PEFT and vLLM load, with its base's name."""
         directory = pathlib.Path(directory)
         tensors = {}
         for tensor in self._tensors():
@@ -434,12 +413,8 @@ class Adapter(keras.layers.Layer):
     def load(self, directory):
         """Loads the weights of a PEFT adapter of equal rank and layers.
 
-        Args:
-            directory: str or path of a PEFT adapter.
-
-        Raises:
-            ValueError: if the adapter has another method, rank or set of
-                layers. No weight is changed then.
+        If the adapter has another method, rank or set of layers, it raises a
+        `ValueError` and changes no weight.
         """
         given = lora_from_config(read_config(directory), directory)
         if given.shape() != self.lora.shape():
