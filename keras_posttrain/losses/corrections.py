@@ -96,13 +96,7 @@ class OffPolicyMask:
 def masked_quantile(values, mask, quantile):
     """Computes a quantile of the values selected by a mask.
 
-    Args:
-        values: float array of any shape.
-        mask: bool array of the same shape.
-        quantile: float between 0 and 1, with linear interpolation.
-
-    Returns:
-        A float scalar, NaN where nothing is selected.
+    It is a scalar with linear interpolation, NaN where nothing is selected.
     """
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
     last = jnp.maximum(mask.sum() - 1, 0)

@@ -14,26 +14,15 @@ SMALLEST_SQUARE = 1e-12
 
 
 def squared_error(student, teacher):
-    """Sums the squared differences over the last axis.
-
-    Args:
-        student, teacher: float arrays of the same shape `(..., dim)`.
-
-    Returns:
-        A float32 array of shape `(...)`.
-    """
+    """Sums the squared differences over the last axis, in float32."""
     return jnp.sum(jnp.square(student - teacher), axis=-1)
 
 
 def cosine_distance(student, teacher):
-    """Computes 1 minus the cosine of the angle between vectors.
+    """Computes 1 minus the cosine of the angle between vectors, in float32.
 
-    Args:
-        student, teacher: float arrays of the same shape `(..., dim)`.
-
-    Returns:
-        A float32 array of shape `(...)`, from 0 to 2; 1, without a gradient,
-        where either vector is 0.
+    The vectors are along the last axis. Where either is 0 the result is 1,
+    without a gradient.
     """
 
     def direction(vectors):

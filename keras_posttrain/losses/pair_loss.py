@@ -26,15 +26,7 @@ ROUNDING = 1e-6
 
 
 def smoothed_sigmoid(margins, label_smoothing):
-    """Computes `-log sigmoid(margins)` with smoothed labels.
-
-    Args:
-        margins: float array of any shape.
-        label_smoothing: float, the assumed share of swapped pairs.
-
-    Returns:
-        A float array of the same shape.
-    """
+    """Computes `-log sigmoid(margins)`, smoothed as in `dpo_loss`."""
     losses = -(1 - label_smoothing) * jax.nn.log_sigmoid(margins)
     if label_smoothing:
         losses -= label_smoothing * jax.nn.log_sigmoid(-margins)
@@ -274,15 +266,7 @@ class ReferenceLoss(PairLoss):
 def preference_margins(chosen_ratios, rejected_ratios, beta, divergence=None):
     """Computes `beta * (score(chosen) - score(rejected))` of each pair.
 
-    Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions.
-        rejected_ratios: float array of the same shape.
-        beta: float, the strength of the regularisation.
-        divergence: function of log-ratios, as in `MarginLoss`.
-
-    Returns:
-        A float array of the same shape.
+    The scores are those of a `divergence`, as in `MarginLoss`.
     """
     score = divergence or ReverseKL()
     return beta * (score(chosen_ratios) - score(rejected_ratios))

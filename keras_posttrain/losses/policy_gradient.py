@@ -67,12 +67,7 @@ def ppo_loss(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
-    """Base class of the policy losses with PPO's clip.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-    """
+    """Base class of the policy losses with PPO's clip, as in `PPOLoss`."""
 
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -804,16 +799,9 @@ class ReinforceLoss(PolicyLoss):
 def clip_metrics(tokens, log_ratios, low, high, by_sequence):
     """Computes the shares of tokens whose gradient a clip removed.
 
-    Args:
-        tokens: `PolicyTokens`.
-        log_ratios: float array of shape `(rows, length)`.
-        low, high: floats, the bounds of the ratio.
-        by_sequence: bool, whether to count sequences instead of tokens.
-
-    Returns:
-        A dict of metrics: the shares below `low` with a negative advantage
-        and above `high` with a positive one, and the minimum and maximum of
-        these shares over single sequences.
+    These are the shares with ratios below `low` and a negative advantage and
+    above `high` and a positive one, and the minimum and maximum of these
+    shares over single sequences. `by_sequence` counts sequences instead.
     """
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
     below = ((ratios < low) & (tokens.advantages < 0)).astype("float32")

@@ -170,18 +170,7 @@ class CPOIPOLoss(CPOLoss):
 
 
 def simpo_reward(logps, beta, alpha):
-    """Computes SimPO's reward, or AlphaPO's where `alpha` is not 0.
-
-    `beta * logps`, or `beta * (1 - exp(-alpha * logps)) / alpha`.
-
-    Args:
-        logps: float array of any shape, mean log-probabilities of
-            completions.
-        beta, alpha: see `simpo_loss`.
-
-    Returns:
-        A float array of the same shape.
-    """
+    """Computes the reward of `simpo_loss` from mean log-probabilities."""
     if not alpha:
         return beta * logps
     return beta / alpha * (1 - bounded_exp(-alpha * logps))
@@ -264,12 +253,6 @@ def log_odds_ratio(chosen_logps, rejected_logps):
     """Computes `log(odds(chosen) / odds(rejected))` of each pair.
 
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
-
-    Args:
-        chosen_logps, rejected_logps: see `simpo_loss`.
-
-    Returns:
-        A float array of the same shape.
     """
 
     def log_odds(logps):

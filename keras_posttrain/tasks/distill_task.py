@@ -285,9 +285,7 @@ class DistillTask(Task):
     def _make_teachers(self, of_step=False):
         """Creates the teachers that run in this process, once per run.
 
-        Args:
-            of_step: bool, whether the step reads them, which it does not with
-                a cache.
+        With a cache the step does not read them (`of_step`).
         """
         if of_step and self.teacher_cache is not None:
             return

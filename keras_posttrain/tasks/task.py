@@ -731,13 +731,9 @@ class Task(keras.Model):
     def _run_rows(self, program, rows, batch_size):
         """Runs a program on rows, of which none may be dropped or cut.
 
-        Args:
-            program: function of the trainable and the frozen weights and a
-                batch to a dict of arrays, `(rows, ...)`.
-            rows, batch_size: as in `log_probs`.
-
-        Returns:
-            An iterable of `(Example, dict of its arrays)`.
+        `program` computes from the trainable and the frozen weights and a
+        batch a dict of arrays, `(rows, ...)`. Returns an iterable of
+        `(Example, dict of its arrays)`.
         """
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"

@@ -18,9 +18,7 @@ def as_list(callbacks):
 def ordered(callbacks, verbose):
     """Adds the run's own callbacks and sorts all.
 
-    Returns:
-        A list. Checkpoints come last: they save what the others count at the
-        end of an epoch.
+    Checkpoints come last: they save what the others count at an epoch's end.
     """
     own = [ProcessGroup()] if processes.count() > 1 else []
     if verbose:
