@@ -15,15 +15,9 @@ SCALES = ("group", "batch", "none")
 def reward_matrix(rewards, num_generations):
     """Converts rewards to float64 `(sequences, functions)`, NaN if not scored.
 
-    Args:
-        rewards: floats of shape `(sequences,)`, `(sequences, functions)`:
-            the completions of one prompt are neighbours. `None` and NaN
-            mean not scored.
-        num_generations: int, completions per prompt.
-
-    Raises:
-        ValueError: for another shape, an infinite reward, or a number of
-            completions that is no multiple of `num_generations`.
+    They are as `Advantages` takes them. Another shape, an infinite reward, or
+    a number of completions that is no multiple of `num_generations` raises a
+    `ValueError`.
     """
     # `None` becomes NaN.
     array = np.array(rewards, dtype="float64")
@@ -52,11 +46,10 @@ def reward_matrix(rewards, num_generations):
 
 
 def total_rewards(rewards, num_generations, weights=None):
-    """Computes the weighted sum of rewards over reward functions.
+    """Computes weighted sums of rewards, float64 `(groups, num_generations)`.
 
     A function that did not score a completion adds 0; a completion that none
-    scored has NaN. `rewards` are as in `reward_matrix`, `weights`
-    `(functions,)`, and the sums float64 `(groups, num_generations)`.
+    scored has NaN. The arguments are those of `Advantages`.
     """
     matrix = reward_matrix(rewards, num_generations)
     weights = _weights(weights, matrix.shape[1])
@@ -107,7 +100,7 @@ def constant(values, axis=None):
 def reward_metrics(rewards, num_generations, weights=None, names=None):
     """Computes statistics of a batch of rewards, under TRL's names.
 
-    The arguments are those of `total_rewards`, and `names` of the functions,
+    The arguments are those of `Advantages`, and the functions' `names`,
     `reward_0` and so on by default.
 
     Returns:

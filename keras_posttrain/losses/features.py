@@ -161,8 +161,7 @@ class HiddenStateLoss(FeatureLoss):
             teacher's (TinyBERT's map), or a list of pairs
             `(student layer, teacher layer)`, counted from 0, or from -1 for
             the last. The outputs of the layers are compared.
-        metric: `"mse"`, the mean squared difference, or `"cosine"`, 1 minus
-            the cosine of the angle.
+        metric: see `hidden_state_loss`.
         matching: how the student's hidden size becomes the teacher's:
             `"projection"`, a linear map that is trained as well but not
             exported (FitNets, TinyBERT); `"pooling"`, the mean of
@@ -265,10 +264,8 @@ class AttentionLoss(FeatureLoss):
 
     Call arguments:
         batch: as in `HiddenStateLoss`.
-        outputs: dict of arrays of shape
-            `(rows, length, layers, heads * length)`: `student_attentions`
-            and `teacher_attentions`, by query; the last axis holds the
-            weights of all keys, head after head.
+        outputs: dict of the `student_attentions` and `teacher_attentions` of
+            `attention_loss`.
 
     Returns:
         `(loss, metrics)`: a float32 scalar, and a dict with

@@ -30,8 +30,8 @@ class PolicyTokens:
         old_logps: the same under the policy that sampled, as the trainer
             computes it. If the batch has none, `logps` without a gradient.
         advantages: those of the tokens.
-        entropies: those of the tokens, or `None`.
-        ref_logps: as `logps`, under the reference policy, or `None`.
+        entropies, ref_logps: of the policy and under the reference policy, or
+            `None`.
         rollout_logps: as `logps`, as reported by the engine that sampled, or
             `None`. Where the engine reported NaN, the value of `old_logps`.
     """

@@ -49,7 +49,6 @@ class PairValues:
             sums over their tokens (means for some losses).
         chosen_ratios, rejected_ratios: `log(policy / reference)` of the
             completions, `None` without a reference.
-        chosen_lengths, rejected_lengths: the numbers of their tokens.
         mask: 1 where there is a pair.
     """
 
@@ -93,9 +92,6 @@ class PairLoss(Loss):
             `per_token_logps`, and `ref_per_token_logps` if the batch has
             none. With `entropies` and `correct`, the entropy of the
             completions and the accuracy on the chosen ones are reported.
-
-    Returns:
-        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
 
     Example:
 
@@ -161,11 +157,7 @@ class PairLoss(Loss):
     def values(self, tokens, logps, batch, outputs):
         """Reduces the tokens of each completion to `PairValues`.
 
-        Args:
-            tokens: `PairTokens`.
-            logps: float array of shape `(rows, length)`, 0 outside the
-                completions.
-            batch, outputs: dicts of arrays, as in the call.
+        `logps` are of shape `(rows, length)`, 0 outside the completions.
         """
         if not self.has_reference:
             return PairValues(

@@ -10,11 +10,9 @@ from keras_posttrain.losses import reductions
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The positions of the pairs of a batch.
+    """The positions of the pairs of a batch, in the order of `PairLoss`.
 
-    The sequences of a batch, read row by row and past the unused slots, are
-    chosen, rejected, chosen, rejected and so on: two slots of a row, or two
-    rows of one sequence each. A slot is used where `sequence_mask` is not 0.
+    A slot is used where `sequence_mask` is not 0.
 
     Attributes:
         index: int array of shape `(pairs, 2)`: the slots of the chosen and

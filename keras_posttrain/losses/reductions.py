@@ -57,7 +57,9 @@ def ratio(numerator, denominator):
 
 
 def metric_value(metric):
-    """Computes the value of a metric in the form of `Loss.total`.
+    """Computes the value of a metric, a float32 scalar.
+
+    It is 0 for an empty reduction (an infinite minimum, a count of 0).
 
     Args:
         metric: `("mean", numerator, denominator)`, `("sum", value)`,
@@ -67,10 +69,6 @@ def metric_value(metric):
             `("difference", numerator, denominator, numerator,
             denominator)`: the first mean minus the second, 0 if either
             denominator is 0.
-
-    Returns:
-        A float32 scalar, 0 for an empty reduction (an infinite minimum, a
-        count of 0).
     """
     kind, *values = metric
     if kind == "mean":

@@ -131,14 +131,7 @@ class CPOLoss(PairLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOHingeLoss(CPOLoss):
-    """`CPOLoss` with `hinge_loss` of rewards.
-
-    Args:
-        beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
-
-    Reference:
-        - [Xu et al., 2024](https://arxiv.org/abs/2401.08417).
-    """
+    """`CPOLoss` with `hinge_loss` of rewards; `label_smoothing` must be 0."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,14 +144,7 @@ class CPOHingeLoss(CPOLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOIPOLoss(CPOLoss):
-    """`CPOLoss` with `ipo_loss` of means over tokens.
-
-    Args:
-        beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
-
-    Reference:
-        - [Azar et al., 2023](https://arxiv.org/abs/2310.12036), equation 17.
-    """
+    """`CPOLoss` with `ipo_loss` of means; `label_smoothing` must be 0."""
 
     averages = True
 

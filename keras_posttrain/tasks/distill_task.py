@@ -433,11 +433,10 @@ class DistillTask(Task):
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
             batch_size: int, rows of one optimizer step; with `on_policy`
                 prompts of one rollout.
-            epochs: int.
             packing: `False`, `True` to put several sequences of a batch in a
                 row of `sequence_length` tokens, or an int, the tokens of
                 such a row. It changes no result.
-            **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
+            epochs, **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
                 `kpt.GRPOTask.fit`. `validation_data` has completions in
                 either case.
 
@@ -598,8 +597,7 @@ class DistillTask(Task):
 
         Args:
             dataset: rows with completions, as in `fit`.
-            batch_size: int, rows at once.
-            **kwargs: see `kpt.SFTTask.evaluate`.
+            batch_size, **kwargs: see `kpt.SFTTask.evaluate`.
 
         Returns:
             A dict of floats: `loss` and the loss's metrics.

@@ -501,10 +501,8 @@ class RolloutTask(Task):
     def example_advantages(self, batch, count, logps):
         """Adds advantages to the batch of `example_batch`.
 
-        Args:
-            batch: `data/batches/assembly.py:Batch`.
-            count: int, the number of its sequences.
-            logps: list of float arrays, 0 for each token of a completion.
+        `batch` is a `data/batches/assembly.py:Batch` of `count` sequences;
+        `logps` has a float array for each, 0 for each token.
         """
         del logps
         batch.put_sequences("advantages", np.ones(count, "float32"))

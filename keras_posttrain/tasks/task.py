@@ -155,9 +155,6 @@ class Task(keras.Model):
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
-        Returns:
-            The task.
-
         Raises:
             ValueError: where the preset is unknown, or its model cannot be
                 built faithfully; the message names the field.
@@ -204,16 +201,13 @@ class Task(keras.Model):
         raise NotImplementedError
 
     def prepare(self, dataset, name="dataset", **overrides):
-        """Turns rows into examples.
+        """Turns rows into examples, and returns `(examples, report)`.
 
         Args:
             dataset: what the user passed.
             name: str, the argument's name, for messages.
             **overrides: settings of the task to replace, such as
                 `truncation`.
-
-        Returns:
-            `(examples, report)`.
         """
         raise NotImplementedError
 
@@ -371,23 +365,14 @@ class Task(keras.Model):
     def begin_run(self, datasets, batch_size, callbacks):
         """Prepares a run before its batches are made.
 
-        Args:
-            datasets: the examples to train on and those to evaluate, as
-                `prepare` returned them.
-            batch_size: int.
-            callbacks: list of `keras.callbacks.Callback`s.
+        `datasets` are the examples to train on and those to evaluate, as
+        `prepare` returned them.
         """
 
     def make_batches(self, examples, batch_size, **kwargs):
-        """Batches the examples that `prepare` returned.
+        """Makes a `BatchAdapter` of the examples that `prepare` returned.
 
-        Args:
-            examples: list of `Example`s.
-            batch_size: int.
-            **kwargs: see `BatchAdapter`.
-
-        Returns:
-            A `BatchAdapter`.
+        `kwargs` are other arguments of `BatchAdapter`.
         """
         micro = self.micro_batch_size if self.compiled else None
         return BatchAdapter(
@@ -512,8 +497,7 @@ class Task(keras.Model):
 
         Args:
             state: as in `train_step`.
-            gradients: list of arrays like `state["trainable"]`.
-            logs: dict of scalars as `loss_and_gradients` returns it.
+            gradients, logs: as `loss_and_gradients` returns them.
 
         Returns:
             `(logs, state)`, as `train_step` does.
@@ -557,8 +541,7 @@ class Task(keras.Model):
     def using_weights(self, trainable, frozen):
         """Opens a scope in which the task's variables have these values.
 
-        Args:
-            trainable, frozen: lists of arrays, those of a step's `state`.
+        `trainable` and `frozen` are lists of arrays, as in a step's `state`.
         """
         return ModelWeights.of(self).scope(trainable, frozen)
 
@@ -570,8 +553,7 @@ class Task(keras.Model):
     def fingerprint(self):
         """Returns the settings that must match for a run to be resumed.
 
-        Returns:
-            Dict fit for JSON. A subclass adds its own.
+        They are a dict fit for JSON, to which a subclass adds its own.
         """
         weights = ModelWeights.of(self)
         return run_state.fingerprint(
@@ -589,8 +571,7 @@ class Task(keras.Model):
     def make_step(self, weights=None):
         """Builds the `TrainStep` from the task's current parts.
 
-        Args:
-            weights: `ModelWeights`, or `None` for those of the task.
+        `weights` are `ModelWeights`, by default those of the task.
         """
         loss = self.objective
         return TrainStep(
@@ -632,11 +613,7 @@ class Task(keras.Model):
         return 1
 
     def filled_rows(self, batch_size, packing=False):
-        """Counts the rows that a full batch fills.
-
-        Args:
-            batch_size: int.
-            packing: as in `fit`.
+        """Counts the rows that a full batch of `batch_size` fills.
 
         Returns:
             `(rows, rows of an example)`; rows are `None` where that depends
@@ -686,9 +663,7 @@ class Task(keras.Model):
     def row_settings(self, name, **overrides):
         """Makes the `RowSettings` of a dataset.
 
-        Args:
-            name: str, the argument that the rows were passed as.
-            **overrides: settings to replace.
+        `name` is the argument that the rows were passed as.
         """
         settings = {
             "tokenizer": self.tokenizer,
@@ -916,15 +891,10 @@ class Task(keras.Model):
         for each slot, next to the weights and the optimizer's state.
 
         Args:
-            topology, strategy, exact: as in `plan`.
             num_slots: int, sequences sampled at once, on all chips.
             num_tokens: int, the token capacity of each slot.
-
-        Returns:
-            A `kpt.distribution.Plan`.
-
-        Raises:
-            ValueError: as in `plan`.
+            topology, strategy, exact: as in `plan`, like what it returns and
+                raises.
         """
         self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
@@ -937,9 +907,8 @@ class Task(keras.Model):
         """Builds a batch of the longest rows that `fit` may see, for `plan`.
 
         Args:
-            batch_size: int, as in `fit`.
+            batch_size, packing, share_prefix: as in `fit`.
             prompt_length: int or `None`, as in `plan`.
-            packing, share_prefix: as in `fit`.
 
         Returns:
             Dict of numpy arrays.
@@ -974,13 +943,10 @@ class Task(keras.Model):
         self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
-        """Loads the weights of a PEFT adapter.
+        """Loads the weights of a PEFT adapter directory.
 
         An uncompiled task without an adapter gets one with the settings of
         the file.
-
-        Args:
-            path: str or path of a PEFT adapter directory.
         """
         if self.adapter is None:
             if self.compiled:
@@ -1042,11 +1008,7 @@ class Task(keras.Model):
         )
 
     def save_to_preset(self, path):
-        """Writes a KerasHub preset with the adapter merged.
-
-        Args:
-            path: str or path of a new directory.
-        """
+        """Writes a KerasHub preset, a directory, with the adapter merged."""
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )
