@@ -317,9 +317,9 @@ def plannable(given, *, on_policy, cache, other):
 
 
 def samples(on_policy, engine, *, sequence_length, max_length, **settings):
-    """Checks how the student samples; `settings` are of `rl_checks.sampling`.
+    """Makes `(Rollout, Sampling)` of how the student samples, checked.
 
-    Returns `(Rollout, Sampling)`, both `None` without samples.
+    Both are `None` without samples. `settings` are of `rl_checks.sampling`.
     """
     if not on_policy:
         unused({"rollout": engine, **settings})

@@ -51,8 +51,7 @@ class StudentPrompts:
 def prompts_of_rows(examples, tokenizer, most, why, name):
     """Turns rows with completions into `StudentPrompts`; some stay as given.
 
-    `most` is the most tokens of a prompt and `why` says where that comes
-    from; `name` is the argument's name, for messages.
+    `why` says where `most`, the most tokens of a prompt, comes from.
     """
     found = StudentPrompts([], {x.row: x for x in examples})
     for x in examples:
@@ -84,10 +83,7 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
 
 
 def teacher_prompts(prompts):
-    """Returns the name and the rows of a column of teachers' prompts.
-
-    Both are `None` without one.
-    """
+    """Returns name and rows of a column of teachers' prompts, or `None`s."""
     given = prompts[0].columns
     column = next((c for c in TEACHER_PROMPTS if c in given), None)
     if column is None:
@@ -99,8 +95,7 @@ def teacher_prompts(prompts):
 def contexts_of(prompts, teachers, column, names, name):
     """Returns the `contexts` of `StudentPrompts`.
 
-    `teachers` are the `Prompt`s that the teacher reads instead, or `None`;
-    `column` names a row's teacher, one of `names`.
+    `teachers` are the `Prompt`s that the teacher reads instead, or `None`.
     """
     found = {}
     for i, p in enumerate(prompts):

@@ -53,7 +53,7 @@ class DistillTerms:
             losses and losses of tokens.
         teachers: tuple of `FrozenPolicy`s; none where the rows hold a
             teacher's most probable tokens.
-        feature_maps: list of `FeatureMap`s, one a feature loss.
+        feature_maps: `FeatureMap`s, one a feature loss.
     """
 
     loss: object
@@ -164,10 +164,7 @@ def teacher_view(rows):
 
 
 class TeacherPass:
-    """Log-probabilities of complete batches by the companions of a step.
-
-    `temperature` divides the logits.
-    """
+    """Log-probabilities of complete batches by the companions of a step."""
 
     def __init__(self, step, temperature):
         self.step, self.temperature = step, temperature

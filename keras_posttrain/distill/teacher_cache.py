@@ -61,8 +61,8 @@ def teacher_cache(directory, teacher, engine, temperature, top_k):
     """Returns the `FrozenCache` of a teacher's most probable tokens.
 
     It holds of each row `ids` (int32) and `logps` (float32) of shape
-    `(tokens, k)`, from its first token with loss. One of `teacher` and
-    `engine` is `None`.
+    `(tokens, k)`, from its first token with loss. `teacher` is `None` where
+    an engine serves it.
     """
     if engine is not None:
         model = engine.model

@@ -99,10 +99,7 @@ class TeacherSources:
 
 
 def check_teachers(teacher, causal_lm):
-    """Raises a `ValueError` for what cannot be a teacher.
-
-    Returns a dict from name to preset, `CausalLM`, engine or `None`.
-    """
+    """Returns the teachers by name; raises a `ValueError` for what is none."""
     many = teacher
     if isinstance(teacher, (list, tuple)):
         many = {str(i): x for i, x in enumerate(teacher)}

@@ -364,9 +364,8 @@ class PassAtKAdvantages(Advantages):
     A completion's advantage is the mean over all sets of its group that
     contain it, minus the mean over all sets, divided by their standard
     deviation, in closed form. With rewards 0 and 1 this is pass@k, the
-    paper's formula.
-
-    A group with fewer than `k` scored completions has zero advantages.
+    paper's formula. A group with fewer than `k` scored completions has zero
+    advantages.
 
     Args:
         k: int, the size of a set; at least 2 and at most `num_generations`.

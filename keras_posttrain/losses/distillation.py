@@ -107,8 +107,8 @@ class DistillationLoss(Loss):
             teacher_logps: float32 array of the same shape.
 
         Returns:
-            A float32 array of shape `(...)`, differentiable with respect to
-            `student_logps`, with a finite gradient at -inf as well.
+            A float32 array of shape `(...)`, differentiable in the student,
+            with a finite gradient at -inf as well.
         """
         raise NotImplementedError
 

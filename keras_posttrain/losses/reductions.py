@@ -32,7 +32,7 @@ def segment_places(values, segment_ids, num_sequences):
     """Computes the cumulative sum within each sequence, `(rows, length)`.
 
     That of a mask numbers the tokens of each sequence from 1. It is 0 at
-    padding. The arguments are those of `segment_sum`.
+    padding. The arguments are as in `segment_sum`.
     """
     ids = jnp.arange(1, num_sequences + 1)
     member = segment_ids[:, :, None] == ids[None, None, :]
@@ -41,9 +41,9 @@ def segment_places(values, segment_ids, num_sequences):
 
 
 def spread(values, segment_ids):
-    """Gives each token the value of its sequence, 0 at padding.
+    """Gives each token the value `(rows, num_sequences)` of its sequence.
 
-    `values` are `(rows, num_sequences)`; the result is `(rows, length)`.
+    The result is `(rows, length)`, 0 at padding.
     """
     slot = jnp.maximum(segment_ids - 1, 0)
     values = jnp.take_along_axis(values, slot, axis=1)

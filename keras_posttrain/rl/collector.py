@@ -120,10 +120,8 @@ class ForwardPass:
 class Collector:
     """Turns prompts into the batches of a rollout.
 
-    Args:
-        generate: function of a list of `Request`s to completions.
-        layout: `BatchLayout` of the batch of one step.
-        seed: int, of the samples.
+    `generate` is a function of a list of `Request`s to completions, and
+    `layout` the `BatchLayout` of the batch of one step.
     """
 
     def __init__(

@@ -22,11 +22,9 @@ from keras_posttrain.training.step import counters
 
 
 class RolloutRun:
-    """One call of `fit` on prompts.
+    """One call of `fit` on prompts, of a `model` as in `RowRun`.
 
     Args:
-        model: compiled `keras.Model` with a `compiled_train_step`, as
-            `compile_step` returns it, and a `fingerprint`.
         frozen: dict by name of `FrozenPolicy`s that checkpoints hold.
         order: `PromptOrder`, the data of the run.
         collector: function of `generate`, a function of requests to

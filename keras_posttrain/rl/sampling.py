@@ -74,12 +74,9 @@ class Scoring:
 class Sampler:
     """Turns prompts into groups of scored trajectories.
 
-    Without a `tokenizer` rewards receive ids. `seconds` is the time spent on
-    sampling and on rewards.
-
-    Args:
-        generate: function of a list of `Request`s to the engine's
-            completions, a list of lists.
+    Without a `tokenizer` rewards receive ids. `generate` computes from a list
+    of `Request`s the engine's completions, a list of lists; `seconds` is the
+    time spent on sampling and on rewards.
     """
 
     def __init__(self, generate, sampling, scoring, tokenizer=None):

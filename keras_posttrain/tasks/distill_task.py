@@ -285,7 +285,7 @@ class DistillTask(Task):
     def _make_teachers(self, of_step=False):
         """Creates the teachers that run in this process, once per run.
 
-        With a cache the step does not read them (`of_step`).
+        With `of_step` only those that the step reads: with a cache, none.
         """
         if of_step and self.teacher_cache is not None:
             return

@@ -507,11 +507,8 @@ class Task(keras.Model):
     def test_step(self, state, batch):
         """Computes loss and metrics of a batch, without gradients or dropout.
 
-        Args:
-            state, batch: as in `train_step`.
-
-        Returns:
-            `(logs, state)` with `metrics` replaced.
+        Takes what `train_step` does, and returns `(logs, state)` with
+        `metrics` replaced.
         """
         return self._step.evaluate(state, batch)
 
@@ -928,10 +925,9 @@ class Task(keras.Model):
     def companion_models(self):
         """Returns the models that the step compares with, for `plan`.
 
-        Returns:
-            Dict by role (`"reference"`, `"teachers"`) of lists of presets,
-            KerasHub `CausalLM`s, `None` for the policy, and the
-            `FrozenPolicy`s of a run that has begun.
+        They are a dict by role (`"reference"`, `"teachers"`) of lists of
+        presets, KerasHub `CausalLM`s, `None` for the policy, and the
+        `FrozenPolicy`s of a run that has begun.
         """
         return {}
 

@@ -70,10 +70,10 @@ class FrozenPolicy:
     def logps(
         self, values, trainable, frozen, rows, mask=None, temperature=1.0
     ):
-        """Computes log-probabilities of tokens, float32 `(rows, length)`.
+        """Computes log-probabilities of the tokens of some rows.
 
-        They are 0 outside `mask`, a bool array of that shape, by default all
-        tokens with loss. The other arguments are those of `using`.
+        They are float32 `(rows, length)` and 0 outside `mask`, bools of that
+        shape, by default all tokens with loss. For the weights see `using`.
         """
         if mask is None:
             mask = rows["completion_mask"] != 0
@@ -195,8 +195,7 @@ def frozen_policy(policy, weights, *, role="reference", moves=False):
 def frozen_model(model, policy, *, role="reference", same_tokens=True):
     """Freezes another model, a preset or a KerasHub `CausalLM`.
 
-    With `same_tokens` it must have the vocabulary of `policy`, the trained
-    one.
+    With `same_tokens` it must have the vocabulary of the trained `policy`.
     """
     if isinstance(model, (str, os.PathLike)):
         dtype = policy.backbone.dtype_policy

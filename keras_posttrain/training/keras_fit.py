@@ -13,7 +13,11 @@ from keras_posttrain.training.step import counters
 
 
 class RowRun:
-    """One call of `fit` on rows; `model` is as in `RolloutRun`."""
+    """One call of `fit` on rows.
+
+    `model` is compiled, and has a `compiled_train_step` that `compile_step`
+    returned and a `fingerprint`.
+    """
 
     # A checkpoint may be taken after every step.
     at_rest = True

@@ -11,8 +11,7 @@ from keras_posttrain.training import checks
 class RunSettings:
     """The arguments of `fit` that every run has, checked.
 
-    `verbose` is 0 in every process but the first, and `skip_steps` is a
-    frozenset.
+    `verbose` is 0 in every process but the first.
     """
 
     epochs: int
@@ -46,11 +45,7 @@ class RunSettings:
         return callback_lib.ordered(self.callbacks, self.verbose)
 
     def agreement(self, fingerprint, data, step, callbacks):
-        """Returns settings that all processes of the run must share.
-
-        `fingerprint` and `data` are dicts, those of the task and of the data;
-        `step` is the number of steps done.
-        """
+        """Returns settings that all processes of the run must share."""
         return {
             **fingerprint,
             **{f"data {name}": value for name, value in data.items()},
