@@ -888,10 +888,11 @@ class Task(keras.Model):
         for each slot, next to the weights and the optimizer's state.
 
         Args:
+            topology, strategy, exact: as in `plan`.
             num_slots: int, sequences sampled at once, on all chips.
             num_tokens: int, the token capacity of each slot.
-            topology, strategy, exact: as in `plan`, like what it returns and
-                raises.
+
+        Returns a `kpt.distribution.Plan` and raises as `plan` does.
         """
         self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
@@ -1004,7 +1005,7 @@ class Task(keras.Model):
         )
 
     def save_to_preset(self, path):
-        """Writes a KerasHub preset, a directory, with the adapter merged."""
+        """Writes a KerasHub preset, adapter merged, to a new directory."""
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )
