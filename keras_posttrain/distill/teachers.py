@@ -99,7 +99,7 @@ class TeacherSources:
 
 
 def check_teachers(teacher, causal_lm):
-    """Returns the teachers by name; raises a `ValueError` for what is none."""
+    """Returns the teachers by name, or raises a `ValueError`."""
     many = teacher
     if isinstance(teacher, (list, tuple)):
         many = {str(i): x for i, x in enumerate(teacher)}

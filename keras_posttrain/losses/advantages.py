@@ -49,7 +49,7 @@ def total_rewards(rewards, num_generations, weights=None):
     """Computes weighted sums of rewards, float64 `(groups, num_generations)`.
 
     A function that did not score a completion adds 0; a completion that none
-    scored has NaN. The arguments are those of `Advantages`.
+    scored has NaN. For the arguments see `Advantages`.
     """
     matrix = reward_matrix(rewards, num_generations)
     weights = _weights(weights, matrix.shape[1])

@@ -109,7 +109,7 @@ class Sampler:
     def score(self, prompts, completions, step=0):
         """Scores what `sample` returned; returns one `Group` a prompt.
 
-        `step` is that of the run, for messages.
+        Messages name the `step` of the run.
         """
         start = time.perf_counter()
         texts = [

@@ -32,11 +32,7 @@ POLICY_OUTPUTS = (
 class LossTerms:
     """The loss of some rows, by a policy's forward pass.
 
-    Args:
-        token_outputs: function of a batch, a mask of the tokens that are
-            projected on the vocabulary and the names in `loss.needs` to a
-            dict of `(rows, length)` arrays, with the keyword arguments
-            `dropout_key` and `differentiable`.
+    `token_outputs` is a function such as `Task.token_outputs`.
     """
 
     loss: object
@@ -315,7 +311,7 @@ def apply_optimizer(optimizer, masters, state, gradients, keep):
 
 
 def update_metrics(trackers, values, logs, weights):
-    """Adds one step to the running means of an epoch, and returns the new.
+    """Returns the running means of an epoch with one step added.
 
     Args:
         values: list of arrays, those of the trackers' variables.
