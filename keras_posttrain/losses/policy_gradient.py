@@ -236,13 +236,13 @@ class DrGRPOLoss(ClippedLoss):
     `GroupAdvantages(scale="none")`. The paper uses no KL term.
 
     TRL computes the same. Tunix divides by the width of the padded batch
-    instead of `max_completion_length`.
+    instead of `max_completion_length`. For the other arguments see
+    `GRPOLoss`.
 
     Args:
         max_completion_length: int or `None`, the maximum number of tokens
             of a completion. With `None` the task sets it; a loss that is
             called without a task needs it.
-        **kwargs: the arguments of `GRPOLoss`.
 
     Reference:
         - [Liu et al., 2025](https://arxiv.org/abs/2503.20783).
