@@ -4,15 +4,19 @@ import numbers
 
 import keras
 
-from keras_posttrain.models.lora import LoRA
+from keras_posttrain.models.lora import Adapter, LoRA, attached
 
 
-def task_arguments(lora, sequence_length, truncation, remat):
-    if lora is not None and not isinstance(lora, LoRA):
+def lora(value):
+    if value is not None and not isinstance(value, (LoRA, Adapter)):
         raise ValueError(
             "`lora` must be a `kpt.LoRA`, such as `kpt.LoRA(rank=16)`. "
-            f"Received: lora={lora!r}"
+            f"Received: lora={value!r}"
         )
+
+
+def task_arguments(lora_, sequence_length, truncation, remat):
+    lora(lora_)
     if not isinstance(sequence_length, int) or sequence_length < 2:
         raise ValueError(
             "`sequence_length` must be an int of at least 2, the tokens a "
@@ -54,8 +58,20 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
 
 
+def own_adapter(policy):
+    """Raises a `ValueError` where another task has taken the model over."""
+    own = policy.adapter.stack if policy.adapter else ()
+    if attached(policy.causal_lm) != own:
+        raise ValueError(
+            "Another task was made on this task's model, with an adapter "
+            "that this one does not know: its results and files would lack "
+            "it. Use the newer task, or load the model again."
+        )
+
+
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
+    own_adapter(policy)
     if packing and not policy.packable:
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "
