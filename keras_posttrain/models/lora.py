@@ -223,11 +223,19 @@ class Adapter(keras.layers.Layer):
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
         self.names = list(layers)
-        if not self.pairs:
+        for pattern in lora.patterns:
+            if not any(re.search(f"(?:{pattern})$", x) for x in self.names):
+                raise ValueError(
+                    f"No linear layer matches {pattern!r} of `targets`; "
+                    f"names look like {self.names[0]!r}. "
+                    f"Received: targets={lora.targets!r}"
+                )
+        most = max(min(p.in_size, p.out_size) for p in self.pairs)
+        if lora.rank > most:
             raise ValueError(
-                "No linear layer matches `targets`; names look like "
-                f"{next(iter(layers))!r}. "
-                f"Received: targets={lora.targets!r}"
+                f"`rank` must be at most {most}, the rank of this model's "
+                "largest adapted layer (8 to 64 is usual). "
+                f"Received: rank={lora.rank}"
             )
         taken = [
             p.name for p in self.pairs if getattr(p.layer, "lora_enabled", 0)
@@ -239,6 +247,7 @@ class Adapter(keras.layers.Layer):
                 "and pass `lora=kpt.LoRA(...)` alone. "
                 f"Received: {taken[0]!r} and {len(taken) - 1} more"
             )
+        self.check_layers()
         causal_lm.trainable = False
         self.a, self.b = [], []
         for pair in self.pairs:
@@ -271,6 +280,19 @@ class Adapter(keras.layers.Layer):
         self._active = True
         self._dropout = None
         self.attach()
+
+    def check_layers(self):
+        """Raises a `ValueError` where Keras would not call the adapter."""
+        for pair in self.pairs:
+            mode = getattr(pair.layer, "quantization_mode", None)
+            if mode is not None:
+                raise ValueError(
+                    "An adapter over layers that Keras has quantized would "
+                    "learn nothing: Keras calls the quantized layer without "
+                    "it. Make the task of the model without `quantize`. "
+                    f"Received: layer {pair.name!r} with "
+                    f"quantization_mode={mode!r}"
+                )
 
     def attach(self):
         """Makes the layers of the model add their low-rank part."""

@@ -67,6 +67,8 @@ def own_adapter(policy):
             "that this one does not know: its results and files would lack "
             "it. Use the newer task, or load the model again."
         )
+    for adapter in own:
+        adapter.check_layers()
 
 
 def may_train(policy, packing, callbacks=()):
