@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +230,16 @@ def check(optimizer):
             "variables are on one device. Call "
             "`keras.distribution.set_distribution` first. Received: "
             f"optimizer={optimizer.name!r} with {made_before}"
+        )
+    rate = None
+    if not holds_shapes(optimizer.variables):
+        rate = float(optimizer.learning_rate)
+    # Optax reports no rate of most transformations.
+    unknown = isinstance(optimizer, OptaxOptimizer)
+    if rate is not None and not unknown and not 0 <= rate < math.inf:
+        raise ValueError(
+            "The learning rate must be a finite number of at least 0. "
+            f"Received: {type(optimizer).__name__} with learning_rate={rate}"
         )
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(

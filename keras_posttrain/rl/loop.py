@@ -17,7 +17,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import run_state
+from keras_posttrain.training import checks, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -58,7 +58,10 @@ class RolloutRun:
         self.collector = collector(self.generate)
         self.settings = settings
         self.callbacks = settings.ordered_callbacks()
-        order.epoch_size = self._epoch_size()
+        order.epoch_size = size = self._epoch_size()
+        checks.skipped_are_run(
+            settings.skip_steps, size and size * settings.epochs
+        )
         state.begin(settings.seed)
         # A rollout that is cut into steps is not saved in its middle, where
         # the weights no longer are those that sampled it.

@@ -272,6 +272,7 @@ class RolloutTask(Task):
         """
         self._assert_compile_called("fit")
         rl_checks.staleness(max_staleness)
+        checks.flag("shuffle", shuffle)
         packs = packing or share_prefix
         settings = RunSettings.of(
             self.policy,

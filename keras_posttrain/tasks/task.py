@@ -97,7 +97,9 @@ class Task(keras.Model):
         chunk_size=None,
         name=None,
     ):
-        checks.task_arguments(lora, sequence_length, truncation, remat)
+        checks.task_arguments(
+            lora, sequence_length, truncation, remat, chunk_size
+        )
         if reference is not None:
             raise ValueError(
                 f"{type(self).__name__} compares with no reference model; "
@@ -378,6 +380,7 @@ class Task(keras.Model):
         """
         self._assert_compile_called("fit")
         checks.positive_int("batch_size", batch_size)
+        checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,
             packing,

@@ -3,6 +3,7 @@
 import numbers
 
 import keras
+import numpy as np
 
 from keras_posttrain.models.lora import Adapter, LoRA, attached
 
@@ -15,9 +16,12 @@ def lora(value):
         )
 
 
-def task_arguments(lora_, sequence_length, truncation, remat):
+def task_arguments(lora_, sequence_length, truncation, remat, chunk_size=None):
     lora(lora_)
-    if not isinstance(sequence_length, int) or sequence_length < 2:
+    if chunk_size is not None:
+        positive_int("chunk_size", chunk_size)
+    is_int = isinstance(sequence_length, numbers.Integral)
+    if not is_int or sequence_length < 2:
         raise ValueError(
             "`sequence_length` must be an int of at least 2, the tokens a "
             f"row may hold. Received: sequence_length={sequence_length!r}"
@@ -30,6 +34,64 @@ def task_arguments(lora_, sequence_length, truncation, remat):
     if remat not in ("none", "full"):
         raise ValueError(
             f"`remat` must be 'none' or 'full'. Received: remat={remat!r}"
+        )
+
+
+def seed(value):
+    """Raises a `ValueError` for what cannot be the seed of a run."""
+    is_int = isinstance(value, numbers.Integral) and not isinstance(
+        value, bool
+    )
+    if not is_int or not 0 <= value < 2**31:
+        raise ValueError(
+            "`seed` must be an int from 0 to 2147483647, so that the run can "
+            f"be repeated. Received: seed={value!r}"
+        )
+
+
+def flag(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(
+            f"`{name}` must be True or False. Received: {name}={value!r}"
+        )
+
+
+def verbosity(value):
+    if value != "auto" and value not in (0, 1, 2):
+        raise ValueError(
+            "`verbose` must be 'auto', 0 (silent), 1 (progress bar) or 2 (a "
+            f"line an epoch). Received: verbose={value!r}"
+        )
+
+
+def steps_to_skip(steps):
+    """Returns a frozenset of the steps that a run leaves out."""
+    try:
+        found = list(steps)
+    except TypeError:
+        found = [None]
+    for step in found:
+        is_int = isinstance(step, numbers.Integral) and step is not True
+        if not is_int or step < 1:
+            raise ValueError(
+                "`skip_steps` must be ints, steps counted from 1. "
+                f"Received: skip_steps={steps!r}"
+            )
+    return frozenset(map(int, found))
+
+
+def skipped_are_run(skip_steps, num_steps):
+    """Raises a `ValueError` for skipped steps that the run does not have.
+
+    Args:
+        skip_steps: set of ints.
+        num_steps: int or `None`, the steps of the run, if known.
+    """
+    last = max(skip_steps, default=0)
+    if num_steps is not None and last > num_steps:
+        raise ValueError(
+            f"`skip_steps` must name steps of the run, which has {num_steps}. "
+            f"Received: {last}"
         )
 
 

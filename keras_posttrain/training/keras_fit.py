@@ -8,7 +8,7 @@ import keras
 
 from keras_posttrain.distribution import processes
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import run_state
+from keras_posttrain.training import checks, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -39,6 +39,10 @@ class RowRun:
         self.validation, self.settings = validation, settings
         self._logs_are_read = callback_lib.read_logs(settings.callbacks)
         self.callbacks = settings.ordered_callbacks()
+        size = data.epoch_size
+        checks.skipped_are_run(
+            settings.skip_steps, size and size * settings.epochs
+        )
         data.keep_rows(processes.own_rows())
         state.begin(settings.seed)
 
