@@ -101,16 +101,7 @@ def _train_tokenizer(rows):
         )
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.normalizer = tokenizers.normalizers.NFC()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [
-            tokenizers.pre_tokenizers.Split(
-                tokenizers.Regex(conversion.QWEN_SPLIT), "isolated"
-            ),
-            tokenizers.pre_tokenizers.ByteLevel(
-                add_prefix_space=False, use_regex=False
-            ),
-        ]
-    )
+    backend.pre_tokenizer = conversion.split_words(conversion.QWEN_SPLIT)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.train_from_iterator(
         texts,

@@ -8,14 +8,12 @@ import keras
 import optax
 
 
-def is_decayed(variable):
-    """Returns `True` for matrices, which weight decay applies to by default.
+def is_decayed(path, array):
+    """Returns `True` if weight decay applies to a weight by default.
 
-    Returns:
-        A bool, `False` for norms and biases.
+    It does to matrices, but not to norms and biases.
     """
-    last = variable.path.rsplit("/", 1)[-1]
-    return len(variable.shape) > 1 and last != "bias"
+    return len(array.shape) > 1 and path.rsplit("/", 1)[-1] != "bias"
 
 
 class OptaxOptimizer(keras.optimizers.Optimizer):
@@ -164,10 +162,7 @@ def decay_mask(params):
     Returns:
         A dict of bools of the same keys.
     """
-    return {
-        path: x.ndim > 1 and path.rsplit("/", 1)[-1] != "bias"
-        for path, x in params.items()
-    }
+    return {path: is_decayed(path, x) for path, x in params.items()}
 
 
 def get(optimizer, *, learning_rate):
@@ -283,7 +278,9 @@ def _exclude_from_decay(optimizer, variables, masters):
             if optimizer._var_key(v) in chosen
         )
         return
-    undecayed = [m for v, m in zip(variables, masters) if not is_decayed(v)]
+    undecayed = [
+        m for v, m in zip(variables, masters) if not is_decayed(v.path, v)
+    ]
     if undecayed:
         optimizer.exclude_from_weight_decay(var_list=undecayed)
 

@@ -38,7 +38,7 @@ MAY_IMPORT_PRIVATE = {
 }
 # Losses are functions of arrays: they see JAX and the standard library.
 LOSSES_MAY_IMPORT = {"jax", "numpy", "dataclasses", "functools", "math"}
-LOSSES_MAY_IMPORT |= {"collections", "typing"}
+LOSSES_MAY_IMPORT |= {"collections", "inspect", "typing"}
 FOREIGN = {"torch", "tensorflow", "tensorflow_text"}
 # Runs inside vLLM, which is made of torch.
 IN_VLLM = "rollout/vllm/worker.py"

@@ -135,7 +135,7 @@ def test_the_mask_uses_path_and_axes():
         True, False, False, True, True,
     ]  # fmt: skip
     for v in make_variables():
-        assert optimizers.is_decayed(v) == (v.name == "kernel")
+        assert optimizers.is_decayed(v.path, v) == (v.name == "kernel")
 
 
 # Optax

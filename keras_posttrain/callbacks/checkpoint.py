@@ -60,11 +60,8 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
         for name, value in numbers.items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or (value < 1)
-            ):
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or value < 1:
                 raise ValueError(
                     f"`{name}` must be a positive int. "
                     f"Received: {name}={value!r}"

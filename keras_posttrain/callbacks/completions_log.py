@@ -9,7 +9,7 @@ import shutil
 import keras
 import numpy as np
 
-from keras_posttrain.callbacks.metrics_log import make_directory
+from keras_posttrain.callbacks.metrics_log import make_directory, not_written
 from keras_posttrain.distribution import processes
 
 FORMATS = ("jsonl", "parquet")
@@ -114,12 +114,8 @@ class CompletionsLog(keras.callbacks.Callback):
         try:
             self._store.write(step, table)
         except OSError as e:
-            raise OSError(
-                e.errno,
-                f"The completions of step {step} could not be written "
-                f"({e.strerror}). Make room and run the script again",
-                str(self._store.path),
-            ) from e
+            what = f"The completions of step {step}"
+            raise not_written(e, what, self._store.path) from e
         self._steps.add(step)
         if self.num_rows:
             print("\n" + table_text(table, self.num_rows), flush=True)
@@ -138,7 +134,7 @@ def _checked(table):
 
 
 def _plain(value):
-    if isinstance(value, np.ndarray) or hasattr(value, "__array__"):
+    if hasattr(value, "__array__"):
         value = np.asarray(value).tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -112,12 +112,7 @@ class MetricsLog(keras.callbacks.Callback):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         except OSError as e:
-            raise OSError(
-                e.errno,
-                f"The line of step {step} could not be written "
-                f"({e.strerror}). Make room and run the script again",
-                str(self.path),
-            ) from e
+            raise not_written(e, f"The line of step {step}", self.path) from e
 
     def _open(self, step):
         """Opens the file and keeps only the lines up to this step."""
@@ -146,6 +141,16 @@ def sorted_names(names):
     """Sorts metrics: those of every step first, the others by name."""
     first = ("loss", "grad_norm", "learning_rate", "num_tokens")
     return [n for n in first if n in names] + sorted(set(names) - set(first))
+
+
+def not_written(error, what, path):
+    """Makes the `OSError` for a log of which something was not written."""
+    return OSError(
+        error.errno,
+        f"{what} could not be written ({error.strerror}). Make room and run "
+        "the script again",
+        str(path),
+    )
 
 
 def make_directory(directory):

@@ -64,30 +64,24 @@ def ideal_bytes(
             backward, and another one for a reference's forward pass.
 
     Returns:
-        Dict of floats: `"weight all-gather"`, `"gradient reduce-scatter"`,
-        `"gradient all-reduce"` and `"activation all-reduce"`.
+        Dict of floats by purpose.
     """
     n = sizes[data]
     other_sizes = {name: size for name, size in sizes.items() if name != data}
-    totals = dict.fromkeys(
-        (
-            "weight all-gather",
-            "gradient reduce-scatter",
-            "gradient all-reduce",
-            "activation all-reduce",
-        ),
-        0.0,
-    )
+    gathered = scattered = summed = 0.0
     for weight in weights:
         received = weight.num_bytes(other_sizes) * (n - 1) / n
         if data in weight.axes:
-            totals["weight all-gather"] += passes * received * micro_batches
+            gathered += passes * received * micro_batches
             if weight.trainable:
-                totals["gradient reduce-scatter"] += received * micro_batches
+                scattered += received * micro_batches
         elif weight.trainable:
-            totals["gradient all-reduce"] += 2 * received
+            summed += 2 * received
     m = sizes.get(MODEL, 1)
-    totals["activation all-reduce"] = (
-        2 * passes * num_layers * micro_batches * activation_bytes
-    ) * (2 * (m - 1) / m)
-    return totals
+    activations = 2 * passes * num_layers * micro_batches * activation_bytes
+    return {
+        "weight all-gather": gathered,
+        "gradient reduce-scatter": scattered,
+        "gradient all-reduce": summed,
+        "activation all-reduce": activations * (2 * (m - 1) / m),
+    }

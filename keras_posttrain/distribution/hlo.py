@@ -8,12 +8,9 @@ collectives are counted by kind.
 import collections
 import dataclasses
 import math
+import operator
 import re
 
-BYTES = {
-    "pred": 1, "token": 0, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8,
-    "c128": 16, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25,
-}  # fmt: skip
 KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
     "collective-permute", "collective-broadcast", "ragged-all-to-all",
@@ -189,8 +186,8 @@ def _size(shapes):
 
 
 def _itemsize(dtype):
-    if dtype in BYTES:
-        return BYTES[dtype]
+    if dtype == "pred":
+        return 1
     bits = re.match(r"[a-z]+(\d+)", dtype)
     return int(bits[1]) / 8 if bits else 0
 
@@ -236,7 +233,7 @@ class _Walk:
         if trips is None:
             self.unknown += 1
             trips = self.trips
-        body = re.search(r"\bbody=%?([\w.\-]+)", instruction.rest)[1]
+        body = _attribute(instruction, "body")
         self.computation(body, times * trips, once)
 
     def _collective(self, inside, instruction, kind, times):
@@ -251,6 +248,11 @@ class _Walk:
         if moved:
             self.collectives[kind][0] += times
             self.collectives[kind][1] += times * moved
+
+
+def _attribute(instruction, name):
+    """Returns the text of an attribute, such as a computation's name."""
+    return re.search(rf"\b{name}=%?([\w.\-]+)", instruction.rest)[1]
 
 
 def _traffic(inside, instruction):
@@ -318,7 +320,8 @@ def _product(inside, instruction):
         return 2.0 * math.prod(out) * math.prod(summed)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     lhs, rhs, result = labels.groups()
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", _window(rest)))
+    window = re.search(r"window=\{([^}]*)\}", rest)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", window[1] if window else ""))
     pairs = 1
     for i, axis in enumerate(sorted(c for c in lhs if c.isdigit())):
         pairs *= _pairs(
@@ -327,7 +330,8 @@ def _product(inside, instruction):
             out[result.index(axis)],
             {name: value.split("x")[i] for name, value in window.items()},
         )
-    batches = _number(rest, "batch_group_count")
+    batches = re.search(r"batch_group_count=(\d+)", rest)
+    batches = int(batches[1]) if batches else 1
     features = right[rhs.index("i")] * right[rhs.index("o")]
     return 2.0 * features * left[lhs.index("b")] / batches * pairs
 
@@ -358,16 +362,6 @@ def _kernel(inside, instruction):
     n = blocks[0][-1] if blocks else 1
     full = 2.0 * products * math.prod(query) * keys[-2]
     return full * (n + 1) / (2 * n)
-
-
-def _window(rest):
-    match = re.search(r"window=\{([^}]*)\}", rest)
-    return match[1] if match else ""
-
-
-def _number(rest, name):
-    match = re.search(rf"{name}=(\d+)", rest)
-    return int(match[1]) if match else 1
 
 
 def _pairs(size, kernel, out, window):
@@ -401,21 +395,19 @@ def _trips(module, inside, loop):
     known = re.search(r'known_trip_count[^}]*"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
-    condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.rest)[1]
-    body = re.search(r"\bbody=%?([\w.\-]+)", loop.rest)[1]
+    condition = _attribute(loop, "condition")
+    body = _attribute(loop, "body")
+    root = module.roots[body]
     evaluate = _Evaluation(module)
     state = evaluate.tuple_of(inside, loop.operands[0], {})
-    needed = None
+    needed = [i for i, x in enumerate(state) if x is not None]
     for trips in range(MAX_TRIPS):
         continues = evaluate.root(condition, [state])
         if continues is None:
             return None
         if not continues:
             return trips
-        root = module.roots[body]
         arguments = {0: state}
-        if needed is None:
-            needed = [i for i, x in enumerate(state) if x is not None]
         after = [None] * len(state)
         cache = {}
         for i in needed:
@@ -431,22 +423,14 @@ class _Evaluation:
     """Evaluates the integers of a program."""
 
     BINARY = {
-        "add": lambda a, b: a + b,
-        "subtract": lambda a, b: a - b,
-        "multiply": lambda a, b: a * b,
+        "add": operator.add,
+        "subtract": operator.sub,
+        "multiply": operator.mul,
         "maximum": max,
         "minimum": min,
-        "and": lambda a, b: a & b,
-        "or": lambda a, b: a | b,
+        "and": operator.and_,
+        "or": operator.or_,
         "divide": lambda a, b: None if b == 0 else int(a / b),
-    }
-    COMPARE = {
-        "LT": lambda a, b: a < b,
-        "LE": lambda a, b: a <= b,
-        "GT": lambda a, b: a > b,
-        "GE": lambda a, b: a >= b,
-        "EQ": lambda a, b: a == b,
-        "NE": lambda a, b: a != b,
     }
     SAME = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
 
@@ -507,8 +491,8 @@ class _Evaluation:
             if a is None or b is None:
                 return None
             if opcode == "compare":
-                how = re.search(r"direction=(\w+)", instruction.rest)[1]
-                return self.COMPARE[how](a, b)
+                how = _attribute(instruction, "direction")
+                return getattr(operator, how.lower())(a, b)
             return self.BINARY[opcode](a, b)
         if opcode == "select":
             which = value(0)
@@ -519,19 +503,18 @@ class _Evaluation:
         return None
 
     def _element(self, inside, instruction, arguments):
-        index = int(re.search(r"index=(\d+)", instruction.rest)[1])
+        index = int(_attribute(instruction, "index"))
         source = inside[instruction.operands[0]]
         if source.opcode == "while":
             # An item that the loop passes on unchanged has its first value.
-            body = re.search(r"\bbody=%?([\w.\-]+)", source.rest)[1]
+            body = _attribute(source, "body")
             root = self.module.roots[body]
             if root.opcode != "tuple":
                 return None
             kept = self.module.computations[body][root.operands[index]]
-            same = f"index={index}"
-            if kept.opcode != "get-tuple-element" or same not in kept.rest:
+            if kept.opcode != "get-tuple-element":
                 return None
-            if f"{same}," not in f"{kept.rest},":
+            if int(_attribute(kept, "index")) != index:
                 return None
             source = inside[source.operands[0]]
         found = self.tuple_of(inside, source.name, arguments)

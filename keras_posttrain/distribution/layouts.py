@@ -12,38 +12,24 @@ import re
 LOOKED_UP = r"token_embedding/embeddings"
 # The meaning of a variable's axes, by the end of its path.
 AXES = {
-    path: tuple(names.split())
-    for path, names in (
-        (LOOKED_UP, "vocabulary hidden"),
-        (r"token_embedding/reverse_embeddings", "hidden vocabulary"),
-        # Gemma's kernels have their heads first.
-        (
-            r"decoder_block_\d+/attention/(query|key|value)/kernel",
-            "heads hidden head_dim",
-        ),
-        (
-            r"self_attention/(query|key|value)/kernel",
-            "hidden heads head_dim",
-        ),
-        (r"self_attention/(query|key|value)/bias", "heads head_dim"),
-        (
-            r"(self_)?attention/attention_output/kernel",
-            "heads head_dim hidden",
-        ),
-        (r"(ffw_gating|ffw_gating_2)/kernel", "hidden width"),
-        (r"feedforward_(gate|intermediate)_dense/kernel", "hidden width"),
-        (r"(ffw_linear|feedforward_output_dense)/kernel", "width hidden"),
-        # Mixtures; the router has "sparse_" in its name.
-        (
-            r"experts/expert_feedforward_(gate|intermediate)_dense",
-            "experts hidden width",
-        ),
-        (
-            r"experts/expert_feedforward_output_dense",
-            "experts width hidden",
-        ),
-        (r"sparse_feedforward_gate_dense/kernel", "hidden experts"),
-    )
+    LOOKED_UP: "vocabulary hidden",
+    r"token_embedding/reverse_embeddings": "hidden vocabulary",
+    # Gemma's kernels have their heads first.
+    r"decoder_block_\d+/attention/(query|key|value)/kernel": (
+        "heads hidden head_dim"
+    ),
+    r"self_attention/(query|key|value)/kernel": "hidden heads head_dim",
+    r"self_attention/(query|key|value)/bias": "heads head_dim",
+    r"(self_)?attention/attention_output/kernel": "heads head_dim hidden",
+    r"(ffw_gating|ffw_gating_2)/kernel": "hidden width",
+    r"feedforward_(gate|intermediate)_dense/kernel": "hidden width",
+    r"(ffw_linear|feedforward_output_dense)/kernel": "width hidden",
+    # Mixtures; the router has "sparse_" in its name.
+    r"experts/expert_feedforward_(gate|intermediate)_dense": (
+        "experts hidden width"
+    ),
+    r"experts/expert_feedforward_output_dense": "experts width hidden",
+    r"sparse_feedforward_gate_dense/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.
@@ -56,16 +42,13 @@ LARGE = 2**20
 
 
 def meanings(path, rank):
-    """Looks up the meaning of a variable's axes.
-
-    Args:
-        path: str, the path of a `keras.Variable`.
-        rank: int, the number of its axes.
+    """Looks up the meaning of a variable's axes by its path and their number.
 
     Returns:
         A tuple of str, or `None` for an unknown variable.
     """
-    for pattern, axes in AXES.items():
+    for pattern, names in AXES.items():
+        axes = tuple(names.split())
         if re.search(rf"(^|/){pattern}$", path) and len(axes) == rank:
             return axes
     return None
@@ -114,7 +97,7 @@ def spread(path, shape, model=1, data=1):
         _take(axes, shape, order, "model", model)
     if data > 1 and not is_bias:
         order = sorted(range(len(shape)), key=by_size)
-        if names == AXES[LOOKED_UP]:
+        if names == ("vocabulary", "hidden"):
             order = [1, 0]
         _take(axes, shape, order, "data", data)
     return tuple(axes)
@@ -128,12 +111,9 @@ def _take(axes, shape, order, name, size):
 
 
 def check(path, shape, num_bytes, axes, model=1, data=1):
-    """Raises an error if a large variable would be replicated.
+    """Raises an error if a variable of many bytes would be replicated.
 
-    Args:
-        path, shape, model, data: as in `spread`.
-        num_bytes: int, the size of the variable.
-        axes: tuple that `spread` returned.
+    `axes` are those that `spread` returned for the same arguments.
     """
     if num_bytes <= LARGE or len(shape) < 2:
         return

@@ -63,7 +63,7 @@ def _checked(devices, known):
         raise ValueError(
             "`devices` must be different names from "
             "`keras.distribution.list_devices()`, such as "
-            f"{known[: min(2, len(known))]} of {len(known)}. "
+            f"{known[:2]} of {len(known)}. "
             f"Received: devices={devices}"
         )
     return devices

@@ -28,16 +28,9 @@ class Measurement:
     unknown_loops: int = 0
 
     def at_depth(self, depth, own, other, other_depth):
-        """Extrapolates linearly from two depths to another one.
+        """Extrapolates linearly to `depth` layers.
 
-        Args:
-            depth: int, the number of layers to extrapolate to.
-            own: int, the number of layers of `self`.
-            other: `Measurement` of a deeper model.
-            other_depth: int, the number of layers of `other`.
-
-        Returns:
-            A `Measurement`.
+        `self` has `own` layers, `other`, of a deeper model, `other_depth`.
         """
         fraction = (depth - own) / (other_depth - own)
         numbers = {}
@@ -62,11 +55,7 @@ class Measurement:
 
 
 def measure(compiled, num_devices, data_dependent_trips):
-    """Reads a compiled program's figures.
-
-    Returns:
-        A `Measurement`.
-    """
+    """Reads the `Measurement` of a compiled program."""
     counts = hlo.count(compiled.as_text(), num_devices, data_dependent_trips)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
@@ -93,9 +82,6 @@ def measure(compiled, num_devices, data_dependent_trips):
 
 def out_of_memory(error):
     """Parses the compiler's error for a program that exceeds the memory.
-
-    Args:
-        error: exception of a compilation.
 
     Returns:
         Tuple `(needed, available)` of bytes, each a float or `None` if the

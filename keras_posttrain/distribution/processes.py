@@ -40,9 +40,7 @@ def is_first():
 def need_distribution():
     """Raises an error if each process would train its own model.
 
-    Raises:
-        ValueError: if several processes run and no distribution over the
-            devices of all of them is set.
+    That is so if no distribution over the devices of all of them is set.
     """
     if count() == 1:
         return
@@ -87,11 +85,7 @@ def own_rows():
 def put_rows(batch):
     """Shards the rows of a batch over the mesh, if a distribution is set.
 
-    Args:
-        batch: dict of NumPy arrays with all rows, the same in all processes.
-
-    Returns:
-        Dict of arrays.
+    `batch` is a dict of NumPy arrays with all rows, the same everywhere.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -120,14 +114,7 @@ def fetch(tree):
 
 
 def exchange(value):
-    """Gathers a value from each process.
-
-    Args:
-        value: a value that JSON can encode.
-
-    Returns:
-        List of the values of all processes, in their order.
-    """
+    """Returns all processes' values, which JSON can encode, in their order."""
     if count() == 1:
         return [value]
     text = np.frombuffer(json.dumps([index(), value]).encode(), np.uint8)
@@ -141,14 +128,11 @@ def exchange(value):
 
 
 def exchange_results(function):
-    """Calls a function in each process and gathers the results.
+    """Calls a function in each process and returns a list of the results.
 
     Args:
         function: function without arguments that returns a value that JSON
             can encode. It may raise an exception in some processes.
-
-    Returns:
-        List of the results of all processes, in their order.
 
     Raises:
         ValueError: in all processes, with the index of the first process in
@@ -171,27 +155,12 @@ def from_first(value):
     return exchange(value if is_first() else None)[0]
 
 
-def any_of(flag):
-    """Returns `True` if a flag is set in any of the processes."""
-    return any(exchange(bool(flag)))
-
-
-def wait(name):
-    """Waits until all processes have called this function."""
-    if count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def check_equal(values):
-    """Raises an error if values differ between processes.
+    """Raises an error in all processes if values differ between them.
 
     Args:
         values: dict of values that JSON can encode, by names that a user
             knows.
-
-    Raises:
-        ValueError: in all processes, with the value that differs and the
-            processes that it differs in.
     """
     first, *rest = exchange(values)
     for k, values in enumerate(rest, 1):
@@ -215,8 +184,7 @@ def share(number):
 def is_preempted(call):
     """Returns `True` in all processes after one of them received SIGTERM.
 
-    Args:
-        call: int, the number of this call: 1, 2, and so on.
+    `call` is the number of this call: 1, 2, and so on.
     """
     return count() > 1 and multihost_utils.reached_preemption_sync_point(call)
 
@@ -231,8 +199,7 @@ def leave():
 def may_be_lost(error):
     """Returns `True` if the loss of a process may be the cause of an error.
 
-    Args:
-        error: exception, whose causes are searched for one of JAX's runtime.
+    The error and its causes are searched for one of JAX's runtime.
     """
     while error is not None and count() > 1:
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -247,9 +214,6 @@ def exit_after(error):
     At a normal exit JAX waits for the other processes, which wait in a
     collective for this one. Without the barrier this process sends no more
     heartbeats, and JAX ends the others.
-
-    Args:
-        error: exception that `fit` raised.
     """
     if getattr(sys, "last_value", None) is error:
         time.sleep(GRACE_SECONDS)

@@ -141,8 +141,7 @@ def tensor_parallel(model=None, *, devices=None):
         devices: as in `data_parallel`.
 
     Returns:
-        A `keras.distribution.ModelParallel`, to be set before the model is
-        made.
+        A `keras.distribution.ModelParallel`, as of `fsdp`.
 
     Raises:
         ValueError: if `model` does not divide the number of devices.
@@ -170,8 +169,7 @@ def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
         devices: as in `data_parallel`.
 
     Returns:
-        A `keras.distribution.ModelParallel`, to be set before the model is
-        made.
+        A `keras.distribution.ModelParallel`, as of `fsdp`.
 
     Raises:
         ValueError: if the sizes do not multiply to the number of devices.

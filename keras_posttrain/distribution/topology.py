@@ -79,9 +79,7 @@ def get(name):
     """Looks up a topology by name.
 
     Args:
-        name: str, `"<chip>:<grid>"`, such as `"v5e:4x4"` or `"v5p:2x2x4"`,
-            the chips along each axis of the network; `"cpu:8"` for devices
-            of this host; or a `Topology`.
+        name: str, as `Task.plan` explains it, or a `Topology`.
 
     Raises:
         ValueError: if the name is not known, or names a TPU and `libtpu` is
@@ -106,9 +104,6 @@ def compile(lowered):
 
     A program for devices that are not present can be written to the cache but
     not read from it.
-
-    Returns:
-        A `jax.stages.Compiled`.
     """
     with _COMPILING:
         before = jax.config.jax_enable_compilation_cache

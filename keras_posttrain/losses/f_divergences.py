@@ -39,10 +39,7 @@ class ReverseKL:
 class ForwardKL:
     """`KL(reference || policy)`: the score is `-reference / policy`.
 
-    Call arguments and returns as in `ReverseKL`.
-
-    Reference:
-        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    Call arguments, returns and reference as in `ReverseKL`.
     """
 
     def __call__(self, log_ratios):
@@ -53,10 +50,7 @@ class ForwardKL:
 class JensenShannon:
     """The Jensen-Shannon divergence: `log(2 u / (1 + u))` of the ratio `u`.
 
-    Call arguments and returns as in `ReverseKL`.
-
-    Reference:
-        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    Call arguments, returns and reference as in `ReverseKL`.
     """
 
     def __call__(self, log_ratios):
@@ -74,10 +68,7 @@ class AlphaDivergence:
     Args:
         alpha: float between 0 and 1. The paper tries 0.3, 0.5 and 0.7.
 
-    Call arguments and returns as in `ReverseKL`.
-
-    Reference:
-        - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+    Call arguments, returns and reference as in `ReverseKL`.
     """
 
     alpha: float = 0.5

@@ -29,8 +29,7 @@ def dft_loss(logps):
     """Computes `-p log p` of each token, with no gradient through `p`.
 
     Args:
-        logps: float array of any shape, such as `(rows, length)`:
-            log-probabilities of tokens, in nats.
+        logps: see `sft_loss`.
 
     Returns:
         A float array of the same shape.

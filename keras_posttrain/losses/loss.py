@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 
 import jax.numpy as jnp
 
@@ -135,6 +136,13 @@ class TokenLoss(Loss):
             if key in outputs
         }
         return {"loss": reductions.token_sum(losses, mask)}, metrics
+
+
+def settings_of(loss, function):
+    """Returns the settings of a loss that a function takes, a dict."""
+    taken = inspect.signature(function).parameters
+    names = [field.name for field in dataclasses.fields(loss)]
+    return {name: getattr(loss, name) for name in names if name in taken}
 
 
 def check(loss, name, valid, wanted):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.losses import pairs, reductions
 from keras_posttrain.losses.f_divergences import ReverseKL
-from keras_posttrain.losses.loss import Loss, check
+from keras_posttrain.losses.loss import Loss, check, settings_of
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -82,10 +82,12 @@ class PairLoss(Loss):
     """Base class of losses of preference pairs, public for custom ones.
 
     The loss is the mean of `pair_losses` over the pairs of the batch. A
-    subclass defines `pair_losses`, and overrides `values` if it reads more
-    than log-probabilities. The sequences of a batch, read row by row, are
-    chosen, rejected, chosen, rejected: neighbours in a row, or in two rows
-    of one sequence each. Slots where `sequence_mask` is 0 are skipped.
+    subclass defines `pair_losses`, or `function`, and overrides `values` if
+    it reads more than log-probabilities.
+
+    The sequences of a batch, read row by row, are chosen, rejected, chosen,
+    rejected: neighbours in a row, or in two rows of one sequence each. Slots
+    where `sequence_mask` is 0 are skipped.
 
     Args:
         beta: float above 0, the factor from log-probabilities to rewards.
@@ -116,6 +118,10 @@ class PairLoss(Loss):
     beta: float = 0.1
 
     metric_names = PAIR_METRICS
+    # The pure function of the loss: it takes the chosen and the rejected
+    # log-ratios (without a reference log-probabilities), and those of the
+    # settings that are among its arguments.
+    function = None
     # Whether the loss reads log-ratios to a reference policy. Only then may
     # a subclass declare the settings below as fields; see `ReferenceLoss`.
     has_reference = False
@@ -141,7 +147,12 @@ class PairLoss(Loss):
 
     def pair_losses(self, values):
         """Computes the loss of each pair, `(pairs,)`, from `PairValues`."""
-        raise NotImplementedError
+        if self.function is None:
+            raise NotImplementedError
+        logps = values.chosen_logps, values.rejected_logps
+        ratios = values.chosen_ratios, values.rejected_ratios
+        pair = ratios if self.has_reference else logps
+        return self.function(*pair, **settings_of(self, self.function))
 
     def rewards(self, values):
         """Computes `(chosen, rejected)`, the rewards to report."""

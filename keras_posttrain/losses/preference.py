@@ -205,13 +205,7 @@ class HingeLoss(MarginLoss):
         - [Liu et al., 2023](https://arxiv.org/abs/2309.06657), RSO.
     """
 
-    def pair_losses(self, values):
-        return hinge_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-            self.divergence,
-        )
+    function = staticmethod(hinge_loss)
 
 
 def robust_dpo_loss(
@@ -266,14 +260,7 @@ class RobustDPOLoss(MarginLoss):
         super().__post_init__()
         check_smoothing(self)
 
-    def pair_losses(self, values):
-        return robust_dpo_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-            self.label_smoothing,
-            self.divergence,
-        )
+    function = staticmethod(robust_dpo_loss)
 
 
 def exo_pair_loss(
@@ -332,14 +319,7 @@ class ExoPairLoss(MarginLoss):
         super().__post_init__()
         check_smoothing(self, above_zero=True)
 
-    def pair_losses(self, values):
-        return exo_pair_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-            self.label_smoothing,
-            self.divergence,
-        )
+    function = staticmethod(exo_pair_loss)
 
 
 def nca_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
@@ -382,12 +362,7 @@ class NCAPairLoss(ReferenceLoss):
             `beta` is 0.01.
     """
 
-    def pair_losses(self, values):
-        return nca_pair_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-        )
+    function = staticmethod(nca_pair_loss)
 
 
 def bco_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
@@ -427,12 +402,7 @@ class BCOPairLoss(ReferenceLoss):
             `beta` is 0.01.
     """
 
-    def pair_losses(self, values):
-        return bco_pair_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-        )
+    function = staticmethod(bco_pair_loss)
 
 
 def sppo_hard_loss(chosen_ratios, rejected_ratios, beta=0.1):
@@ -472,12 +442,7 @@ class SPPOHardLoss(ReferenceLoss):
             `beta` (1 / eta) is 0.001.
     """
 
-    def pair_losses(self, values):
-        return sppo_hard_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-        )
+    function = staticmethod(sppo_hard_loss)
 
 
 def aot_loss(better, worse, mask, beta=0.1, label_smoothing=0.0):
@@ -598,12 +563,7 @@ class APOZeroLoss(ReferenceLoss):
             `beta` is 0.1.
     """
 
-    def pair_losses(self, values):
-        return apo_zero_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-        )
+    function = staticmethod(apo_zero_loss)
 
 
 def apo_down_loss(chosen_ratios, rejected_ratios, beta=0.1):
@@ -643,12 +603,7 @@ class APODownLoss(ReferenceLoss):
             `beta` is 0.1.
     """
 
-    def pair_losses(self, values):
-        return apo_down_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-        )
+    function = staticmethod(apo_down_loss)
 
 
 def discopop_loss(
@@ -699,11 +654,4 @@ class DiscoPOPLoss(MarginLoss):
         super().__post_init__()
         check(self, "tau", self.tau > 0, "above 0")
 
-    def pair_losses(self, values):
-        return discopop_loss(
-            values.chosen_ratios,
-            values.rejected_ratios,
-            self.beta,
-            self.tau,
-            self.divergence,
-        )
+    function = staticmethod(discopop_loss)

@@ -64,9 +64,8 @@ def cpo_loss(chosen_logps, rejected_logps, beta=0.1, label_smoothing=0.0):
     `dpo_loss`.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: sums
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
+        chosen_logps: float array of any shape, such as `(pairs,)`: sums over
+            tokens of log-probabilities of the chosen completions, in nats.
         rejected_logps: float array of the same shape, of the rejected ones.
         beta: float, the factor from log-probabilities to rewards.
         label_smoothing: float, the assumed share of swapped labels.
@@ -118,13 +117,7 @@ class CPOLoss(PairLoss):
         reduce = tokens.means if self.averages else tokens.sums
         return PairValues(*reduce(logps), *tokens.lengths, tokens.pairs.mask)
 
-    def pair_losses(self, values):
-        return cpo_loss(
-            values.chosen_logps,
-            values.rejected_logps,
-            self.beta,
-            self.label_smoothing,
-        )
+    function = staticmethod(cpo_loss)
 
     def normalizers(self, batch):
         nll = {"nll": chosen_mask(PairTokens(batch)).sum()}
@@ -173,8 +166,7 @@ class CPOIPOLoss(CPOLoss):
         super().__post_init__()
         check(self, "label_smoothing", self.label_smoothing == 0, "0")
 
-    def pair_losses(self, values):
-        return ipo_loss(values.chosen_logps, values.rejected_logps, self.beta)
+    function = staticmethod(ipo_loss)
 
 
 def simpo_reward(logps, beta, alpha):
@@ -210,14 +202,11 @@ def simpo_loss(
     `beta * (1 - exp(-alpha * logps)) / alpha`.
 
     Args:
-        chosen_logps: float array of any shape, such as `(pairs,)`: means
-            over tokens of log-probabilities of the chosen
-            completions, in nats.
-        rejected_logps: float array of the same shape, of the rejected ones.
-        beta: float, the factor from log-probabilities to rewards.
+        chosen_logps, rejected_logps: as in `cpo_loss`, but means over tokens
+            instead of sums.
         gamma: float, the target margin.
         alpha: float, AlphaPO's exponent, 0 for SimPO.
-        label_smoothing: float, the assumed share of swapped labels.
+        beta, label_smoothing: see `cpo_loss`.
 
     Returns:
         A float array of the same shape.
@@ -268,15 +257,7 @@ class SimPOLoss(CPOLoss):
             simpo_reward(values.rejected_logps, self.beta, self.alpha),
         )
 
-    def pair_losses(self, values):
-        return simpo_loss(
-            values.chosen_logps,
-            values.rejected_logps,
-            self.beta,
-            self.gamma,
-            self.alpha,
-            self.label_smoothing,
-        )
+    function = staticmethod(simpo_loss)
 
 
 def log_odds_ratio(chosen_logps, rejected_logps):
@@ -359,8 +340,7 @@ class ORPOLoss(PairLoss):
         means = tokens.means(logps)
         return PairValues(*means, *tokens.lengths, tokens.pairs.mask)
 
-    def pair_losses(self, values):
-        return orpo_loss(values.chosen_logps, values.rejected_logps, self.beta)
+    function = staticmethod(orpo_loss)
 
     def normalizers(self, batch):
         nll = self._trained(batch, PairTokens(batch)).sum()

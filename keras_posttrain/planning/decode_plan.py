@@ -1,7 +1,6 @@
 """Implements `task.plan_decode`: the resources that sampling needs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.distribution import topology
@@ -107,17 +106,18 @@ def _arguments(planned, num_slots, num_tokens):
     ]
     cache = jax.tree.map(lambda x: placed(x, place.data, place.heads), cache)
     state = {
-        "token": jnp.int32,
-        "length": jnp.int32,
-        "remaining": jnp.int32,
-        "active": jnp.bool_,
-        "temperature": jnp.float32,
+        "token": ((), "int32"),
+        "length": ((), "int32"),
+        "remaining": ((), "int32"),
+        "active": ((), "bool"),
+        "temperature": ((), "float32"),
+        "keys": ((2,), "uint32"),
+        "stop": ((1,), "int32"),
     }
     state = {
-        name: jax.ShapeDtypeStruct((num_slots,), dtype)
-        for name, dtype in state.items()
+        name: placed(
+            jax.ShapeDtypeStruct((num_slots, *shape), dtype), place.data
+        )
+        for name, (shape, dtype) in state.items()
     }
-    state["keys"] = jax.ShapeDtypeStruct((num_slots, 2), "uint32")
-    state["stop"] = jax.ShapeDtypeStruct((num_slots, 1), "int32")
-    state = {name: placed(x, place.data) for name, x in state.items()}
     return decoder, (trainable, frozen), cache, state

@@ -59,12 +59,7 @@ def measured(compiled, layers, depths):
 def to_compile(planned, exact):
     """Returns the numbers of layers to compile: all, or one and two periods.
 
-    Args:
-        planned: `PlannedTask` with all layers.
-        exact: bool, whether all layers are compiled.
-
-    Returns:
-        Tuple of one or two ints.
+    `planned` is a `PlannedTask` with all layers; `exact` asks for all.
     """
     layers = planned.policy.layers
     policies = [planned.policy, *(m.policy for m in planned.companions)]
@@ -79,9 +74,7 @@ def to_compile(planned, exact):
 def of_companions(planned, chosen):
     """Returns the layers to compile of companions that are another model.
 
-    Args:
-        planned: `PlannedTask` with all layers.
-        chosen: what `to_compile` gave.
+    `chosen` is what `to_compile` gave.
 
     Returns:
         `(count, depths)`: their layers, and a dict from each of `chosen` to

@@ -55,13 +55,8 @@ def ideal(planned, batch):
     """Counts the bytes that the layout has to send: `ideal_bytes`.
 
     The model is passed forward and backward, companions forward.
-
-    Returns:
-        Dict of floats, bytes by purpose.
     """
-    distribution = keras.distribution.distribution()
-    data = distribution.batch_dim_name
-    sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    data, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
     models = [(planned.policy, planned.weights_of(), trained, 2)]
     for model in planned.companions:
@@ -85,23 +80,23 @@ def ideal(planned, batch):
 
 
 def layer_input_bytes(planned, policy, batch):
-    """Counts the bytes of a decoder layer's input on one device.
+    """Counts a device's bytes of a decoder layer's input in a micro-batch.
 
-    Args:
-        planned: `PlannedTask`.
-        policy: `Policy`, the task's or a companion's.
-        batch: dict of numpy arrays.
-
-    Returns:
-        A float, those of a micro-batch.
+    `policy` is the task's or a companion's.
     """
-    distribution = keras.distribution.distribution()
-    mesh = distribution.device_mesh.backend_mesh
-    tokens = batch["token_ids"].size / mesh.shape[distribution.batch_dim_name]
+    data, sizes = mesh_sizes()
+    tokens = batch["token_ids"].size / sizes[data]
     tokens /= planned.step.micro_batches.count(batch)
     backbone = policy.backbone
     itemsize = jnp.dtype(backbone.compute_dtype).itemsize
     return tokens * backbone.hidden_dim * itemsize
+
+
+def mesh_sizes():
+    """Returns the data axis's name, and the devices along each axis."""
+    distribution = keras.distribution.distribution()
+    sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    return distribution.batch_dim_name, sizes
 
 
 def _weight(variable, dtype, trainable):

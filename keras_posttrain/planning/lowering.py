@@ -1,21 +1,4 @@
-"""A task rebuilt from shapes on a planned mesh, and its step lowered.
-
-```python
-with kpt.distribution.shapes_only():
-    task = kpt.SFTTask.from_preset(
-        directory, load_weights=False, dtype="bfloat16", sequence_length=4096
-    )
-task.compile(keras.optimizers.AdamW(1e-5))
-hardware = topology.get("v5e:4x4")
-distribution = kpt.distribution.fsdp(devices=hardware.devices)
-with planned(task, distribution, remat="full") as whole:
-    batch = whole.task.example_batch(16)
-    lowered = whole.with_layers(2).lower(batch)
-    compiled = topology.compile(lowered)
-counts = hlo.count(compiled.as_text(), num_devices=16)
-counts.collectives, counts.flops, compiled.memory_analysis()
-```
-"""
+"""A task rebuilt from shapes on a planned mesh, and its step lowered."""
 
 import contextlib
 import copy
@@ -59,7 +42,15 @@ def planned(task, distribution, *, remat=None, **settings):
         # Values that a model is made with cannot be placed on devices that
         # are not there.
         companions = {
-            role: tuple(_companion(task, role, model) for model in models)
+            role: tuple(
+                frozen_shapes(
+                    model,
+                    task.policy,
+                    ModelWeights.of(task),
+                    role=role.removesuffix("s"),
+                )
+                for model in models
+            )
             for role, models in task.companion_models().items()
         }
     with _distribution(distribution):
@@ -127,9 +118,6 @@ class PlannedTask:
             layers: int or `None` for all.
             others: int or `None`, as `layers`, of companions that are
                 another model.
-
-        Returns:
-            A `PlannedTask`.
         """
         return self.build(
             self.source, self.known, self.settings, layers, others
@@ -147,11 +135,9 @@ class PlannedTask:
         return [model for models in found for model in models]
 
     def weights_of(self, companion=None):
-        """Lists the weights that a model is passed with: floating point.
+        """Lists a companion's or the policy's weights of floating point.
 
-        Args:
-            companion: one of `companions`, or `None` for the policy. Those
-                that are the policy at another time have its weights.
+        A companion that is the policy at another time has its weights.
         """
         weights = self.step.weights
         variables = weights.trainable + weights.frozen
@@ -168,14 +154,10 @@ class PlannedTask:
         }
 
     def shapes(self, batch):
-        """Builds the arguments of the step.
+        """Returns the arguments of the step on a batch of numpy arrays.
 
-        Args:
-            batch: dict of numpy arrays, a batch of the task.
-
-        Returns:
-            `(changing, held, batch)`, as in `compile_step`, of
-            `jax.ShapeDtypeStruct`s.
+        They are `(changing, held, batch)`, as in `compile_step`, of
+        `jax.ShapeDtypeStruct`s.
         """
         distribution, step = keras.distribution.distribution(), self.step
         changing = {
@@ -196,11 +178,7 @@ class PlannedTask:
         return changing, held, jax.tree.map(row, batch)
 
     def lower(self, batch):
-        """Lowers the training step.
-
-        Returns:
-            A `jax.stages.Lowered`.
-        """
+        """Lowers the training step to a `jax.stages.Lowered`."""
         changing, held, batch = self.shapes(batch)
         out = jax.tree.map(lambda x: x.sharding, changing)
         counters = {"step": np.int32(1), "seed": np.int32(0)}
@@ -255,10 +233,8 @@ def _placing(distribution):
 
     Distributions return the layout that a variable has, which is that of the
     mesh in use. The copy asks for the layout that a new variable would get.
-
-    Returns:
-        `(distribution, layouts)`: the copy, and a dict by the id of a
-        variable, to be filled: its layouts go before all others.
+    It is returned with a dict by the id of a variable, to be filled: its
+    layouts go before all others.
     """
     mesh, layouts = distribution.device_mesh, {}
     copied = copy.copy(distribution)
@@ -315,15 +291,6 @@ def _optimizer(task, variables):
         optimizer = optimizers.unbuilt_copy(task.optimizer)
         shapes = [_shape_alone(*pair) for pair in zip(variables, layouts)]
         return optimizer, optimizers.build(optimizer, shapes)
-
-
-def _companion(task, role, model):
-    return frozen_shapes(
-        model,
-        task.policy,
-        ModelWeights.of(task),
-        role=role.removesuffix("s"),
-    )
 
 
 def _shallow(frozen, twin, left_out, layers):

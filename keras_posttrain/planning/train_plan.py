@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import keras
 import numpy as np
 
 from keras_posttrain.distribution import topology
@@ -26,17 +25,13 @@ def make_plan(
     packing,
     share_prefix,
     exact,
-    sequence_length,
-    micro_batch_size,
-    remat,
+    **settings,
 ):
-    """Plans a training step; see `Task.plan` for the arguments."""
+    """Plans a training step; see `Task.plan` for the arguments.
+
+    `settings` are `sequence_length`, `micro_batch_size` and `remat`.
+    """
     layout = {"packing": packing, "share_prefix": share_prefix}
-    settings = {
-        "sequence_length": sequence_length,
-        "micro_batch_size": micro_batch_size,
-        "remat": remat,
-    }
     _check(task, batch_size, layout, **settings)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
@@ -96,14 +91,9 @@ def _check(task, batch_size, layout, sequence_length, micro_batch_size, remat):
 
 
 def head_trips(planned, batch):
-    """Counts the rounds of the head's loop over chunks of tokens.
-
-    Returns:
-        Int, those of one device.
-    """
-    distribution = keras.distribution.distribution()
-    mesh = distribution.device_mesh.backend_mesh
-    shards = mesh.shape[distribution.batch_dim_name]
+    """Counts the rounds of a device's loop over the head's chunks."""
+    data, sizes = formulas.mesh_sizes()
+    shards = sizes[data]
     rows, length = batch["token_ids"].shape
     rows //= planned.step.micro_batches.count(batch)
     slots = rows * length // (1 if rows % shards else shards)
@@ -115,7 +105,7 @@ def head_trips(planned, batch):
     # Next to a teacher's the head is whole on each device.
     if axis is not None and "teachers" not in planned.step.companions:
         # Each device has a part of it, and takes more tokens at once.
-        vocabulary //= mesh.shape[axis]
+        vocabulary //= sizes[axis]
     size = policy.head().chunk(vocabulary, slots)
     return max(math.ceil(slots * share / size), 1)
 

@@ -73,9 +73,8 @@ class ThinkFormatReward(Reward):
     def _fits(self, text):
         text = "<think>" + text if self.opened else text
         thoughts, end, rest = text.partition("</think>")
-        if not (text.startswith("<think>") and end):
-            return False
-        if text.count("<think>") != 1:
+        starts = text.startswith("<think>") and text.count("<think>") == 1
+        if not (starts and end):
             return False
         if not self.answer:
             return True

@@ -117,9 +117,8 @@ def run_rewards(
     batch = Batch(
         prompts, completions, columns, prompt_ids, completion_ids, rows
     )
-    check_rewards(functions, columns or {}, "the batch")
+    names = check_rewards(functions, columns or {}, "the batch")
     check_settings(timeout, on_error)
-    names = reward.names(functions)
     rewards = np.full((batch.size, len(functions)), np.nan, "float32")
     report = {name: _entry() for name in names}
     if not batch.size:
@@ -208,11 +207,8 @@ def check_settings(timeout, on_error):
             f"`on_error` must be one of {ON_ERROR}. Received: "
             f"on_error={on_error!r}."
         )
-    if timeout is not None and (
-        isinstance(timeout, bool)
-        or not isinstance(timeout, numbers.Real)
-        or not timeout > 0
-    ):
+    is_number = isinstance(timeout, numbers.Real) and timeout is not True
+    if timeout is not None and not (is_number and timeout > 0):
         raise ValueError(
             "`timeout` must be a number of seconds above 0, or None for no "
             f"limit. Received: timeout={timeout!r}."

@@ -12,6 +12,7 @@ import keras_posttrain as kpt
 from keras_posttrain.data.batches.distillation import (
     distillation_layout,
     fit_teacher_rows,
+    with_lookup,
 )
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.chat import alignment
@@ -505,6 +506,82 @@ def test_a_batch_by_hand():
     assert packed["teacher_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 1, 1]]
 
 
+def test_the_first_token_of_a_teacher_predicts_the_next():
+    row = CONTEXT | {"teacher_prompt_ids": [9]}
+    examples, _ = prepare([row], tokenizer=None)
+    batch = batch_of(examples)
+    assert batch["teacher_source"][0, :5].tolist() == [0, 0, 0, 1, 2]
+    assert batch["teacher_mask"][0, :6].tolist() == [0, 0, 1, 1, 1, 0]
+    # In a packed row as well, behind the teacher's 8 tokens of another.
+    pair, _ = prepare([CONTEXT, row], tokenizer=None)
+    packed = batch_of(pair, token_budget=10, teacher_budget=16)
+    assert packed["teacher_source"].tolist() == [
+        [0, 0, 4, 5, 6, 0, 0, 8, 9, 10]
+    ]
+    assert packed["teacher_mask"].tolist() == [[0, 0, 1, 1, 1] * 2]
+
+
+def test_rows_of_a_batch_have_fine_lengths_and_their_padding():
+    row = CONTEXT | {"completion_ids": [7] * 130}
+    examples, _ = prepare([row], tokenizer=None, sequence_length=300)
+    batch = batch_of(
+        examples,
+        sequence_length=300,
+        pad_id=3,
+        teacher_pad_id=4,
+        row_multiple=3,
+    )
+    assert batch["token_ids"].shape == (3, 192)
+    assert (batch["token_ids"][0, 132:] == 3).all()
+    assert batch["teacher_token_ids"].shape == (3, 192)
+    assert (batch["teacher_token_ids"][0, 135:] == 4).all()
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({"token_budget": 128, "teacher_length": 80}, 160),
+        # Rounded up, and never less than one sequence.
+        ({"token_budget": 65, "teacher_length": 80}, 82),
+        ({"token_budget": 32, "teacher_length": 80}, 80),
+        ({"token_budget": 128}, 128),
+        ({"token_budget": 128, "teacher_budget": 99}, 99),
+        ({"teacher_length": 80, "teacher_budget": 99}, None),
+    ],
+)
+def test_the_length_of_a_teachers_packed_rows(settings, expected):
+    layout = distillation_layout(batch_size=4, sequence_length=64, **settings)
+    assert layout.extras.teacher_budget == expected
+
+
+def test_a_teachers_rows_are_fitted_to_the_tokens_of_a_run():
+    """5 tokens of the student to 8 of the teacher: 160 to 256."""
+    examples, _ = prepare([CONTEXT] * 3, tokenizer=None)
+    settings = {"batch_size": 4, "sequence_length": 64}
+    for budget, expected in ((160, 256), (161, 320), (40, 64), (120, 192)):
+        layout = distillation_layout(**settings, token_budget=budget)
+        fitted = fit_teacher_rows(layout, examples)
+        assert fitted.extras.teacher_budget == expected
+        assert fitted.token_budget == budget
+    # The longest of the teacher's sequences has room.
+    rows = [
+        {
+            "prompt_ids": [5] * 50,
+            "completion_ids": [6] * 10,
+            "teacher_prompt_ids": [7] * n,
+        }
+        for n in (*[51] * 9, 193)
+    ]
+    some, _ = prepare(rows, tokenizer=None, teacher_length=300)
+    layout = distillation_layout(**settings, token_budget=64)
+    assert fit_teacher_rows(layout, some).extras.teacher_budget == 256
+    # Nothing to fit without packing, or where the teacher reads the same.
+    apart = distillation_layout(**settings)
+    assert fit_teacher_rows(apart, examples) is apart
+    same, _ = prepare(random_rows(3))
+    assert fit_teacher_rows(layout, same) is layout
+
+
 def test_no_arrays_of_a_teacher_that_reads_the_same():
     examples, _ = prepare(random_rows(3))
     batch = batch_of(examples)
@@ -641,11 +718,33 @@ def test_distributions_that_are_looked_up():
     assert "teacher_token_ids" not in batch and "teacher_mask" not in batch
 
 
+def test_what_is_looked_up_takes_no_row_of_the_teacher():
+    """8 tokens of the teacher are half a row of 16, so 4 of 8; 5 are ours."""
+    long = CONTEXT | {"teacher_prompt_ids": [9] * 9}
+    examples, _ = prepare([CONTEXT, long], tokenizer=None)
+    layout = distillation_layout(
+        batch_size=2, sequence_length=64, token_budget=8, teacher_budget=16
+    )
+    assert [layout.size(x) for x in examples] == [5, 6]
+    looked_up = with_lookup(layout, len)
+    assert looked_up.extras.lookup is len
+    assert [looked_up.size(x) for x in examples] == [5, 5]
+
+
 def test_what_is_looked_up_must_fit_its_row():
     examples, _ = prepare(random_rows(1))
     ids = np.zeros((99, 2), np.int32)
     with pytest.raises(ValueError, match=r"row 0 .* shape \(99, 2\)"):
         batch_of(examples, lookup=lambda e: {"ids": ids, "logps": ids})
+    flat, other = np.zeros(2, np.int32), np.zeros((2, 3), np.int32)
+    for given in ((flat, flat), (other, other[:, :2])):
+        with pytest.raises(ValueError, match=r"must have the shape"):
+            batch_of(
+                examples,
+                lookup=lambda e, given=given: dict(
+                    zip(("ids", "logps"), given)
+                ),
+            )
 
 
 def test_a_teacher_behind_its_own_prompt_is_looked_up_by_mask():

@@ -89,6 +89,30 @@ def test_the_arrays_of_a_row():
     assert batch.places[1].tokens == (0, slice(5, 6))
 
 
+def test_two_groups_share_a_row():
+    """A prompt of 2 with completions of 1 and 1, then one of 3 with 2."""
+    groups = random_groups([(2, [1, 1]), (3, [2])])
+    layout = BatchLayout(
+        3, 16, token_budget=10, max_sequences=8, share_prefix=True
+    )
+    batch = layout(groups)
+    expected = {
+        "segment_ids": [1, 1, 2, 3, 4, 4, 4, 5, 5, 0],
+        "positions": [0, 1, 2, 2, 0, 1, 2, 3, 4, 0],
+        "predicted_by": [0, 0, 1, 1, 3, 4, 5, 6, 7, 8],
+        "prefix_segments": [0, 1, 1, 0, 4, 0, 0, 0],
+        "sequence_mask": [0, 1, 1, 0, 1, 0, 0, 0],
+        "sequence_ids": [0, 0, 0, 1, 1, 0, 0, 0],
+    }
+    for name, values in expected.items():
+        assert batch.arrays[name].tolist() == [values], name
+        assert (batch.arrays[name].dtype == np.int32) == (
+            name != "sequence_mask"
+        )
+    ids = batch.arrays["token_ids"][0]
+    assert ids[4:9].tolist() == groups[1].sequences[0].token_ids.tolist()
+
+
 def trajectory(*parts):
     """A prompt, then sampled text and tool output in turns."""
     ids, mask = [], []
@@ -153,6 +177,77 @@ def test_minibatches_cut_groups_and_count_on():
         for b in layout.minibatches(groups, equal_lengths=False)
     ]
     assert lengths == [64, 128, 64]
+
+
+def test_packed_sequences_of_a_group_are_stored_once():
+    groups = random_groups([(2, [3, 4, 5]), (1, [2])])
+    expected = [x for group in groups for x in group.sequences]
+    batch = BatchLayout(4, 16, token_budget=16)(groups)
+    assert batch.arrays["sequence_mask"].sum() == 4
+    # 7 + 6 + 3 tokens are a row of 16.
+    assert batch.rows() == [[2, 1, 3], [0]]
+    assert list(batch.places) == [0, 1, 2, 3]
+    for i, place in batch.places.items():
+        assert batch.arrays["token_ids"][place.tokens].tolist() == (
+            expected[i].token_ids.tolist()
+        )
+
+
+@pytest.mark.parametrize(
+    "share_prefix, rows", [(False, [[0, 1, 2, 3], [4, 5]]), (True, None)]
+)
+def test_a_packed_row_has_no_more_than_its_slots(share_prefix, rows):
+    """Pairs: two without their prompts, one with its own, in 4 slots."""
+    groups = random_groups([(1, [1, 1])] * 3)
+    layout = BatchLayout(
+        6,
+        32,
+        token_budget=32,
+        max_sequences=4,
+        together=2,
+        share_prefix=share_prefix,
+    )
+    batch = layout(groups)
+    assert batch.arrays["sequence_mask"].shape[1] == 4
+    assert batch.rows() == (rows or [[0, 1], [2, 3], [4, 5]])
+
+
+def test_a_group_is_cut_between_its_pairs():
+    """A prompt of 2 and four completions of 4: three of them fit into 14."""
+    groups = random_groups([(2, [4] * 4)])
+    for together, rows in ((1, [[0, 1, 2], [3]]), (2, [[0, 1], [2, 3]])):
+        layout = BatchLayout(
+            4, 14, token_budget=14, together=together, share_prefix=True
+        )
+        assert layout(groups).rows() == rows
+
+
+def test_minibatches_store_the_prompt_of_neighbours_once():
+    groups = random_groups([(5, [1, 1, 1, 1])])
+    layout = BatchLayout(2, 8, token_budget=8, share_prefix=True)
+    for first, batch in zip((0, 2), layout.minibatches(groups), strict=True):
+        assert batch.rows() == [[first, first + 1]]
+        assert batch.arrays["segment_ids"].tolist() == [
+            [1, 1, 1, 1, 1, 2, 3, 0]
+        ]
+
+
+def test_rows_that_are_packed_already():
+    groups = random_groups([(2, [3]), (1, [4]), (2, [1])])
+    sequences = [x for group in groups for x in group.sequences]
+    layout = BatchLayout(3, 9, token_budget=9, max_sequences=2, row_multiple=2)
+    batch = layout.of_rows([sequences[:1], sequences[1:]])
+    assert batch.arrays["token_ids"].shape == (4, 9)
+    assert batch.rows() == [[0], [1, 2]]
+    assert batch.sequences == dict(enumerate(sequences))
+
+
+def test_rows_are_as_long_as_their_longest_sequence():
+    """With a shared prompt, as a group's tokens."""
+    groups = random_groups([(10, [50, 50])])
+    for share_prefix, length in ((False, 64), (True, 128)):
+        layout = BatchLayout(2, 512, share_prefix=share_prefix, together=2)
+        assert layout(groups).arrays["token_ids"].shape[1] == length
 
 
 def test_extras_see_the_batch_and_its_groups():

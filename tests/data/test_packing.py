@@ -73,6 +73,16 @@ def test_a_sequence_over_the_capacity_is_refused():
 
 def test_no_sequences_make_no_rows():
     assert pack([], 4) == []
+    assert pack_groups([], 4) == []
+    # Nor do sequences without tokens.
+    assert pack([2, 0, 3, 0, 1], 4) == [[2, 4], [0]]
+
+
+def test_a_row_holds_at_most_64_sequences():
+    assert [len(row) for row in pack([1] * 65, 100)] == [64, 1]
+    [group] = random_groups([(1, [1] * 64)])
+    rows = pack_groups([group], 100)
+    assert [[len(i) for _, i in row] for row in rows] == [[63], [1]]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +104,10 @@ def test_lengths_waste_at_most_a_seventh():
     assert lengths[:5] == [64, 128, 192, 256, 320]
     assert lengths[10:14] == [704, 768, 896, 1024]
     assert lengths[-1] >= 3000
+    # No longer than needed.
+    assert fine_lengths(64) == [64]
+    assert fine_lengths(128) == [64, 128]
+    assert fine_lengths(129) == [64, 128, 192]
     grown = np.diff(lengths) / np.array(lengths[:-1])
     assert (grown[5:] <= 1 / 6).all()
 
@@ -123,7 +137,7 @@ def test_a_row_holds_at_most_so_many_prefixes_and_sequences():
     # A group that needs more slots is cut.
     [group] = random_groups([(2, [1] * 5)])
     rows = pack_groups([group], 64, max_sequences=4)
-    assert [i for row in rows for _, i in row] == [[0, 1, 2], [3, 4]]
+    assert rows == [[(0, [0, 1, 2])], [(0, [3, 4])]]
 
 
 def test_rows_hold_each_completion_once():
@@ -141,6 +155,10 @@ def test_rows_hold_each_completion_once():
 
 def test_a_group_over_the_capacity_is_cut():
     groups = random_groups([(10, [8] * 6)])
+    # The third of three is a unit of its own.
+    odd = random_groups([(10, [8] * 3)])
+    assert pack_groups(odd, 40, together=2) == [[(0, [0, 1, 2])]]
+    assert pack_groups(groups, 58) == [[(0, list(range(6)))]]
     rows = pack_groups(groups, 30)
     assert [[cs for _, cs in row] for row in rows] == [
         [[0, 1]],

@@ -1,5 +1,6 @@
 """Order, shapes, nothing lost, and resume from every position."""
 
+import hashlib
 import itertools
 import json
 import pathlib
@@ -108,11 +109,11 @@ def assert_equal(batches, others):
 def test_seeds_of_any_size_give_orders_of_their_own(stream):
     orders = [
         rows_of(take(make_adapter(stream, seed=seed), 5))
-        for seed in (5, 5 + 64, -1, 2**40 + 5)
+        for seed in (5, 5 + 64, -1, 5 + 2**31, 5 + 2**32)
     ]
-    assert orders[0] not in (orders[1], orders[2])
+    assert orders[0] not in orders[1:4]
     # Seeds count modulo 2**32.
-    assert orders[3] == orders[0]
+    assert orders[4] == orders[0]
 
 
 @all_cases
@@ -132,6 +133,110 @@ def test_an_epoch_has_every_row_once(stream, packing, shuffle):
     assert_equal(list(again.get_jax_iterator()), epochs[0])
     other = make_adapter(stream, packing, shuffle, seed=6)
     assert (rows_of(other.get_jax_iterator()) == first) == (not shuffle)
+
+
+@pytest.mark.parametrize("seed, word", [(5, 5), (-1, 2**32 - 1)])
+def test_orders_stay_as_they_are(seed, word):
+    """A run may be resumed by a later version: its order is the same."""
+    rows = make_rows(24)
+    adapter = make_adapter(seed=seed, examples=make_examples(rows=rows))
+    for epoch in (1, 2):
+        state = np.random.SeedSequence([word, epoch]).generate_state(1)
+        order = grain.MapDataset.range(24).shuffle(seed=int(state[0]))
+        assert rows_of(adapter.get_jax_iterator()) == list(order)
+    # Of a stream, windows of 10.
+    adapter = make_adapter(
+        True, seed=seed, examples=make_examples(True, rows), batch_size=2
+    )
+    for epoch in (1, 2):
+        order = [
+            10 * window + i
+            for window, size in enumerate((10, 10, 4))
+            for i in np.random.default_rng([word, epoch, window]).permutation(
+                size
+            )
+        ]
+        assert rows_of(adapter.get_jax_iterator()) == order
+
+
+def test_packed_rows_have_an_order_of_their_own():
+    """What is packed together is drawn once, the rows' order each epoch."""
+    rows = [{"prompt_ids": [1] * 20, "completion_ids": [2] * 12}] * 20
+    adapter = make_adapter(
+        packing=True, examples=make_examples(rows=rows), batch_size=1
+    )
+    first, second = (list(adapter.get_jax_iterator()) for _ in range(2))
+    pairs = [
+        [b["sequence_ids"][0, :2].tolist() for b in epoch]
+        for epoch in (first, second)
+    ]
+    state = np.random.SeedSequence([5, 0]).generate_state(1)
+    drawn = list(grain.MapDataset.range(20).shuffle(seed=int(state[0])))
+    expected = [drawn[i : i + 2] for i in range(0, 20, 2)]
+    assert sorted(pairs[0]) == sorted(pairs[1]) == sorted(expected)
+    assert pairs[0] != pairs[1] and expected not in pairs
+
+
+def test_the_fingerprint_stays_as_it_is():
+    """Of the settings that are not given as well."""
+    examples = make_examples(rows=make_rows(3))
+    adapter = BatchAdapter(examples, batch_size=2, sequence_length=64)
+    tokens = b"".join(
+        x.token_ids.tobytes() + x.completion_mask.tobytes() for x in examples
+    )
+    settings = {
+        "batch_size": 2,
+        "packing": False,
+        "shuffle": True,
+        "seed": 0,
+        "sequence_length": 64,
+    }
+    assert adapter.fingerprint == settings | {
+        "num_examples": 3,
+        "tokens": hashlib.blake2b(tokens, digest_size=8).hexdigest(),
+    }
+    stream = make_examples(stream=True, rows=make_rows(3))
+    adapter = BatchAdapter(stream, batch_size=2, sequence_length=64)
+    assert adapter.fingerprint == settings
+    [*_, last] = adapter.get_jax_iterator()
+    assert last["token_ids"].shape == (2, 64)
+    assert last["token_ids"][1].tolist() == [0] * 64
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_are_packed_a_window_at_a_time(stream):
+    """Windows of 10 rows of 20 tokens: three rows of three, and one of one.
+
+    A stream takes what is left over into the next window.
+    """
+    rows = [{"prompt_ids": [1] * 10, "completion_ids": [2] * 10}] * 20
+    adapter = make_adapter(
+        packing=True,
+        shuffle=False,
+        examples=make_examples(stream, rows),
+        batch_size=3,
+    )
+    counts = [
+        int(batch["sequence_mask"][row].sum())
+        for batch in adapter.get_jax_iterator()
+        for row in range(3)
+    ]
+    if stream:
+        assert counts == [3, 3, 3, 3, 3, 3, 2, 0, 0]
+    else:
+        assert counts == [3, 3, 3, 1, 3, 3, 3, 1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_process_keeps_its_rows(stream):
+    adapter = make_adapter(stream, shuffle=False, batch_size=4)
+    whole = list(adapter.get_jax_iterator())
+    adapter = make_adapter(stream, shuffle=False, batch_size=4)
+    adapter.keep_rows(lambda count: range(1, count, 2))
+    for batch, other in zip(adapter.get_jax_iterator(), whole, strict=True):
+        assert batch.keys() == other.keys()
+        for name, values in batch.items():
+            np.testing.assert_array_equal(values, other[name][1::2])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -292,6 +397,17 @@ def test_a_dropped_iterator_is_begun_again(stream, packing, shuffle):
     assert_equal(take(adapter, 1), take(straight, 1))
 
 
+def test_a_state_says_where_it_is():
+    """15 of 13 batches an epoch: two of the second."""
+    state = make_adapter().state_after(15)
+    assert state["step"] == 15
+    assert state["position"] == {"epoch": 1, "batch": 2}
+    # Numbers of NumPy are JSON's as well.
+    settings = {"seed": 5, "batch_size": 3, "sequence_length": 64}
+    adapter = make_adapter(**{k: np.int64(v) for k, v in settings.items()})
+    assert json.dumps(adapter.state_after(15)) == json.dumps(state)
+
+
 def test_a_stream_forgets_old_positions():
     adapter = make_adapter(stream=True)
     take(adapter, 100)
@@ -348,21 +464,18 @@ def test_skipping_the_end_of_an_epoch_ends_it():
     """37 rows in batches of 3: 13 steps an epoch."""
     adapter = make_adapter(shuffle=False, skip_steps=(12, 13))
     assert adapter.num_batches == 13
-    assert adapter.batches_left == 11
-    batches = take(adapter, 11)
+    batches = list(adapter.get_jax_iterator())
+    assert len(batches) == 11
     # The eleventh batch was the epoch's last: the next is the second's.
-    assert adapter.batches_left == 13
     assert_equal(take(adapter, 1), batches[:1])
     assert adapter.step_of(12) == 14
 
 
-def test_batches_left_counts_from_the_position():
+def test_an_iterator_gives_the_rest_of_its_epoch():
     adapter = make_adapter()
     adapter.set_state(make_adapter().state_after(15))
-    assert adapter.batches_left == 11
     assert len(list(adapter.get_jax_iterator())) == 11
-    assert adapter.batches_left == 13
-    assert make_adapter(stream=True).batches_left is None
+    assert len(list(adapter.get_jax_iterator())) == 13
     adapter = make_adapter(stream=True)
     assert adapter.epoch_size is None and adapter.num_batches > 2**60
 
@@ -408,6 +521,7 @@ def test_a_batch_larger_than_a_window_is_filled():
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
+        ({"batch_size": True}, "batch_size=True"),
         ({"row_multiple": 0}, "row_multiple=0"),
         ({"skip_steps": [0, 3]}, "count data steps from 1"),
         ({"examples": []}, "0 examples"),

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.data.batches.preference import preference_layout
+from keras_posttrain.data.batches.preference import (
+    completion_key,
+    preference_layout,
+    row_length,
+)
+from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.preference import prepare_preferences
 from keras_posttrain.data.rows.preparation import RowSettings
 from tests.support import REFERENCE
@@ -268,6 +273,75 @@ def test_a_mismatched_completion_is_cut_at_the_sequence_length():
             for row, slot in zip(*np.nonzero(batch["sequence_mask"]))
         ]
         assert counts == [4, 14, 30, 4]
+
+
+def test_labelled_completions_are_single_rows():
+    rows = [LABELLED, {**LABELLED, "label": False}]
+    batch = batch_of(rows, labelled=True)
+    assert batch["token_ids"].shape == (2, 64)
+    assert batch["labels"].tolist() == [[1], [0]]
+    assert "margins" not in batch and "roles" not in batch
+
+
+def test_rows_of_pairs_have_fine_lengths():
+    pair = {**PAIRS[0], "rejected_ids": [8] * 140}
+    examples, _ = prepare([pair], sequence_length=300)
+    layout = preference_layout(batch_size=1, sequence_length=300)
+    assert layout(examples).arrays["token_ids"].shape == (2, 192)
+
+
+def test_the_reference_is_read_from_its_cache(tmp_path):
+    """Log-probabilities stand at the tokens with loss, 0 at the others."""
+    [example], _ = prepare(PAIRS[:1], tokenizer=None)
+    example.masks[1][1] = 0.0
+    cache = RowCache(tmp_path, {})
+    for i, logps in enumerate(([-1.0], [-2.0, -3.0, -4.0])):
+        array = np.array(logps, np.float32)
+        cache.write({completion_key(example, i): {"logps": array}})
+    layout = preference_layout(
+        batch_size=1, sequence_length=64, reference_cache=cache
+    )
+    found = layout([example]).arrays["ref_per_token_logps"]
+    assert found.shape == (2, 64)
+    assert found[:, :5].tolist() == [[0, 0, -1, 0, 0], [0, 0, -2, 0, -4]]
+    assert not found[:, 5:].any()
+
+
+def test_the_key_of_a_completion_is_of_its_prompt_as_well():
+    pair = {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}
+    other = {"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [8]}
+    examples, _ = prepare([pair, other], tokenizer=None)
+    keys = {completion_key(x, i) for x in examples for i in (0, 1)}
+    assert len(keys) == 4
+
+
+def test_the_tokens_that_an_example_takes_in_a_row():
+    """Prompts of 2 and 1 with 1 + 3 and 2 + 1 tokens after them."""
+    examples, _ = prepare(PAIRS, tokenizer=None)
+    for share_prefix, longest in ((False, 8), (True, 6)):
+        layout = preference_layout(
+            batch_size=2, sequence_length=64, share_prefix=share_prefix
+        )
+        assert row_length(layout, examples) == longest
+        assert row_length(layout, examples[1:]) == longest - 3 + share_prefix
+
+
+def test_any_completion_may_meet_any_prompt():
+    """Prompts of 50 and 1 with completions of 4 and 30, of at most 64."""
+    rows = [
+        {"prompt_ids": [5] * n, "completion_ids": [6] * m, "label": n > 9}
+        for n, m in ((50, 4), (1, 30))
+    ]
+    examples, _ = prepare(rows, labelled=True, tokenizer=None)
+    for share_prefix, longest in ((False, 118), (True, 68)):
+        layout = preference_layout(
+            batch_size=2,
+            sequence_length=64,
+            labelled=True,
+            mismatched=True,
+            share_prefix=share_prefix,
+        )
+        assert row_length(layout, examples) == longest
 
 
 def test_margins_stand_at_the_chosen():

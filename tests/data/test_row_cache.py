@@ -3,9 +3,11 @@
 import concurrent.futures
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from keras_posttrain.data.batches.row_cache import RowCache, row_key
 
@@ -100,6 +102,9 @@ def test_another_header_is_refused(tmp_path):
             f"another {name}. There: {HEADER.get(name)!r}. ",
             f"Received: {value!r}. Use another directory, or delete it.",
         )
+    # The first by its name is shown.
+    more = {name: 1 for name in "gfedcba"}
+    refused(lambda: RowCache(tmp_path, HEADER | more), "another a. There: ")
     # Of a long config only what differs is shown.
     config = {str(i): i for i in range(50)}
     RowCache(tmp_path / "b", {"config": config})
@@ -107,6 +112,45 @@ def test_another_header_is_refused(tmp_path):
         lambda: RowCache(tmp_path / "b", {"config": config | {"7": 0}}),
         "There: {'7': 7}. Received: {'7': 0}.",
     )
+
+
+def test_a_header_with_a_dict_in_place_of_a_number(tmp_path):
+    for i, (there, here) in enumerate(((3, {"k": 3}), ({"k": 3}, 3))):
+        RowCache(tmp_path / str(i), {"top": there})
+        refused(
+            lambda i=i, here=here: RowCache(tmp_path / str(i), {"top": here}),
+            f"another top. There: {there!r}. Received: {here!r}.",
+        )
+
+
+def test_the_arrays_of_a_file(tmp_path):
+    """Caches outlive versions of the library, so their files stay the same."""
+    rows = top_k_rows(2)
+    # The order in which a row has its arrays is of no importance.
+    turned = {key: dict(reversed(row.items())) for key, row in rows.items()}
+    RowCache(tmp_path, HEADER).write(turned)
+    found = load_file(shards(tmp_path)[0])
+    keys, values = list(rows), list(rows.values())
+    assert found.pop("row keys").tobytes() == b"".join(keys)
+    assert found.pop("row lengths").tolist() == [len(v["ids"]) for v in values]
+    assert found.pop("row checksums").tolist() == [
+        zlib.crc32(row["ids"].tobytes() + row["logps"].tobytes())
+        for row in values
+    ]
+    assert found.keys() == {"ids", "logps"}
+    for name, array in found.items():
+        whole = np.concatenate([row[name] for row in values])
+        np.testing.assert_array_equal(array, whole)
+
+
+@pytest.mark.parametrize("name", ["row keys", "row lengths", "ids"])
+def test_a_file_whose_arrays_do_not_fit_is_damaged(tmp_path, name):
+    RowCache(tmp_path, HEADER).write(top_k_rows(3))
+    (path,) = shards(tmp_path)
+    arrays = load_file(path)
+    arrays[name] = np.concatenate([arrays[name]] * 2)
+    save_file(arrays, path)
+    refused(lambda: RowCache(tmp_path, HEADER), "are not of one length")
 
 
 def test_rows_that_do_not_fit_are_not_written(tmp_path):

@@ -144,9 +144,10 @@ class Batch:
 
     def rows(self):
         """Returns the numbers of each filled row's sequences, in order."""
-        order = sorted(self.places.items(), key=_row_and_slot)
-        by_row = itertools.groupby(order, lambda item: item[1].row)
-        return [[number for number, _ in row] for _, row in by_row]
+        places = self.places
+        order = sorted(places, key=lambda i: (places[i].row, places[i].slot))
+        by_row = itertools.groupby(order, lambda i: places[i].row)
+        return [list(numbers) for _, numbers in by_row]
 
     def put_tokens(self, name, values, dtype=np.float32):
         """Adds an array of shape `(rows, length, ...)`.
@@ -171,9 +172,8 @@ class Batch:
         """Adds an array of shape `(rows, max_sequences)`.
 
         Args:
-            name: str, its key.
+            name, dtype: as of `put_tokens`.
             values: list, array or dict by number, a value a sequence.
-            dtype: the array's.
         """
         array = np.zeros(self.arrays["sequence_mask"].shape, dtype)
         for i, place in self.places.items():
@@ -186,7 +186,3 @@ class Batch:
             i: float(values[place.tokens].sum())
             for i, place in self.places.items()
         }
-
-
-def _row_and_slot(item):
-    return item[1].row, item[1].slot

@@ -69,12 +69,7 @@ def _with_extras(layout, extras):
 
 
 def with_lookup(layout, lookup):
-    """Returns a layout whose teacher's distributions are looked up.
-
-    Args:
-        layout: `BatchLayout` of `distillation_layout`.
-        lookup: see `TeacherExtras`.
-    """
+    """Returns a layout with the `lookup` that `TeacherExtras` explains."""
     return _with_extras(
         layout, dataclasses.replace(layout.extras, lookup=lookup)
     )
@@ -83,9 +78,7 @@ def with_lookup(layout, lookup):
 def fit_teacher_rows(layout, examples):
     """Returns a layout whose teacher's rows fill as the student's do.
 
-    Args:
-        layout: `BatchLayout` of `distillation_layout`.
-        examples: list of all examples of a run.
+    `examples` are all those of a run.
     """
     if layout.token_budget is None or not _reads_other_tokens(examples):
         return layout

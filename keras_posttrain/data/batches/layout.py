@@ -30,17 +30,13 @@ class Group:
     """
 
     sequences: list
-    prefix_length: int = 0
+    prefix_length: int
 
     @classmethod
     def of_completions(cls, prompt, completions, masks, row):
         """Makes the group of a prompt's completions.
 
-        Args:
-            prompt: int32 array of shape `(tokens,)`.
-            completions: list of int32 arrays of shape `(tokens,)`.
-            masks: list of float32 arrays, the weights of their tokens.
-            row: int, index of the dataset row.
+        `completions` and `masks` are lists of what `completion_example` takes.
         """
         sequences = [
             completion_example(prompt, *pair, row)

@@ -5,9 +5,9 @@ import heapq
 
 
 def pack(lengths, capacity, max_sequences=64):
-    """Packs sequences into rows, best fit first, longest first.
+    """Packs sequences into rows by best-fit decreasing.
 
-    Best-fit decreasing: each sequence, longest first, goes into the fullest
+    Each sequence, longest first, goes into the fullest
     row that still has room. Of rows that are equally full the oldest is
     taken, so the result depends on the lengths alone.
 
@@ -22,12 +22,6 @@ def pack(lengths, capacity, max_sequences=64):
 
     Raises:
         ValueError: a length exceeds the capacity.
-
-    Example:
-
-    ```python
-    pack([3, 4, 1], capacity=4)  # [[1], [0, 2]]
-    ```
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if order and lengths[order[0]] > capacity:
@@ -65,14 +59,7 @@ def pack(lengths, capacity, max_sequences=64):
 
 
 def coarse_lengths(longest):
-    """Returns powers of two from 64, and `longest` itself.
-
-    Args:
-        longest: int, tokens of the longest row.
-
-    Returns:
-        List of ints.
-    """
+    """Returns a list of powers of two from 64, and `longest` itself."""
     lengths = []
     length = 64
     while length < longest:
@@ -84,11 +71,7 @@ def coarse_lengths(longest):
 def fine_lengths(longest):
     """Returns multiples of 64 up to 768, then six lengths to a doubling.
 
-    Args:
-        longest: int, tokens of the longest row.
-
-    Returns:
-        List of ints, the last one at least `longest`.
+    The last one of the list is at least `longest`.
     """
     lengths, step = [64], 64
     while lengths[-1] < longest:
@@ -98,15 +81,11 @@ def fine_lengths(longest):
     return lengths
 
 
-def padded_rows(filled, multiple=1):
+def padded_rows(filled, multiple):
     """Rounds the number of rows of a packed batch, for few batch shapes.
 
-    Args:
-        filled: int, rows that hold sequences.
-        multiple: int, of which the number of rows is a multiple.
-
-    Returns:
-        Int: the next power of two, or one and a half times one.
+    It becomes the next power of two, or one and a half times one, and then a
+    multiple of `multiple`.
     """
     power = 1 << (filled - 1).bit_length()
     rows = power * 3 // 4 if filled <= power * 3 // 4 else power

@@ -5,9 +5,9 @@ import hashlib
 import os
 
 import grain
-import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from keras_posttrain.data import order
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
 from keras_posttrain.data.batches.layout import BatchLayout
@@ -63,16 +63,8 @@ class BatchAdapter(DataAdapter):
         row_multiple=1,
         layout=None,
     ):
-        for name, value in (
-            ("batch_size", batch_size),
-            ("row_multiple", row_multiple),
-        ):
-            if isinstance(value, bool) or value != int(value) or value < 1:
-                raise ValueError(
-                    f"`{name}` must be an int of at least 1. Received: "
-                    f"{name}={value}."
-                )
-        self._batch_size = int(batch_size)
+        self._batch_size = _positive("batch_size", batch_size)
+        _positive("row_multiple", row_multiple)
         self._skip = sorted({int(step) for step in skip_steps})
         if self._skip and self._skip[0] < 1:
             raise ValueError(
@@ -98,26 +90,16 @@ class BatchAdapter(DataAdapter):
             "seed": int(seed),
             "sequence_length": int(sequence_length),
         }
-        kind = (
-            streaming.Stream
-            if isinstance(examples, grain.IterDataset)
-            else RandomAccess
-        )
-        self._source = kind(
-            examples,
-            settings,
-            self._build,
-            max_sequences=sequences,
-            window=WINDOW,
-        )
+        is_stream = isinstance(examples, grain.IterDataset)
+        kind = streaming.Stream if is_stream else RandomAccess
+        self._source = kind(examples, settings, self._build, sequences, WINDOW)
         self._restart(self._source.initial_state(), 0)
 
     def keep_rows(self, own):
         """Keeps a part of the rows of each batch: those of one process.
 
-        Args:
-            own: function from the number of rows of a batch to the indices
-                of those that are kept, or `None` for all.
+        `own` is a function of the number of rows to the indices of those that
+        are kept, or `None` for all.
         """
         self._own = own
 
@@ -141,7 +123,8 @@ class BatchAdapter(DataAdapter):
         # being iterated began or was resumed.
         self._base = (position, step)
         self._start = (position, step)
-        self._skipped = self._start_skipped = 0
+        # Batches left out so far because of `skip_steps`.
+        self.skipped = self._start_skipped = 0
         self._history = streaming.History()
         self._history.add(step, position)
 
@@ -159,16 +142,6 @@ class BatchAdapter(DataAdapter):
         return self.epoch_size or ENDLESS
 
     @property
-    def batches_left(self):
-        """Int, batches that the next iterator gives: those of its epoch from
-        the position on, without skipped ones; `None` of a stream."""
-        if self.epoch_size is None:
-            return None
-        first = self._start[1]
-        last = (first // self.epoch_size + 1) * self.epoch_size
-        return last - first - self._skips_between(first, last)
-
-    @property
     def batch_size(self):
         return self._batch_size
 
@@ -180,11 +153,6 @@ class BatchAdapter(DataAdapter):
     def partial_batch_size(self):
         return None
 
-    @property
-    def skipped(self):
-        """Int, batches left out so far because of `skip_steps`."""
-        return self._skipped
-
     def _skips_between(self, after, to):
         return bisect.bisect_right(self._skip, to) - bisect.bisect_right(
             self._skip, after
@@ -193,12 +161,8 @@ class BatchAdapter(DataAdapter):
     def step_of(self, count):
         """Returns the data step of the `count`-th batch of this count.
 
-        Args:
-            count: int, batches consumed since construction or `set_state`.
-
-        Returns:
-            Int, counted from 1 over all epochs, skipped steps included; for
-            0, the step before.
+        Steps count from 1 over all epochs, with those that are skipped; 0
+        stands for the step before.
         """
         base = self._base[1]
         step, known = base, base + count
@@ -210,12 +174,8 @@ class BatchAdapter(DataAdapter):
     def state_after(self, count):
         """Returns the position after `count` batches were consumed.
 
-        Args:
-            count: int, batches consumed since construction or `set_state`.
-                Of a stream, one of the last few that were read.
-
-        Returns:
-            Dict that JSON can store, for `set_state`.
+        It is a dict that JSON can store, for `set_state`. `count` starts at
+        construction or `set_state`, and of a stream is among the last few.
         """
         step = self.step_of(count)
         position = self._source.position_at(step, self._history)
@@ -226,26 +186,8 @@ class BatchAdapter(DataAdapter):
         }
 
     def set_state(self, state):
-        """Resumes from a position, and starts counting again.
-
-        Raises:
-            ValueError: the state belongs to other data or settings.
-        """
-        ours, theirs = self._source.fingerprint, state["data"]
-        differing = [
-            key
-            for key in sorted({*ours, *theirs})
-            if ours.get(key) != theirs.get(key)
-        ]
-        if differing:
-            there = ", ".join(f"{k}={theirs.get(k)!r}" for k in differing)
-            here = ", ".join(f"{k}={ours.get(k)!r}" for k in differing)
-            raise ValueError(
-                "A position in the data can only be used with the same data "
-                f"and settings. Received: a state of {there}, data of "
-                f"{here}. Use the data and arguments of the run that saved "
-                "it, or start a new run directory."
-            )
+        """Resumes from a position, and starts counting again."""
+        order.check_same(self._source.fingerprint, state["data"])
         position = self._source.from_json(state["position"])
         self._restart(position, int(state["step"]))
 
@@ -254,29 +196,26 @@ class BatchAdapter(DataAdapter):
 
         If an iterator is dropped before its last batch, the next one begins
         at the same position.
-
-        Yields:
-            Dict of NumPy arrays.
         """
         position, step = self._start
-        self._skipped = self._start_skipped
+        self.skipped = self._start_skipped
         self._history.drop_after(step)
         source = self._source.batches(position, step, self._skip)
         for batch, position, is_last in source:
             step += 1
             wanted = step not in self._skip
-            self._skipped += not wanted
+            self.skipped += not wanted
             self._history.add(step, position)
             # Pass the steps that are skipped next, so that the last batch
             # of an epoch is known to be the last.
             while not is_last and step + 1 in self._skip:
                 _, position, is_last = next(source)
                 step += 1
-                self._skipped += 1
+                self.skipped += 1
                 self._history.add(step, position)
             if is_last:
                 self._start = (position, step)
-                self._start_skipped = self._skipped
+                self._start_skipped = self.skipped
             if wanted:
                 yield batch
 
@@ -284,18 +223,20 @@ class BatchAdapter(DataAdapter):
         return self.get_jax_iterator()
 
 
+def _positive(name, value):
+    """Returns an argument as an int; raises unless it is one from 1 on."""
+    if isinstance(value, bool) or value != int(value) or value < 1:
+        raise ValueError(
+            f"`{name}` must be an int of at least 1. Received: {name}={value}."
+        )
+    return int(value)
+
+
 class RandomAccess:
     """The batches of a list of examples, with random access.
 
-    A position is a data step, so no state has to be kept.
-
-    Args:
-        examples: list of `Example`s.
-        settings: dict of `batch_size`, `packing`, `shuffle`, `seed` and
-            `sequence_length`.
-        build: function of a list of rows to a batch.
-        max_sequences: int, the most sequences of a row.
-        window: int, how many sequences are packed together.
+    A position is a data step, so no state has to be kept. Takes a list in
+    place of the stream of `streaming.Stream`, and what that takes.
     """
 
     def __init__(self, examples, settings, build, max_sequences, window):
@@ -314,8 +255,8 @@ class RandomAccess:
         }
         if settings["packing"]:
             # Packed once, so that an epoch always has as many batches.
-            order = self._order(len(examples), 0)
-            indices = [int(order[i]) for i in range(len(examples))]
+            numbers = self._order(len(examples), 0)
+            indices = [int(numbers[i]) for i in range(len(examples))]
             self.rows = []
             for at in range(0, len(indices), window):
                 part = indices[at : at + window]
@@ -329,11 +270,7 @@ class RandomAccess:
         self.num_batches = -(-len(self.rows) // self.batch_size)
 
     def _order(self, size, stream):
-        order = grain.MapDataset.range(size)
-        if not self.shuffle:
-            return order
-        seeds = np.random.SeedSequence([self.seed % 2**32, stream])
-        return order.shuffle(seed=int(seeds.generate_state(1)[0]))
+        return order.shuffled(size, self.shuffle, self.seed, stream)
 
     def initial_state(self):
         """Returns the position before the first batch."""
@@ -357,7 +294,7 @@ class RandomAccess:
     def batches(self, position, step, skip):
         """Yields `(batch, position after it, whether the epoch ends)`."""
         epoch, first = divmod(step, self.num_batches)
-        order = self._order(len(self.rows), epoch + 1)
+        places = self._order(len(self.rows), epoch + 1)
         skipped = {s - epoch * self.num_batches - 1 for s in skip}
 
         def build(b):
@@ -367,7 +304,7 @@ class RandomAccess:
                 b * self.batch_size,
                 min((b + 1) * self.batch_size, len(self.rows)),
             )
-            rows = [self.rows[int(order[i])] for i in at]
+            rows = [self.rows[int(places[i])] for i in at]
             return self.build([[self.examples[i] for i in r] for r in rows])
 
         threads = min(4, os.cpu_count() or 1)

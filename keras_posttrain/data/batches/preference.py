@@ -66,9 +66,9 @@ class PreferenceExtras:
     `ref_per_token_logps`.
     """
 
-    labelled: bool = False
-    mismatched: bool = False
-    reference_cache: RowCache | None = None
+    labelled: bool
+    mismatched: bool
+    reference_cache: RowCache | None
 
     def __call__(self, batch, examples):
         sides = [(x, i) for x in examples for i in range(len(x.completions))]
@@ -95,12 +95,7 @@ class PreferenceExtras:
 def add_mismatched(examples, sequence_length):
     """Puts the completion before each example's under its prompt as well.
 
-    Args:
-        examples: list of labelled `Preference`s. A lone one stays alone.
-        sequence_length: int, at which the second completion is cut.
-
-    Returns:
-        List of `Preference`s with two completions.
+    It is cut where both exceed `sequence_length`. A lone example stays alone.
     """
     if len(examples) < 2:
         return examples
@@ -112,7 +107,8 @@ def add_mismatched(examples, sequence_length):
 
 
 def _with_completion(example, other, sequence_length):
-    room = max(sequence_length - len(example.prompt), 0)
+    # A completion with loss stands behind the prompt, so there is room.
+    room = sequence_length - len(example.prompt)
     return dataclasses.replace(
         example,
         completions=[example.completions[0], other.completions[0][:room]],
@@ -123,9 +119,7 @@ def _with_completion(example, other, sequence_length):
 def row_length(layout, examples):
     """Returns the most tokens that one example may take in a packed row.
 
-    Args:
-        layout: a `BatchLayout` of `preference_layout`.
-        examples: list of all `Preference`s of a run.
+    `examples` are all those of a run.
     """
     if layout.regroup is not None:
         # Under shuffling any completion may meet any prompt.

@@ -24,9 +24,6 @@ def row_key(token_ids, start):
     Args:
         token_ids: int array of shape `(tokens,)`.
         start: int, tokens before the completion.
-
-    Returns:
-        Bytes.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(np.int64(start).tobytes())
@@ -50,16 +47,6 @@ class RowCache:
     Raises:
         ValueError: the directory was made with another header, or a file in
             it is damaged.
-
-    Example:
-
-    ```python
-    cache = RowCache("cache/", {"model": "tiny", "kind": "log-probabilities"})
-    key = row_key([5, 6, 7], start=1)
-    cache.write({key: {"logps": np.array([-1.5, -0.5], "float32")}})
-    cache.missing([key])  # []
-    cache.read(key)["logps"]
-    ```
     """
 
     def __init__(self, directory, header):
@@ -103,7 +90,8 @@ class RowCache:
             for name in values[0]
         }
         tensors[KEYS] = np.frombuffer(b"".join(keys), np.uint8)
-        tensors[LENGTHS] = np.array([_length(r) for r in values], np.int64)
+        lengths = [len(next(iter(row.values()))) for row in values]
+        tensors[LENGTHS] = np.array(lengths, np.int64)
         tensors[CHECKSUMS] = np.array(
             [_checksum(row) for row in values], np.uint32
         )
@@ -118,13 +106,7 @@ class RowCache:
         self._add(path)
 
     def read(self, key):
-        """Reads the arrays of a row.
-
-        Args:
-            key: bytes of `row_key`.
-
-        Returns:
-            A dict of arrays.
+        """Reads the dict of arrays of a row.
 
         Raises:
             KeyError: the row has no arrays.
@@ -184,10 +166,6 @@ class RowCache:
         for row, (length, end) in enumerate(zip(lengths, ends)):
             key = keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]
             self._places[key] = (shard, row, int(end - length), int(end))
-
-
-def _length(row):
-    return len(next(iter(row.values())))
 
 
 def _checksum(row):

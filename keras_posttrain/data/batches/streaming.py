@@ -9,22 +9,20 @@ import numpy as np
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.rows.examples import Example
 
+# How many positions are kept; more than are ever prefetched.
+KEPT = 64
+
 
 class History:
-    """The positions after the last few data steps.
+    """The positions after the last few data steps."""
 
-    Args:
-        size: int, how many are kept; more than are ever prefetched.
-    """
-
-    def __init__(self, size=64):
-        self.size = size
+    def __init__(self):
         self.positions = {}
 
     def add(self, step, position):
         """Remembers the position after a data step."""
         self.positions[step] = position
-        if len(self.positions) > self.size:
+        if len(self.positions) > KEPT:
             del self.positions[min(self.positions)]
 
     def drop_after(self, step):
@@ -103,11 +101,7 @@ class Stream:
 
     def to_json(self, position):
         """Returns a position as a dict that JSON can store."""
-        state = {
-            field.name: getattr(position, field.name)
-            for field in dataclasses.fields(position)
-        }
-        state["carried"] = [
+        carried = [
             {
                 "row": int(example.row),
                 "token_ids": _to_text(example.token_ids),
@@ -115,7 +109,7 @@ class Stream:
             }
             for example in position.carried
         ]
-        return state
+        return vars(position) | {"carried": carried}
 
     def from_json(self, state):
         """Returns the position of a dict of `to_json`."""

@@ -11,14 +11,10 @@ from keras_posttrain.data.chat.tokenizer import Tokenizer
 
 
 def with_whole_places(tokenizer):
-    """Makes a tokenizer whose offsets include the spaces of tokens.
+    """Makes a tokenizer with the same ids whose offsets include spaces.
 
     Some byte-level tokenizers leave spaces out of offsets, so that it is not
     known which of two tokens a space belongs to.
-
-    Returns:
-        A `Tokenizer` that gives the same token ids; the given one,
-        where its offsets include spaces already.
     """
     state = json.loads(tokenizer.backend.to_str())
     if not _keep_spaces(state["post_processor"]):

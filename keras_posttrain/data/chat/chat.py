@@ -6,7 +6,7 @@ never parsed as one, while those that the template writes are.
 
 from keras_posttrain.data.chat.control_tokens import quoted_places
 from keras_posttrain.data.chat.spans import text_and_spans
-from keras_posttrain.data.chat.template import call_template, clean_messages
+from keras_posttrain.data.chat.template import Conversation, clean_messages
 
 
 def render(
@@ -30,9 +30,9 @@ def render(
         ValueError: there is no template, or it refuses the messages.
     """
     messages = clean_messages(messages)
-    return call_template(
-        tokenizer, messages, add_generation_prompt, tools, kwargs
-    )
+    return Conversation(
+        tokenizer, messages, tools, kwargs, add_generation_prompt
+    ).render()
 
 
 def render_ids(
@@ -46,60 +46,33 @@ def render_ids(
     Returns:
         List of ints.
     """
-    messages = clean_messages(messages)
-    text = call_template(
-        tokenizer, messages, add_generation_prompt, tools, kwargs
+    conversation = Conversation(
+        tokenizer,
+        clean_messages(messages),
+        tools,
+        kwargs,
+        add_generation_prompt,
     )
-    plain = quoted_places(
-        tokenizer, text, messages, add_generation_prompt, tools, kwargs
-    )
+    text = conversation.render()
+    plain = quoted_places(conversation, text)
     return tokenizer.encode_mixed(text, plain)[0]
 
 
 def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
     """Encodes a conversation and finds the assistant's text in it.
 
-    Args:
-        tokenizer: a `Tokenizer`.
-        messages: list of dicts with `"role"` and `"content"`.
-        tools: list of dicts, or `None`.
-        **kwargs: further variables of the template.
+    Takes what `render` takes, but for a generation prompt.
 
     Returns:
         Tuple `(ids, offsets, text, spans)`: a list of ints, a list of
-        `(start, end)` in characters of the rendered text, that text, and a
-        list of `(start, end, message index)` in the same characters.
+        `(start, end)` in characters of the rendered text, that text, and the
+        spans of `text_and_spans` in the same characters.
 
     Raises:
         ValueError: the template refuses the messages, or the assistant's
             turns cannot be found.
     """
-    messages = clean_messages(messages)
-    text, plain, spans = text_and_spans(tokenizer, messages, tools, kwargs)
+    text, plain, spans = text_and_spans(
+        Conversation(tokenizer, clean_messages(messages), tools, kwargs)
+    )
     return *tokenizer.encode_mixed(text, plain), text, spans
-
-
-def render_with_spans(tokenizer, messages, *, tools=None, **kwargs):
-    """Renders a conversation and finds the assistant's text in it.
-
-    A span is a turn's text up to and with the token that ends it. Text that
-    the template puts after that token, such as a newline, is not in it.
-
-    Args:
-        tokenizer: a `Tokenizer`.
-        messages: list of dicts with `"role"` and `"content"`.
-        tools: list of dicts, or `None`.
-        **kwargs: further variables of the template.
-
-    Returns:
-        Tuple `(text, spans)`: a string, and a list of `(start, end)` in its
-        characters, one for each assistant turn (for each
-        `{% generation %}` block where the template has them).
-
-    Raises:
-        ValueError: the template refuses the messages, or the assistant's
-            turns cannot be found.
-    """
-    messages = clean_messages(messages)
-    text, _, spans = text_and_spans(tokenizer, messages, tools, kwargs)
-    return text, [(start, end) for start, end, _ in spans]

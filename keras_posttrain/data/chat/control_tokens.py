@@ -1,14 +1,11 @@
 """Control tokens that a message quotes, which stay text."""
 
 import bisect
+import itertools
 
 import tokenizers
 
-from keras_posttrain.data.chat.template import (
-    call_template,
-    control_pattern,
-    find_tokens,
-)
+from keras_posttrain.data.chat.template import control_pattern, find_tokens
 
 # Private-use characters that mark places in a rendered text. They are removed
 # again, and a conversation that contains one gets others.
@@ -28,6 +25,10 @@ def _strings(value):
             yield from _strings(item)
 
 
+def _strings_of(conversation):
+    return _strings([conversation.messages, conversation.tools])
+
+
 def _map_strings(value, function):
     if isinstance(value, str):
         return function(value)
@@ -41,19 +42,17 @@ def _map_strings(value, function):
     return value
 
 
-def free_marks(messages, tools, count):
-    """Finds private-use characters that the conversation does not contain."""
-    used = set().union(*map(set, _strings([messages, tools])), set())
-    marks = []
-    for code in _PRIVATE_USE:
-        if chr(code) not in used:
-            marks.append(chr(code))
-            if len(marks) == count:
-                return marks
-    raise ValueError(
-        "Messages cannot use every private-use character of U+F0000 to "
-        "U+F0FFF, of which some mark places in the text. Remove them."
-    )
+def free_marks(conversation):
+    """Finds two private-use characters that a `Conversation` lacks."""
+    used = set().union(*_strings_of(conversation))
+    free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
+    marks = list(itertools.islice(free, 2))
+    if len(marks) < 2:
+        raise ValueError(
+            "Messages cannot use every private-use character of U+F0000 to "
+            "U+F0FFF, of which some mark places in the text. Remove them."
+        )
+    return marks
 
 
 def mark_places(marked, text, marks):
@@ -69,17 +68,16 @@ def mark_places(marked, text, marks):
     return places if "".join(pieces) == text else None
 
 
-def quoted_places(
-    tokenizer, text, messages, add_generation_prompt, tools, kwargs
-):
+def quoted_places(conversation, text):
     """Finds the control tokens that messages, not the template, wrote."""
-    pattern = control_pattern(tuple(tokenizer.control_tokens))
+    control_tokens = conversation.tokenizer.control_tokens
+    pattern = control_pattern(tuple(control_tokens))
     total = sum(
-        len(pattern.findall(string)) for string in _strings([messages, tools])
+        len(pattern.findall(string)) for string in _strings_of(conversation)
     )
     if not total:
         return []
-    before, after = marks = free_marks(messages, tools, 2)
+    before, after = marks = free_marks(conversation)
 
     def find(wanted, at_start):
         """Renders with marks at the wanted occurrences and reads them."""
@@ -98,12 +96,9 @@ def quoted_places(
         def mark(string):
             return pattern.sub(mark_match, string)
 
-        marked = call_template(
-            tokenizer,
-            _map_strings(messages, mark),
-            add_generation_prompt,
-            _map_strings(tools, mark),
-            kwargs,
+        marked = conversation.render(
+            messages=_map_strings(conversation.messages, mark),
+            tools=_map_strings(conversation.tools, mark),
         )
         places = mark_places(marked, text, marks)
         if places is None:
@@ -117,7 +112,7 @@ def quoted_places(
                 spans += [s for s in found if s[1] == place]
         return spans
 
-    found = find_tokens(text, tokenizer.control_tokens)
+    found = find_tokens(text, control_tokens)
     spans = find(None, False)
     if spans is None:
         # The template reads the content of messages (Qwen 3 looks for the
@@ -140,10 +135,6 @@ class QuotingEncoder:
     characters, which are added tokens of a copy of the tokenizer; that copy
     reads all control tokens as text. So a text is still encoded in one call,
     and its words are split as usual.
-
-    Args:
-        backend: a `tokenizers.Tokenizer`.
-        control_tokens: dict of strings to token ids.
     """
 
     def __init__(self, backend, control_tokens):
@@ -176,7 +167,10 @@ class QuotingEncoder:
         encoding = self._plain_backend().encode(
             "".join(pieces), add_special_tokens=False
         )
-        back = {v: k for k, v in self._alias_ids().items()}
+        back = {
+            self._copy.token_to_id(alias): self.control_tokens[token]
+            for token, alias in self._aliases.items()
+        }
         ids = [back.get(i, i) for i in encoding.ids]
         place = _unshift(ends, shift)
         offsets = [
@@ -197,12 +191,6 @@ class QuotingEncoder:
             self._aliases[token] = chr(0x10F000 + len(self._aliases))
             self._copy = None
         return self._aliases[token]
-
-    def _alias_ids(self):
-        return {
-            self.control_tokens[token]: self._copy.token_to_id(alias)
-            for token, alias in self._aliases.items()
-        }
 
     def _plain_backend(self):
         if self._copy is None:

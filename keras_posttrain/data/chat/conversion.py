@@ -54,61 +54,46 @@ _STOPS = (
     "<|endoftext|>",
 )
 _CONTROL = re.compile(r"<\|[^|<>]+\|>")
+# The published chat template of each family, and a control token of it.
+_TEMPLATES = {
+    "GemmaTokenizer": ("gemma", "<start_of_turn>"),
+    "Gemma3Tokenizer": ("gemma3", "<start_of_turn>"),
+    "Llama3Tokenizer": ("llama3", "<|start_header_id|>"),
+    "LlamaTokenizer": ("llama2", "<s>"),
+    "MistralTokenizer": ("mistral", "<s>"),
+    "MixtralTokenizer": ("mistral", "<s>"),
+    "QwenTokenizer": ("qwen2_5", "<|im_start|>"),
+    "Qwen3Tokenizer": ("qwen3", "<|im_start|>"),
+    "Qwen3MoeTokenizer": ("qwen3", "<|im_start|>"),
+}
+# Tokens by which a family's later template is known: Llama 3.1 added those of
+# tools.
+_LATER = {
+    "llama3": ("llama3_1", "<|eom_id|>"),
+    "mistral": ("mistral_v3", "[INST]"),
+}
 
 
 def read_template(name):
-    """Reads a built-in chat template.
-
-    Args:
-        name: string, the file's name in `templates` without `.jinja`.
-
-    Returns:
-        String.
-    """
+    """Reads a built-in chat template, a file of `templates`, by its name."""
     package = importlib.resources.files("keras_posttrain.data.chat")
     return (package / "templates" / f"{name}.jinja").read_text("utf-8")
 
 
 def _builtin_template(family, vocabulary):
     """Reads the published chat template, if its control tokens are known."""
-    if family.startswith(("Gemma3", "Gemma")):
-        name, control = "gemma", "<start_of_turn>"
-        if family == "Gemma3Tokenizer":
-            name = "gemma3"
-        elif family != "GemmaTokenizer":
-            return None
-    elif family == "Llama3Tokenizer":
-        # Llama 3.1 added the tool tokens.
-        has_tools = "<|eom_id|>" in vocabulary
-        name = "llama3_1" if has_tools else "llama3"
-        control = "<|start_header_id|>"
-    elif family == "LlamaTokenizer":
-        name, control = "llama2", "<s>"
-    elif family in ("MistralTokenizer", "MixtralTokenizer"):
-        name = "mistral_v3" if "[INST]" in vocabulary else "mistral"
-        control = "<s>"
-    elif family == "QwenTokenizer":
-        name, control = "qwen2_5", "<|im_start|>"
-    elif family in ("Qwen3Tokenizer", "Qwen3MoeTokenizer"):
-        name, control = "qwen3", "<|im_start|>"
-    else:
+    name, control = _TEMPLATES.get(family, (None, None))
+    if control not in vocabulary:
         return None
-    return read_template(name) if control in vocabulary else None
+    later, token = _LATER.get(name, (None, None))
+    return read_template(later if token in vocabulary else name)
 
 
 def from_keras_hub(tokenizer):
-    """Converts a KerasHub tokenizer.
-
-    Args:
-        tokenizer: a `keras_hub` tokenizer.
+    """Converts a KerasHub tokenizer; see `Tokenizer.from_keras_hub`.
 
     Returns:
-        Tuple of a `tokenizers.Tokenizer`, a dict of special token names to
-        strings, the family's chat template or `None`, and a list of stop
-        token ids.
-
-    Raises:
-        ValueError: neither byte-pair nor SentencePiece.
+        Tuple as of `tokenizer_files.read`.
     """
     family = type(tokenizer).__name__
     if getattr(tokenizer, "proto", None) is not None:
@@ -151,6 +136,14 @@ def _names(tokenizer, vocabulary):
     return names
 
 
+def split_words(pattern, add_prefix_space=False):
+    """Returns the step that splits a text by a pattern, and into bytes."""
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space, use_regex=False)]
+    )
+
+
 def _byte_level(tokenizer, family, vocabulary, names):
     llama = family in ("Llama3Tokenizer", "SmolLM3Tokenizer")
     qwen = family.startswith("Qwen")
@@ -177,14 +170,7 @@ def _byte_level(tokenizer, family, vocabulary, names):
             add_prefix_space=prefix, use_regex=True
         )
     else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(split), "isolated"),
-                pre_tokenizers.ByteLevel(
-                    add_prefix_space=prefix, use_regex=False
-                ),
-            ]
-        )
+        backend.pre_tokenizer = split_words(split, prefix)
     backend.decoder = decoders.ByteLevel()
     special = set(tokenizer.special_tokens) | set(names.values())
     special |= {token for token in vocabulary if _CONTROL.fullmatch(token)}
@@ -199,13 +185,7 @@ def _byte_level(tokenizer, family, vocabulary, names):
     bos = names.get("bos_token")
     # GPT-2 and similar tokenizers have a start token that they do not add.
     if bos is not None and bos != names.get("eos_token"):
-        steps.append(
-            processors.TemplateProcessing(
-                single=f"{bos} $A",
-                pair=f"{bos} $A {bos} $B",
-                special_tokens=[(bos, vocabulary[bos])],
-            )
-        )
+        steps.append(sentencepiece.start_with(bos, vocabulary[bos]))
     backend.post_processor = processors.Sequence(steps)
     return backend
 
@@ -218,9 +198,6 @@ def from_sentencepiece_file(path, config, names):
         config: dict, its `tokenizer_config.json`.
         names: dict of special token names to strings; those that the model
             file knows are filled in.
-
-    Returns:
-        A `tokenizers.Tokenizer`.
     """
     data = (path / "tokenizer.model").read_bytes()
     model = sentencepiece.parse_model(data)

@@ -83,14 +83,7 @@ def _fields(data):
 
 
 def parse_model(data):
-    """Reads the bytes of a SentencePiece `tokenizer.model`.
-
-    Args:
-        data: bytes of the file.
-
-    Returns:
-        A `SentencePieceModel`.
-    """
+    """Reads a `SentencePieceModel` from the bytes of a `tokenizer.model`."""
     model = SentencePieceModel(
         pieces=[], special_ids={"unk": 0, "bos": 1, "eos": 2, "pad": -1}
     )
@@ -160,7 +153,7 @@ def _core(model):
 
 
 def convert(model, *, special_tokens=(), bos_token=None, prepend="always"):
-    """Turns a SentencePiece model into a `tokenizers.Tokenizer`.
+    """Turns a model into a `tokenizers.Tokenizer` with the same token ids.
 
     Args:
         model: a `SentencePieceModel`.
@@ -171,9 +164,6 @@ def convert(model, *, special_tokens=(), bos_token=None, prepend="always"):
         prepend: `"always"` puts the dummy prefix after every special token in
             the text, as tokenizers of the Llama and Mistral families were
             published; `"first"` only at the start of the text.
-
-    Returns:
-        A `tokenizers.Tokenizer` with the same token ids.
     """
     backend = tokenizers.Tokenizer(_core(model))
     steps = []
@@ -205,12 +195,18 @@ def convert(model, *, special_tokens=(), bos_token=None, prepend="always"):
     backend.decoder = decoders.Sequence(undo)
     _add_tokens(backend, model, set(special_tokens))
     if bos_token is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos_token} $A",
-            pair=f"{bos_token} $A {bos_token} $B",
-            special_tokens=[(bos_token, backend.token_to_id(bos_token))],
-        )
+        index = backend.token_to_id(bos_token)
+        backend.post_processor = start_with(bos_token, index)
     return backend
+
+
+def start_with(token, index):
+    """Returns the step that puts a token, of this id, before each text."""
+    return processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token} $B",
+        special_tokens=[(token, index)],
+    )
 
 
 def _add_tokens(backend, model, special_tokens):

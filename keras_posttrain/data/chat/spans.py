@@ -6,19 +6,30 @@ from keras_posttrain.data.chat.control_tokens import (
     quoted_places,
 )
 from keras_posttrain.data.chat.template import (
-    call_template,
     control_pattern,
     generation_prompt,
 )
 
 
-def text_and_spans(tokenizer, messages, tools, kwargs):
-    marks = free_marks(messages, tools, 2)
-    marked = call_template(
-        tokenizer, messages, False, tools, kwargs | {"generation_marks": marks}
+def text_and_spans(conversation):
+    """Finds the assistant's text in a rendered `Conversation`.
+
+    A span is a turn's text up to and with the token that ends it. Text that
+    the template puts after that token, such as a newline, is not in it.
+
+    Returns:
+        Tuple `(text, plain, spans)`: the text, the places of quoted control
+        tokens in it, and a list of `(start, end, message index)`, one for
+        each assistant turn (for each `{% generation %}` block where the
+        template has them).
+    """
+    tokenizer, messages = conversation.tokenizer, conversation.messages
+    marks = free_marks(conversation)
+    marked = conversation.render(
+        kwargs=conversation.kwargs | {"generation_marks": marks}
     )
     text = marked.replace(marks[0], "").replace(marks[1], "")
-    plain = quoted_places(tokenizer, text, messages, False, tools, kwargs)
+    plain = quoted_places(conversation, text)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if marked != text:
         return text, plain, _generation_spans(marked, text, marks, turns)
@@ -32,10 +43,8 @@ def text_and_spans(tokenizer, messages, tools, kwargs):
     ]
     spans, after = [], 0
     for i in turns:
-        start = _turn_start(tokenizer, text, messages, i, after, tools, kwargs)
-        end = _turn_end(
-            tokenizer, text, messages, i, start, stops, tools, kwargs
-        )
+        start = _turn_start(conversation, text, i, after)
+        end = _turn_end(conversation, text, i, start, stops)
         if start < after or end <= start:
             raise _not_found(i)
         spans.append((start, end, i))
@@ -66,25 +75,33 @@ def _generation_spans(marked, text, marks, turns):
     return [s for s in zip(starts, ends, named, strict=True) if s[0] < s[1]]
 
 
-def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
+def _length_of(conversation, text, **changes):
+    """Returns the length of the beginning of a text that is rendered alone.
+
+    `None` where the template refuses to end there, or writes something else.
+    """
+    try:
+        beginning = conversation.render(**changes)
+    except ValueError:
+        return None
+    return len(beginning) if text.startswith(beginning) else None
+
+
+def _turn_start(conversation, text, i, after):
     """Finds where a turn begins: the end of its generation prompt."""
-    header = generation_prompt(tokenizer, kwargs)
+    tokenizer = conversation.tokenizer
+    header = generation_prompt(tokenizer, conversation.kwargs)
     if i > 0:
-        try:
-            prompt = call_template(
-                tokenizer, messages[:i], True, tools, kwargs
-            )
-        except ValueError:
-            # Some templates refuse a generation prompt here.
-            prompt = None
-        if prompt is not None and text.startswith(prompt):
-            start = len(prompt)
-            # A template without a generation prompt may still open the
-            # turn with a header, which is not the model's to write.
-            opens = control_pattern(tuple(tokenizer.control_tokens)).match
-            if header or not opens(text, start):
-                return start
-    start, end = _content_place(tokenizer, text, messages, i, tools, kwargs)
+        before = conversation.messages[:i]
+        start = _length_of(
+            conversation, text, messages=before, add_generation_prompt=True
+        )
+        # A template without a generation prompt may still open the turn with
+        # a header, which is not the model's to write.
+        opens = control_pattern(tuple(tokenizer.control_tokens)).match
+        if start is not None and (header or not opens(text, start)):
+            return start
+    start, end = _content_place(conversation, text, i)
     at = text.rfind(header, after, end if start is None else start)
     if header and at >= 0:
         return at + len(header)
@@ -96,29 +113,24 @@ def _turn_start(tokenizer, text, messages, i, after, tools, kwargs):
     return start
 
 
-def _content_place(tokenizer, text, messages, i, tools, kwargs):
+def _content_place(conversation, text, i):
     """Finds a turn's content by marks around it.
 
     The start is `None` where the template depends on how the content begins.
     """
+    messages = conversation.messages
     content = messages[i]["content"]
     core = content.strip() if isinstance(content, str) else ""
     if not core:
         raise _not_found(i)
-    marks = free_marks(messages, tools, 2)
+    marks = free_marks(conversation)
     lead = len(content) - len(content.lstrip())
     tail = lead + len(core)
     for opening in (marks[0], ""):
-        marked = (
-            content[:lead]
-            + opening
-            + content[lead:tail]
-            + marks[1]
-            + content[tail:]
-        )
+        marked = f"{content[:lead]}{opening}{core}{marks[1]}{content[tail:]}"
         changed = list(messages)
         changed[i] = messages[i] | {"content": marked}
-        rendered = call_template(tokenizer, changed, False, tools, kwargs)
+        rendered = conversation.render(messages=changed)
         places = mark_places(rendered, text, marks)
         found = "".join(mark for _, mark in places or [])
         if found and found == opening + marks[1]:
@@ -126,20 +138,13 @@ def _content_place(tokenizer, text, messages, i, tools, kwargs):
     raise _not_found(i)
 
 
-def _turn_end(tokenizer, text, messages, i, start, stops, tools, kwargs):
+def _turn_end(conversation, text, i, start, stops):
     """Finds the end of the token that ends the turn."""
-    limit = len(text)
+    limit, messages = len(text), conversation.messages
     is_last = i + 1 == len(messages)
     if not is_last:
-        try:
-            turn = call_template(
-                tokenizer, messages[: i + 1], False, tools, kwargs
-            )
-        except ValueError:
-            # Some templates refuse to end here.
-            turn = None
-        if turn is not None and text.startswith(turn):
-            limit = len(turn)
+        turn = _length_of(conversation, text, messages=messages[: i + 1])
+        limit = limit if turn is None else turn
     for stop_start, stop_end in stops:
         if stop_start >= start and stop_end <= limit:
             return stop_end

@@ -1,5 +1,6 @@
 """Chat templates: sandboxed Jinja2 with the extensions of `transformers`."""
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -73,28 +74,44 @@ def find_tokens(text, control_tokens):
     return [match.span() for match in pattern.finditer(text)]
 
 
-def call_template(tokenizer, messages, add_generation_prompt, tools, kwargs):
-    """Renders cleaned messages; `chat.render` documents the arguments."""
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "Messages need a chat template, and this tokenizer has none. "
-            "Received: chat_template=None. Pass `chat_template=` with a "
-            "Jinja2 template, or use rows of text."
-        )
-    try:
-        return _compile(tokenizer.chat_template).render(
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **(tokenizer.special_tokens | kwargs),
-        )
-    except (jinja2.exceptions.TemplateError, TypeError) as error:
-        roles = [message.get("role") for message in messages]
-        raise ValueError(
-            f"The chat template refuses these messages: {error}. Received: "
-            f"roles={roles}. Change the messages, or pass another "
-            "`chat_template=`."
-        ) from error
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Cleaned messages, and all that a chat template renders them with.
+
+    `chat.render` documents the fields.
+    """
+
+    tokenizer: object
+    messages: list
+    tools: list | None = None
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool = False
+
+    def render(self, **changes):
+        """Returns the text, with other values of some fields."""
+        if changes:
+            return dataclasses.replace(self, **changes).render()
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise ValueError(
+                "Messages need a chat template, and this tokenizer has none. "
+                "Received: chat_template=None. Pass `chat_template=` with a "
+                "Jinja2 template, or use rows of text."
+            )
+        try:
+            return _compile(template).render(
+                messages=self.messages,
+                tools=self.tools,
+                add_generation_prompt=self.add_generation_prompt,
+                **(self.tokenizer.special_tokens | self.kwargs),
+            )
+        except (jinja2.exceptions.TemplateError, TypeError) as error:
+            roles = [message.get("role") for message in self.messages]
+            raise ValueError(
+                f"The chat template refuses these messages: {error}. "
+                f"Received: roles={roles}. Change the messages, or pass "
+                "another `chat_template=`."
+            ) from error
 
 
 def clean_messages(messages):
@@ -153,8 +170,7 @@ def clean_messages(messages):
 def end_of_turn(tokenizer):
     """Finds the control token that ends an assistant's turn, or `None`.
 
-    Found by rendering a conversation: the first control token after the
-    assistant's words.
+    It is the first one after the words of a rendered assistant.
     """
     if tokenizer.chat_template is None:
         return None
@@ -163,7 +179,7 @@ def end_of_turn(tokenizer):
         {"role": "assistant", "content": "reply-in-words"},
     ]
     try:
-        text = call_template(tokenizer, messages, False, None, {})
+        text = Conversation(tokenizer, messages).render()
     except ValueError:
         return None
     at = text.rfind("reply-in-words")
@@ -185,9 +201,10 @@ def generation_prompt(tokenizer, kwargs):
 
 def _find_generation_prompt(tokenizer, kwargs):
     messages = [{"role": "user", "content": "question"}]
+    conversation = Conversation(tokenizer, messages, kwargs=kwargs)
     try:
-        plain = call_template(tokenizer, messages, False, None, kwargs)
-        prompted = call_template(tokenizer, messages, True, None, kwargs)
+        plain = conversation.render()
+        prompted = conversation.render(add_generation_prompt=True)
     except ValueError:
         return ""
     return prompted[len(plain) :] if prompted.startswith(plain) else ""

@@ -1,6 +1,5 @@
 """One tokenizer for all presets: ids, offsets, stop tokens, chat template."""
 
-import copy
 import pathlib
 
 import tokenizers
@@ -217,7 +216,7 @@ class Tokenizer:
         """
         return Tokenizer(
             tokenizers.Tokenizer.from_str(self.backend.to_str()),
-            copy.copy(self.special_tokens),
+            self.special_tokens,
             chat_template=chat_template,
             stop_token_ids=self._extra_stops,
             source=self.source,

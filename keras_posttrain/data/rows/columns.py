@@ -16,30 +16,29 @@ KINDS = {
 OPTIONAL = ("weight", "tools")
 
 
-def describe(kind):
-    """Returns a row type as the user writes it."""
-    return "{" + ", ".join(f"'{column}'" for column in KINDS[kind]) + "}"
+def describe(needed):
+    """Returns a key of `KINDS`, or columns, as the user writes a row type."""
+    names = KINDS.get(needed, needed)
+    return "{" + ", ".join(f"'{column}'" for column in names) + "}"
 
 
-def row_kind(row, where):
-    """Finds the type of a row by its columns.
-
-    Args:
-        row: dict.
-        where: string that names the row in an error.
-
-    Returns:
-        A key of `KINDS`.
-
-    Raises:
-        ValueError: the row is no dict, or has the columns of no type or of
-            several.
-    """
+def check_dict(row, where):
+    """Raises where a row is no dict; `where` names it in the error."""
     if not isinstance(row, dict):
         raise ValueError(
             "A row must be a dict of columns. Received: "
             f"{where} is {row!r:.200} of type {type(row).__name__}."
         )
+
+
+def row_kind(row, where):
+    """Finds the type of a row by its columns: a key of `KINDS`.
+
+    Raises:
+        ValueError: the row is no dict, or has the columns of no type or of
+            several.
+    """
+    check_dict(row, where)
     given = {column for column, value in row.items() if value is not None}
     complete = [
         kind for kind, needed in KINDS.items() if given.issuperset(needed)
@@ -61,14 +60,13 @@ def row_kind(row, where):
     for column in given.difference(OPTIONAL):
         # A misspelt optional column would be ignored.
         plain = str(column).lower()
-        for optional in OPTIONAL:
-            if {plain, plain + "s", plain.rstrip("s")} & {optional}:
-                if optional not in given:
-                    raise ValueError(
-                        f"Did you mean the column '{optional}'? Received: "
-                        f"{where} with the column {column!r}. Rename it, or "
-                        "remove it if it is something else."
-                    )
+        meant = {plain, plain + "s", plain.rstrip("s")}.intersection(OPTIONAL)
+        for optional in meant - given:
+            raise ValueError(
+                f"Did you mean the column '{optional}'? Received: "
+                f"{where} with the column {column!r}. Rename it, or "
+                "remove it if it is something else."
+            )
     return complete[0]
 
 
@@ -88,8 +86,6 @@ def _suggestion(row, given):
         if len(needed) == 2 and len(missing) == 1:
             there = next(column for column in needed if column in row)
             text += f" The column '{there}' goes with '{missing.pop()}'."
-        elif len(needed) == 2 and not missing:
-            continue
     return text
 
 
@@ -150,14 +146,18 @@ def check_token_ids(ids, vocabulary_size, where):
         )
 
 
+def is_number(value):
+    """Returns whether a value is an int or a float, of Python or NumPy."""
+    types = (int, float, np.integer, np.floating)
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
 def weight(row, where):
     """Returns the row's weight, 1 where it has none."""
     value = row.get("weight")
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
+    if not is_number(value):
         raise wrong_type(where, "weight", "a number", value)
     if not math.isfinite(value) or value < 0:
         raise ValueError(

@@ -21,12 +21,9 @@ def read_rows(dataset, name="dataset"):
     """Reads the rows of a dataset with random access.
 
     Args:
-        dataset: one of the accepted kinds except a Grain `IterDataset`.
+        dataset: one of the accepted kinds except a Grain `IterDataset`. A
+            Grain `MapDataset` gives `None` for rows that it filtered out.
         name: string, the dataset's name in errors.
-
-    Returns:
-        A sequence of rows; a Grain `MapDataset` gives `None` for rows that it
-        filtered out.
 
     Raises:
         ValueError: the dataset is of another kind or empty, or a file
@@ -44,9 +41,7 @@ def read_rows(dataset, name="dataset"):
 def _rows(dataset, name):
     if isinstance(dataset, (str, os.PathLike)):
         return _read_file(pathlib.Path(dataset), name)
-    if isinstance(dataset, (list, tuple)):
-        return dataset
-    if isinstance(dataset, grain.MapDataset):
+    if isinstance(dataset, (list, tuple, grain.MapDataset)):
         return dataset
     if isinstance(dataset, dict):
         raise ValueError(

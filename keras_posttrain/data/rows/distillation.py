@@ -36,9 +36,9 @@ def prepare_distillation(
     teacher_tokenizer=None,
     teacher_length=None,
     teacher_vocabulary_size=None,
+    train_on="auto",
     teacher_column=None,
     teacher_names=None,
-    train_on="auto",
 ):
     """Tokenizes and checks the rows of a dataset for distillation.
 
@@ -54,40 +54,25 @@ def prepare_distillation(
       boundary before it.
 
     Args:
-        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
-            a path to `.jsonl`, `.json` or `.parquet`, or, where the teacher
-            reads what the student reads, a Grain `IterDataset`.
+        dataset: as of `prepare_sft`. A Grain `IterDataset` only where the
+            teacher reads what the student reads.
         settings: `RowSettings` of the student.
         teacher_tokenizer: a `Tokenizer` with another vocabulary, or `None`.
         teacher_length: int, the most tokens that the teacher reads of a row;
             `None` for `settings.sequence_length`.
         teacher_vocabulary_size: int, how many token ids the teacher has;
             `None` for `settings.vocabulary_size`.
+        train_on: as of `prepare_sft`.
         teacher_column: string, the column that names a row's teacher, or
             `None`.
         teacher_names: list of strings, the names of the teachers in their
             order, or `None`.
-        train_on: as of `prepare_sft`.
 
     Returns:
         Tuple `(examples, report)`: a list of `Example`s, which are
         `DistillationExample`s where the teacher reads other tokens or is
         named by the row (of a Grain `IterDataset`, another one), and a
         `DistillationReport`.
-
-    Example:
-
-    ```python
-    rows = [{
-        "prompt_ids": [5],
-        "completion_ids": [7, 1],
-        "teacher_prompt_ids": [8, 9, 5],
-    }]
-    settings = RowSettings(None, sequence_length=8, vocabulary_size=10)
-    [example], report = prepare_distillation(rows, settings)
-    example.teacher_ids  # [8, 9, 5, 7, 1]
-    example.teacher_source  # [-1, 2, 3]
-    ```
     """
     if (teacher_column is None) != (teacher_names is None):
         raise ValueError(

@@ -14,19 +14,10 @@ TOKENISED = ("token_pairs", "masked_tokens")
 
 
 def teacher_index(row, column, names, where):
-    """Finds the teacher that a row names.
-
-    Args:
-        row: dict.
-        column: string, the column with the name.
-        names: list of strings, the teachers' names.
-        where: string that names the row in an error.
-
-    Returns:
-        Int, an index into `names`.
+    """Returns the index into `names` of the teacher that a row names.
 
     Raises:
-        ValueError: the row names none of them.
+        ValueError: the row's `column` has none of the names.
     """
     value, names = row.get(column), list(names)
     if value in names:
@@ -42,14 +33,9 @@ def teacher_index(row, column, names, where):
 def teacher_prompt_column(row, kind, teacher_column, where):
     """Finds the column of the teacher's prompt, or `None`.
 
-    Args:
-        row: dict.
-        kind: string, the row's type.
-        teacher_column: string, a column with another meaning, or `None`.
-        where: string that names the row in an error.
-
     Raises:
-        ValueError: it is misspelt, or belongs to rows of another type.
+        ValueError: it is misspelt and not `teacher_column`, or belongs to
+            rows of another type.
     """
     for column in row:
         # A misspelt column would be ignored.

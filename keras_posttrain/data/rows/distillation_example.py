@@ -11,10 +11,7 @@ from keras_posttrain.data.rows.examples import DataReport, Example
 class DistillationExample(Example):
     """A sequence, and what its teacher reads in its place.
 
-    Args:
-        token_ids: int32 array of shape `(length,)`.
-        completion_mask: float32 array of shape `(length,)`.
-        row: int, index of the dataset row.
+    Args, after those of `Example`:
         teacher_ids: int32 array of shape `(teacher_length,)`, or `None` where
             the teacher reads the same tokens.
         teacher_source: int32 array of shape `(length,)`: the index of
@@ -78,7 +75,8 @@ def teacher_view(teacher_prompt, completion, length):
         length: int, tokens of the student's prompt and the completion.
 
     Returns:
-        Tuple `(teacher_ids, teacher_source)` as of `DistillationExample`.
+        Tuple `(teacher_ids, teacher_source)` as of `DistillationExample`:
+        for `[8, 9, 5]`, `[7, 1]` and 3 `[8, 9, 5, 7, 1]` and `[-1, 2, 3]`.
     """
     teacher_ids = np.concatenate([teacher_prompt, completion])
     source = np.full(length, -1, np.int32)

@@ -46,17 +46,11 @@ def check_train_on(train_on):
 def encode_row(row, kind, settings, train_on, where):
     """Encodes a row and weights its tokens, without the row's own weight.
 
-    Args:
-        row: dict.
-        kind: string, the row's type.
-        settings: `RowSettings`, of which the tokenizer and the variables of
-            the chat template are read.
-        train_on: string, one of `TRAIN_ON`.
-        where: string that names the row in an error.
+    `kind` is the row's type, `settings` are `RowSettings`, `train_on` is one
+    of `TRAIN_ON`, and `where` names the row in an error.
 
     Returns:
-        Tuple of an int64 array and a float32 array, both of shape
-        `(length,)`.
+        `(token_ids, mask)` as of `EncodedText`.
     """
     if kind == "token_pairs":
         return _token_pairs(row, train_on, where)
@@ -89,39 +83,41 @@ def encode_text(row, kind, settings, train_on, where):
         raise ValueError(f"In {where}: {error}") from error
 
 
-def _refuse(train_on, kind, where, choices):
-    return ValueError(
-        f"Rows with {columns.describe(kind)} can be trained on "
-        f"{' or '.join(choices)}. Received: {train_on=} for {where}. Use "
-        "train_on='auto'."
-    )
+def _check_part(train_on, kind, where):
+    """Raises where rows without messages have no part `train_on`."""
+    parts = ("all",) if kind == "text" else ("completion", "all")
+    if train_on not in ("auto", *parts):
+        raise ValueError(
+            f"Rows with {columns.describe(kind)} can be trained on "
+            f"{' or '.join(map(repr, parts))}. Received: {train_on=} for "
+            f"{where}. Use train_on='auto'."
+        )
+
+
+def mask_after(first, length):
+    """Returns a mask of 1 from token `first` on, 0 before it."""
+    return (np.arange(length) >= first).astype(np.float32)
+
+
+def join_ids(row, prompt, completion, where):
+    """Returns the ids of two columns in a row, and how many the prompt has."""
+    before = columns.int_array(row[prompt], where, prompt)
+    after = columns.int_array(row[completion], where, completion)
+    return np.concatenate([before, after]), len(before)
 
 
 def _token_pairs(row, train_on, where):
-    prompt = columns.int_array(row["prompt_ids"], where, "prompt_ids")
-    completion = columns.int_array(
-        row["completion_ids"], where, "completion_ids"
-    )
-    if train_on == "assistant":
-        raise _refuse(
-            train_on, "token_pairs", where, ("'completion'", "'all'")
-        )
-    ids = np.concatenate([prompt, completion])
-    mask = np.ones(len(ids), np.float32)
-    if train_on != "all":
-        mask[: len(prompt)] = 0.0
-    return ids, mask
+    _check_part(train_on, "token_pairs", where)
+    ids, first = join_ids(row, "prompt_ids", "completion_ids", where)
+    return ids, mask_after(0 if train_on == "all" else first, len(ids))
 
 
 def _masked_tokens(row, train_on, where):
+    _check_part(train_on, "masked_tokens", where)
     ids = columns.int_array(row["token_ids"], where, "token_ids")
     mask = columns.weight_array(
         row["completion_mask"], where, "completion_mask"
     )
-    if train_on == "assistant":
-        raise _refuse(
-            train_on, "masked_tokens", where, ("'completion'", "'all'")
-        )
     if len(mask) != len(ids):
         raise ValueError(
             "The columns 'token_ids' and 'completion_mask' must have one "
@@ -131,7 +127,7 @@ def _masked_tokens(row, train_on, where):
     return ids, np.ones_like(mask) if train_on == "all" else mask
 
 
-def _opened(tokenizer, text):
+def encode_opened(tokenizer, text):
     """Encodes a text with a start token, unless it begins with one."""
     bos = tokenizer.special_tokens.get("bos_token")
     opened = bool(bos) and text.startswith(bos)
@@ -140,7 +136,7 @@ def _opened(tokenizer, text):
 
 def _ended(tokenizer, text, where):
     """Encodes a text with an end token: `(ids, offsets)`, both arrays."""
-    ids, offsets = _opened(tokenizer, text)
+    ids, offsets = encode_opened(tokenizer, text)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "A text must be ended with the end token, and this tokenizer has "
@@ -157,18 +153,14 @@ def _text(row, tokenizer, train_on, where):
     text = row["text"]
     if not isinstance(text, str):
         raise columns.wrong_type(where, "text", "a string", text)
-    if train_on not in ("auto", "all"):
-        raise _refuse(train_on, "text", where, ("'all'",))
+    _check_part(train_on, "text", where)
     ids, offsets = _ended(tokenizer, text, where)
     mask = np.ones(len(ids), np.float32)
     return EncodedText(ids, mask, text, offsets, [(0, len(text), 0)])
 
 
 def _strings(row, tokenizer, train_on, where):
-    if train_on == "assistant":
-        raise _refuse(
-            train_on, "prompt_completion", where, ("'completion'", "'all'")
-        )
+    _check_part(train_on, "prompt_completion", where)
     prompt, text = row["prompt"], row["prompt"] + row["completion"]
     ids, offsets = _ended(tokenizer, text, where)
     first = 0 if train_on == "all" else len(prompt)

@@ -109,8 +109,7 @@ def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
     `{"prompt_ids", "completion_ids", "label"}`.
 
     Args:
-        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
-            or a path to `.jsonl`, `.json` or `.parquet`.
+        dataset: as of `prepare_sft`, but no Grain `IterDataset`.
         settings: `RowSettings`. `sequence_length` is the most tokens of a
             prompt and a completion.
         labelled: bool, whether rows are labelled, not pairs.
@@ -142,7 +141,8 @@ class _Encoder:
         label = label_of(row, where) if self.labelled else None
         margin = 0.0 if self.labelled else margin_of(row, where)
         if needed == PAIRS[1]:
-            sides = self._split_ids(row, where)
+            sides = [columns.int_array(row[c], where, c) for c in needed]
+            sides = self._behind_common(sides, where, needed)
         elif needed == PAIRS[3]:
             sides = self._implicit(row, where)
         else:
@@ -161,11 +161,8 @@ class _Encoder:
     def _side(self, row, side, where):
         """Encodes the prompt with one of its completions."""
         if side.endswith("_ids"):
-            prompt = columns.int_array(row["prompt_ids"], where, "prompt_ids")
-            completion = columns.int_array(row[side], where, side)
-            mask = np.ones(len(prompt) + len(completion), np.float32)
-            mask[: len(prompt)] = 0.0
-            return np.concatenate([prompt, completion]), mask
+            ids, first = encoding.join_ids(row, "prompt_ids", side, where)
+            return ids, encoding.mask_after(first, len(ids))
         try:
             return self._encode(
                 {**row, "completion": row[side]}, "prompt_completion", where
@@ -174,12 +171,6 @@ class _Encoder:
             text = str(error).replace("'completion'", f"'{side}'")
             text = text.replace("completion=", f"{side}=")
             raise ValueError(text) from error
-
-    def _split_ids(self, row, where):
-        sides = [
-            columns.int_array(row[side], where, side) for side in PAIRS[1]
-        ]
-        return self._behind_common(sides, where, PAIRS[1])
 
     def _implicit(self, row, where):
         """Encodes a row whose prompt is the common beginning of its sides."""
@@ -216,12 +207,7 @@ class _Encoder:
             raise _not_shared(where, names, [x.tolist() for x in sides])
         # Of a side that is the other's beginning one token is left over.
         shared = max(min(shared, *(len(ids) - 1 for ids in sides)), 0)
-        found = []
-        for ids in sides:
-            mask = np.ones(len(ids), np.float32)
-            mask[:shared] = 0.0
-            found.append((ids, mask))
-        return found
+        return [(x, encoding.mask_after(shared, len(x))) for x in sides]
 
 
 def _preference(sides, index, label, margin):

@@ -20,11 +20,6 @@ LABELLED = (
 )
 
 
-def describe(needed):
-    """Returns a row type as the user writes it."""
-    return "{" + ", ".join(f"'{column}'" for column in needed) + "}"
-
-
 def row_columns(row, labelled, where):
     """Finds the row type: one of `PAIRS` or `LABELLED`.
 
@@ -32,11 +27,7 @@ def row_columns(row, labelled, where):
         ValueError: the row is no dict, or has the columns of no type or of
             the other kind.
     """
-    if not isinstance(row, dict):
-        raise ValueError(
-            "A row must be a dict of columns. Received: "
-            f"{where} is {row!r:.200} of type {type(row).__name__}."
-        )
+    columns.check_dict(row, where)
     given = {column for column, value in row.items() if value is not None}
     ours, others = (LABELLED, PAIRS) if labelled else (PAIRS, LABELLED)
     for needed in ours:
@@ -45,8 +36,8 @@ def row_columns(row, labelled, where):
     kind = "a label" if labelled else "a chosen and a rejected side"
     text = (
         f"The loss asks for rows with {kind}: "
-        f"{' or '.join(map(describe, ours))}. Received: {where} with the "
-        f"columns {list(map(str, row))}."
+        f"{' or '.join(map(columns.describe, ours))}. Received: {where} with "
+        f"the columns {list(map(str, row))}."
     )
     known = sorted({column for needed in ours for column in needed})
     for column in map(str, row):
@@ -112,7 +103,6 @@ def margin_of(row, where):
     value = row.get("margin")
     if value is None:
         return 0.0
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    if isinstance(value, bool) or not number or not math.isfinite(value):
+    if not columns.is_number(value) or not math.isfinite(value):
         raise columns.wrong_type(where, "margin", "a finite number", value)
     return float(value)

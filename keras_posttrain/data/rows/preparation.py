@@ -174,19 +174,14 @@ class Preparation:
 
 
 def prepare_rows(dataset, prepare):
-    """Prepares all rows of a dataset.
+    """Prepares all rows of a dataset by a `Preparation`.
 
-    Args:
-        dataset: as of `prepare_sft`.
-        prepare: a `Preparation`.
-
-    Returns:
-        Tuple `(examples, report)`: a list of examples, or of a Grain
-        `IterDataset` another one, and the report.
+    Takes a dataset and returns `(examples, report)` as `prepare_sft` does.
     """
     report = prepare.report
     if datasets.is_stream(dataset):
-        return dataset.map_with_index(prepare).filter(_is_kept), report
+        examples = dataset.map_with_index(prepare)
+        return examples.filter(lambda example: example is not None), report
     rows = datasets.read_rows(dataset, report.name)
     examples = [
         example
@@ -199,7 +194,3 @@ def prepare_rows(dataset, prepare):
             prepare.messages.none_left.format(name=report.name, report=report)
         )
     return examples, report
-
-
-def _is_kept(example):
-    return example is not None

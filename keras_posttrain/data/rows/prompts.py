@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import hashlib
 
-import grain
 import numpy as np
 
+from keras_posttrain.data import order
 from keras_posttrain.data.chat import chat
-from keras_posttrain.data.rows import columns, datasets
+from keras_posttrain.data.rows import columns, datasets, encoding
 from keras_posttrain.data.rows.examples import DataReport
 from keras_posttrain.data.rows.preparation import (
     EncodedRow,
@@ -57,8 +57,7 @@ def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
     for reward functions.
 
     Args:
-        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`,
-            or a path to `.jsonl`, `.json` or `.parquet`.
+        dataset: as of `prepare_sft`, but no Grain `IterDataset`.
         settings: `RowSettings`. Of prompts that are too long
             `truncation="cut"` keeps the ends.
         max_prompt_length: int, the most tokens of a prompt.
@@ -116,11 +115,7 @@ class _Encoder:
 
 
 def _side(row, where):
-    if not isinstance(row, dict):
-        raise ValueError(
-            "A row must be a dict of columns. Received: "
-            f"{where} is {row!r:.200} of type {type(row).__name__}."
-        )
+    columns.check_dict(row, where)
     given = [side for side in SIDES if row.get(side) is not None]
     if len(given) != 1:
         raise ValueError(
@@ -153,9 +148,7 @@ def _encode(row, side, settings, where):
             "with a tokenizer."
         )
     elif isinstance(value, str):
-        bos = tokenizer.special_tokens.get("bos_token")
-        opened = bool(bos) and value.startswith(bos)
-        ids = tokenizer.encode(value, add_special_tokens=not opened)
+        ids, _ = encoding.encode_opened(tokenizer, value)
     elif isinstance(value, (list, tuple)):
         try:
             ids = chat.render_ids(
@@ -216,25 +209,18 @@ class PromptOrder:
         }
 
     @property
-    def num_rollouts(self):
-        """Int, rollouts of an epoch without resampling."""
-        return -(-len(self.prompts) // self.batch_size)
-
-    @property
     def left(self):
         """Int, prompts of the epoch that have not been used."""
         return len(self.prompts) - self.used
 
     def take(self, count):
         """Returns the next prompts of the epoch; fewer or none at its end."""
-        order = grain.MapDataset.range(len(self.prompts))
-        if self.shuffle:
-            key = np.random.SeedSequence([self.seed % 2**32, self.epoch + 1])
-            order = order.shuffle(seed=int(key.generate_state(1)[0]))
-        last = min(self.taken + count, len(self.prompts))
-        places = range(self.taken, last)
-        self.taken = last
-        return [self.prompts[int(order[i])] for i in places]
+        places = order.shuffled(
+            len(self.prompts), self.shuffle, self.seed, self.epoch + 1
+        )
+        first = self.taken
+        self.taken = min(first + count, len(self.prompts))
+        return [self.prompts[int(places[i])] for i in range(first, self.taken)]
 
     def use(self, taken):
         """Records that the first `taken` of the epoch have been trained on.
@@ -258,22 +244,8 @@ class PromptOrder:
         return {"position": place, "data": self.fingerprint}
 
     def set_state(self, state):
-        """Resumes from a position.
-
-        Raises:
-            ValueError: the position belongs to other data or settings.
-        """
-        ours, theirs = self.fingerprint, state["data"]
-        differing = [k for k in ours if ours[k] != theirs.get(k)]
-        if differing:
-            there = ", ".join(f"{k}={theirs.get(k)!r}" for k in differing)
-            here = ", ".join(f"{k}={ours[k]!r}" for k in differing)
-            raise ValueError(
-                "A position in the data can only be used with the same data "
-                f"and settings. Received: a state of {there}, data of "
-                f"{here}. Use the data and arguments of the run that saved "
-                "it, or start a new run directory."
-            )
+        """Resumes from a position."""
+        order.check_same(self.fingerprint, state["data"])
         self.epoch = state["position"]["epoch"]
         self.taken = self.used = state["position"]["taken"]
 

@@ -56,7 +56,18 @@ def prepare_sft(dataset, settings, train_on="auto"):
         Of a Grain `IterDataset` the examples are a Grain `IterDataset` that
         prepares rows as they are read, and the report is filled meanwhile.
     """
-    encode = _Encoder(settings, train_on)
+    encoding.check_train_on(train_on)
+    row_type = RowTypeCheck()
+
+    def encode(index, row, where):
+        kind = row_type(index, row, where)
+        side = encoding.encode_row(row, kind, settings, train_on, where)
+        return EncodedRow(
+            [side],
+            lambda sides: Example(*sides[0], index),
+            columns.weight(row, where),
+        )
+
     report = DataReport(settings.name)
     return prepare_rows(
         dataset, Preparation(encode, settings, MESSAGES, report)
@@ -82,20 +93,3 @@ class RowTypeCheck:
                 "datasets, or turn them into one type."
             )
         return kind
-
-
-class _Encoder:
-    def __init__(self, settings, train_on):
-        encoding.check_train_on(train_on)
-        self.settings, self.train_on = settings, train_on
-        self.row_type = RowTypeCheck()
-
-    def __call__(self, index, row, where):
-        kind = self.row_type(index, row, where)
-        side = encoding.encode_row(
-            row, kind, self.settings, self.train_on, where
-        )
-        weight = columns.weight(row, where)
-        return EncodedRow(
-            [side], lambda sides: Example(*sides[0], index), weight
-        )
