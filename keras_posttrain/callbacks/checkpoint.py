@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks import callback_state
+from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.metrics_log import make_directory
 from keras_posttrain.distribution import processes
 
@@ -24,8 +25,13 @@ class Checkpoint(keras.callbacks.Callback):
     stopped within an epoch resumes.
 
     Saving is asynchronous and atomic. A checkpoint that a crash damaged is
-    skipped, and the one before it is used. On SIGTERM a checkpoint is saved
-    before the signal ends the process.
+    skipped, and the one before it is used. On SIGTERM, and on Ctrl-C, a
+    checkpoint is saved before the process ends (Ctrl-C raises
+    `KeyboardInterrupt`): after the current step, or at once while a rollout
+    is sampled or scored. A second Ctrl-C ends at once.
+
+    Where all steps since the last checkpoint were skipped because their
+    gradients were not finite, none is saved: the good ones are kept.
 
     Several processes save together, each the shards of its own devices; they
     need one directory that all of them can reach. SIGTERM to one of them
@@ -68,13 +74,14 @@ class Checkpoint(keras.callbacks.Callback):
                 )
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
-        self._manager = self._old_handler = None
+        self._manager, self._old_handlers = None, {}
 
     def on_train_begin(self, logs=None):
         make_directory(self.directory)
         self._manager = _manager(self.directory, self.keep)
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
+        self._signal = signal.SIGTERM
         self._calls = 0
         self._epoch = 0
         self._scalars = []
@@ -83,7 +90,9 @@ class Checkpoint(keras.callbacks.Callback):
         in_main = threading.current_thread() is threading.main_thread()
         # With several processes, JAX handles the signal.
         if in_main and processes.count() == 1:
-            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                old = signal.signal(number, self._on_signal)
+                self._old_handlers[number] = old
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -129,22 +138,33 @@ class Checkpoint(keras.callbacks.Callback):
             return
         if self._model.step > (self._saved or 0):
             self._save(in_epoch=True)
+            # What ends now may take longer than the process is given.
+            self._checked(self._manager.wait_until_finished)
 
     def close(self):
-        """Waits for the last checkpoint and restores the SIGTERM handler."""
-        handler, self._old_handler = self._old_handler, None
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        """Waits for the last checkpoint and restores the signal handlers."""
+        self._restore_handlers()
         manager, self._manager = self._manager, None
         if manager is not None:
             try:
                 self._checked(manager.wait_until_finished)
             finally:
                 manager.close()
+        if self._terminated and processes.count() == 1:
+            # A run that a signal has interrupted ends by it.
+            self._end()
 
     def _is_due(self):
-        crossed = self._model.step // self.every > self._last // self.every
-        return crossed or self._terminated or self._model.stop_training
+        if self._terminated or self._model.stop_training:
+            return True
+        if self._model.step // self.every == self._last // self.every:
+            return False
+        guards = [
+            callback
+            for callback in self.model.run.callbacks
+            if isinstance(callback, Divergence)
+        ]
+        return not any(guard.lost_since(self._last) for guard in guards)
 
     def _is_epoch_over(self):
         if self._model.run.at_epoch_end():
@@ -156,17 +176,36 @@ class Checkpoint(keras.callbacks.Callback):
     def _end_if_terminated(self):
         if self._terminated:
             self.close()
-            self._terminated = False
-            if processes.count() > 1:
-                # Closed first: that processes now end is not an error.
-                for callback in self.model.run.callbacks:
-                    if hasattr(callback, "close"):
-                        callback.close()
-                processes.leave()
-            signal.raise_signal(signal.SIGTERM)
+            if processes.count() == 1:
+                return
+            # Closed first: that processes now end is not an error.
+            for callback in self.model.run.callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+            processes.leave()
+            self._end()
 
-    def _on_sigterm(self, number, frame):
-        self._terminated = True
+    def _end(self):
+        """Ends the process by SIGTERM, or raises `KeyboardInterrupt`."""
+        self._terminated = False
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
+
+    def _restore_handlers(self):
+        handlers, self._old_handlers = self._old_handlers, {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, frame):
+        if self._terminated and number == signal.SIGINT:
+            self._terminated = False
+            self._restore_handlers()
+            raise KeyboardInterrupt
+        self._terminated, self._signal = True, signal.Signals(number)
+        if getattr(self.model.run, "is_waiting", False):
+            # The steps before the rollout are complete.
+            raise KeyboardInterrupt
 
     def _checked(self, function, *args, **kwargs):
         try:

@@ -67,6 +67,8 @@ class RolloutRun:
         # the weights no longer are those that sampled it.
         self.at_rest = True
         self.is_running = False
+        # Whether a rollout is sampled or scored, which may be interrupted.
+        self.is_waiting = False
         self.async_sampler = self.last_rollout = None
         self._means = Means()
 
@@ -158,12 +160,15 @@ class RolloutRun:
         A failure loses none of the steps before it.
         """
         states = random.getstate(), np.random.get_state()
+        self.is_waiting = True
         try:
             if self.async_sampler is not None:
                 round = self.async_sampler.next()
             else:
                 round = self.score(self.sample(self.state.step))
-        except Exception:
+            self.is_waiting = False
+        except BaseException:
+            self.is_waiting = False
             # The random numbers that its rewards used are used again.
             random.setstate(states[0])
             np.random.set_state(states[1])

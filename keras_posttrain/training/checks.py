@@ -2,9 +2,11 @@
 
 import numbers
 
+import jax
 import keras
 import numpy as np
 
+from keras_posttrain.losses import TokenLoss
 from keras_posttrain.models.lora import Adapter, LoRA, attached
 
 
@@ -110,6 +112,15 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
             "`kpt.losses.SFTLoss()`; Keras losses see logits, which never "
             f"exist here. Received: loss={loss!r}"
         )
+    if isinstance(loss, TokenLoss):
+        logps = jax.ShapeDtypeStruct((2, 3), "float32")
+        found = jax.eval_shape(loss.token_loss, logps)
+        if getattr(found, "shape", None) != logps.shape:
+            raise ValueError(
+                f"`token_loss` of {type(loss).__name__} must return an array "
+                "of its argument's shape, the loss of each token. Received: "
+                f"{found} for an argument of shape {logps.shape}"
+            )
     if micro_batch_size is not None:
         positive_int("micro_batch_size", micro_batch_size)
     is_number = isinstance(max_grad_norm, numbers.Real)

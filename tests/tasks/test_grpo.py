@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 
 import keras
 import keras_hub
@@ -241,8 +242,38 @@ def dice(completions):
     ]
 
 
-def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
-    """The contract kills runs after a step; here rewards fail between two.
+def fail():
+    raise Stop
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+class Terminated(BaseException):
+    pass
+
+
+def end(number, frame):
+    raise Terminated
+
+
+@pytest.mark.parametrize(
+    "stops, error",
+    [
+        (fail, ValueError),
+        (interrupt, KeyboardInterrupt),
+        (terminate, Terminated),
+    ],
+)
+def test_a_run_resumes_where_it_was_stopped_between_two_steps(
+    stops, error, tmp_path
+):
+    """By a reward that fails, Ctrl-C or SIGTERM, in the midst of a reward.
 
     The steps before are saved, and with them the state of the random
     numbers that rewards draw.
@@ -259,7 +290,7 @@ def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
         def score(completions):
             calls.append(1)
             if len(calls) == dies_at:
-                raise Stop
+                stops()
             return dice(completions)
 
         settings["optimizer"] = keras.optimizers.Adam(1e-3)
@@ -279,8 +310,14 @@ def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
     assert straight.step == 12
     random.seed(1)
     np.random.seed(1)
-    with pytest.raises(ValueError, match="score"):
-        run(tmp_path / "killed", dies_at=5)
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(error):
+            run(tmp_path / "killed", dies_at=5)
+        assert signal.getsignal(signal.SIGTERM) is end
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, old)
     random.seed(7)
     np.random.seed(7)
     resumed, again = run(tmp_path / "killed")
