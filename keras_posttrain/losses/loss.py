@@ -138,11 +138,10 @@ class TokenLoss(Loss):
         return {"loss": reductions.token_sum(losses, mask)}, metrics
 
 
-def settings_of(loss, function):
-    """Returns the settings of a loss that a function takes, a dict."""
-    taken = inspect.signature(function).parameters
-    names = [field.name for field in dataclasses.fields(loss)]
-    return {name: getattr(loss, name) for name in names if name in taken}
+def settings_of(loss, function, num_arrays):
+    """Returns the settings that a function takes behind its arrays, a dict."""
+    names = list(inspect.signature(function).parameters)[num_arrays:]
+    return {name: getattr(loss, name) for name in names}
 
 
 def check(loss, name, valid, wanted):

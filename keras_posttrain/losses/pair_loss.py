@@ -118,9 +118,9 @@ class PairLoss(Loss):
     beta: float = 0.1
 
     metric_names = PAIR_METRICS
-    # The pure function of the loss: it takes the chosen and the rejected
-    # log-ratios (without a reference log-probabilities), and those of the
-    # settings that are among its arguments.
+    # The pure function of the loss, a `staticmethod`: it takes the chosen and
+    # the rejected log-ratios (without a reference log-probabilities), and
+    # settings by their names.
     function = None
     # Whether the loss reads log-ratios to a reference policy. Only then may
     # a subclass declare the settings below as fields; see `ReferenceLoss`.
@@ -152,7 +152,7 @@ class PairLoss(Loss):
         logps = values.chosen_logps, values.rejected_logps
         ratios = values.chosen_ratios, values.rejected_ratios
         pair = ratios if self.has_reference else logps
-        return self.function(*pair, **settings_of(self, self.function))
+        return self.function(*pair, **settings_of(self, self.function, 2))
 
     def rewards(self, values):
         """Computes `(chosen, rejected)`, the rewards to report."""
