@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import json
 import math
 
 import jax
@@ -195,6 +196,24 @@ def get(optimizer, *, learning_rate):
             f"Received: optimizer={optimizer!r}"
         )
     return found
+
+
+def settings(optimizer):
+    """Returns the settings of an optimizer, a dict fit for JSON.
+
+    Those of an Optax transformation are inside its functions: there are none.
+    """
+    if isinstance(optimizer, OptaxOptimizer):
+        return {}
+    if optimizer.variables and holds_shapes(optimizer.variables):
+        return {}
+    try:
+        config = optimizer.get_config()
+    except NotImplementedError:
+        # A schedule of the user's own need not have a config.
+        return {"learning_rate": repr(type(optimizer._learning_rate))}
+    config.pop("name", None)
+    return json.loads(json.dumps(config, default=repr))
 
 
 def unbuilt_copy(optimizer):

@@ -1,3 +1,5 @@
+import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -47,6 +49,9 @@ class Checkpoint(keras.callbacks.Callback):
             after this step, and delete the later ones. With `fit`'s
             `skip_steps`, a loss spike can be left out this way. The same
             script with the same `from_step` then resumes where it stopped.
+        override: names of settings of the optimizer, such as
+            `["learning_rate"]`, that may differ from those of the saved run:
+            the run continues with those of `compile`, and prints the change.
 
     Raises:
         ValueError: at the start of training, if the directory cannot be
@@ -62,8 +67,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     reads_step_logs = True
 
-    def __init__(self, directory, every=500, keep=2, from_step=None):
+    def __init__(
+        self, directory, every=500, keep=2, from_step=None, override=()
+    ):
         super().__init__()
+        if isinstance(override, str) or not all(
+            isinstance(name, str) for name in override
+        ):
+            raise ValueError(
+                "`override` must be a list of names of the optimizer's "
+                'settings, such as ["learning_rate"]. '
+                f"Received: override={override!r}"
+            )
+        self.override = tuple(override)
         numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
         for name, value in numbers.items():
             is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -244,6 +260,7 @@ class Checkpoint(keras.callbacks.Callback):
         meta["callbacks"] = callback_state.counters(run.callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
+        meta["checksum"] = _checksum(meta)
         self._checked(
             self._manager.save,
             task.step,
@@ -272,13 +289,15 @@ class Checkpoint(keras.callbacks.Callback):
                 folder / "meta",
                 ocp.args.JsonRestore(),
             )
+            if error is None and meta.get("checksum") != _checksum(meta):
+                error = "Checksum: that of its metadata differs"
             if error is not None:
                 failures.append((step, error))
                 continue
             if self._is_before_branch(step, meta):
                 later.append(step)
                 continue
-            run.check(meta, self.directory)
+            changed = run.check(meta, self.directory, self.override)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(_abstract, {**expected, "best": best})
             arrays, error = self._try(
@@ -302,9 +321,31 @@ class Checkpoint(keras.callbacks.Callback):
                 ]
             self._epoch = meta["epoch"]
             self._saved = step
+            self._override(changed)
             break
         self._delete_later(later, steps)
         self._delete_damaged(failures)
+
+    def _override(self, changed):
+        """Applies settings of the optimizer that differ from the saved ones.
+
+        All but the learning rate are no variables, and are in effect already.
+        """
+        optimizer = self.model.optimizer
+        for name, (old, new) in changed.items():
+            if name == "learning_rate" and not isinstance(new, (dict, str)):
+                optimizer.learning_rate = new
+                self._scalars = [
+                    pair
+                    for pair in self._scalars
+                    if pair[0] is not optimizer._learning_rate
+                ]
+            if processes.is_first():
+                print(
+                    f"Resuming from step {self._saved} with the optimizer's "
+                    f"{name} {new!r} instead of {old!r}.",
+                    flush=True,
+                )
 
     def _try(self, handler, folder, args):
         """Returns `(item, None)`, or `(None, error)` if any process fails."""
@@ -376,6 +417,13 @@ def _manager(directory, keep):
             cleanup_tmp_directories=True,
         ),
     )
+
+
+def _checksum(meta):
+    """Returns the SHA-256 sum of all other entries of `meta`, as JSON."""
+    others = {k: v for k, v in meta.items() if k != "checksum"}
+    text = json.dumps(others, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _complete_steps(directory):

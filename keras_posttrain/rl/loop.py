@@ -116,6 +116,11 @@ class RolloutRun:
                     break
                 self.order.next_epoch()
             self._stop_sampling()
+            # As Keras's own `fit` ends: with `use_ema` the weights become
+            # their averages.
+            self._step.optimizer.finalize_variable_values(
+                self._saved.weights.trainable
+            )
             callbacks.on_train_end(logs)
         return model.history
 
@@ -301,9 +306,10 @@ class RolloutRun:
         }
         return self._saved.arrays(), meta
 
-    def check(self, meta, directory):
-        """Raises a `ValueError` for the checkpoint of another run."""
-        run_state.check(meta, self._fingerprint(), self.state.seed, directory)
+    def check(self, meta, directory, override=()):
+        """Checks that a checkpoint is of this run; see `run_state.check`."""
+        ours, seed = self._fingerprint(), self.state.seed
+        return run_state.check(meta, ours, seed, directory, override)
 
     def restore(self, arrays, meta):
         """Continues where `training_state` was taken."""

@@ -171,6 +171,7 @@ class Task(keras.Model):
                 built faithfully; the message names the field.
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
+        guards.check_dtype(dtype)
         causal_lm = presets.load_causal_lm(
             preset, dtype=dtype, load_weights=load_weights
         )
@@ -318,6 +319,8 @@ class Task(keras.Model):
         )
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
+        # As they are now: callbacks may change the learning rate.
+        self._optimizer_settings = optimizers.settings(optimizer)
         with contextlib.ExitStack() as stack:
             if optimizers.holds_shapes(self.trainable_variables):
                 stack.enter_context(shapes_only())
@@ -645,6 +648,10 @@ class Task(keras.Model):
             self.optimizer,
             loss=repr(self.objective),
             max_grad_norm=self.max_grad_norm,
+            **{
+                f"optimizer's {name}": value
+                for name, value in self._optimizer_settings.items()
+            },
         )
 
     # The parts of the step and the run

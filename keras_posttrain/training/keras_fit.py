@@ -131,10 +131,11 @@ class RowRun:
         }
         return self._saved.arrays(), meta
 
-    def check(self, meta, directory):
-        """Raises a `ValueError` for the checkpoint of another run."""
+    def check(self, meta, directory, override=()):
+        """Checks that a checkpoint is of this run; see `run_state.check`."""
         ours = self.model.fingerprint()
-        run_state.check(meta, ours, self.state.seed, directory)
+        seed = self.state.seed
+        return run_state.check(meta, ours, seed, directory, override)
 
     def restore(self, arrays, meta):
         """Continues where `training_state` was taken."""

@@ -144,7 +144,7 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
     return json.loads(json.dumps(found))
 
 
-def check(meta, fingerprint, seed, directory):
+def check(meta, fingerprint, seed, directory, override=()):
     """Raises a `ValueError` for the checkpoint of another run.
 
     Args:
@@ -152,16 +152,34 @@ def check(meta, fingerprint, seed, directory):
         fingerprint: dict, that of this run.
         seed: int, that of this run.
         directory: path of the checkpoints, for the message.
+        override: names of settings of the optimizer that may differ.
+
+    Returns:
+        Dict by name of `(theirs, ours)`, those of `override` that differ.
     """
     theirs = meta["run"]
     differing = [k for k in fingerprint if fingerprint[k] != theirs.get(k)]
+    allowed = {f"optimizer's {name}": name for name in override}
+    changed = {
+        allowed[key]: (theirs.get(key), fingerprint[key])
+        for key in differing
+        if key in allowed
+    }
+    differing = [key for key in differing if key not in allowed]
     if differing:
         key = differing[0]
+        hint = ""
+        if key.startswith("optimizer's "):
+            name = key.removeprefix("optimizer's ")
+            hint = (
+                f" To go on with the new {name}, pass "
+                f"`Checkpoint(..., override=[{name!r}])`."
+            )
         raise ValueError(
             f"{str(directory)!r} holds a run whose {key} differs from "
             f"this task's. There: {theirs.get(key)!r}. "
             f"Here: {fingerprint[key]!r}. Use another directory, or the "
-            "settings of that run."
+            f"settings of that run.{hint}"
         )
     if meta["seed"] != seed:
         raise ValueError(
@@ -169,6 +187,7 @@ def check(meta, fingerprint, seed, directory):
             f"Received: seed={seed}. Use that seed, or another "
             "directory."
         )
+    return changed
 
 
 def weights_digest(values):
