@@ -11,8 +11,13 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks import callback_state
+from keras_posttrain.callbacks.directories import (
+    advice,
+    lock,
+    make_directory,
+    unlock,
+)
 from keras_posttrain.callbacks.divergence import Divergence
-from keras_posttrain.callbacks.metrics_log import make_directory
 from keras_posttrain.distribution import processes
 
 
@@ -91,9 +96,12 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._manager, self._old_handlers = None, {}
+        self._is_locked = False
 
     def on_train_begin(self, logs=None):
         make_directory(self.directory)
+        lock(self.directory)
+        self._is_locked = True
         self._manager = _manager(self.directory, self.keep)
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
@@ -166,6 +174,9 @@ class Checkpoint(keras.callbacks.Callback):
                 self._checked(manager.wait_until_finished)
             finally:
                 manager.close()
+        if self._is_locked:
+            self._is_locked = False
+            unlock(self.directory)
         if self._terminated and processes.count() == 1:
             # A run that a signal has interrupted ends by it.
             self._end()
@@ -233,8 +244,9 @@ class Checkpoint(keras.callbacks.Callback):
             last = f"step {good[-1]}" if good else "none"
             raise OSError(
                 f"A checkpoint could not be written to "
-                f"{str(self.directory)!r}; the last good one is {last}. Make "
-                "room and run the script again to resume from it. "
+                f"{str(self.directory)!r}; the last good one is {last}. "
+                f"{advice(e, self.directory)} and run the script again to "
+                "resume from it. "
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
@@ -322,9 +334,23 @@ class Checkpoint(keras.callbacks.Callback):
             self._epoch = meta["epoch"]
             self._saved = step
             self._override(changed)
+            self._say_if_finished()
             break
         self._delete_later(later, steps)
         self._delete_damaged(failures)
+
+    def _say_if_finished(self):
+        done, epochs = (
+            self.model.run.state.initial_epoch,
+            self.params["epochs"],
+        )
+        if done >= epochs and processes.is_first():
+            print(
+                f"The run in {str(self.directory)!r} is finished, at step "
+                f"{self._saved}: nothing is trained. To train further, use "
+                f"more epochs than {epochs}, or another directory.",
+                flush=True,
+            )
 
     def _override(self, changed):
         """Applies settings of the optimizer that differ from the saved ones.
