@@ -96,7 +96,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._manager, self._old_handlers = None, {}
-        self._is_locked = False
+        self._is_locked = self._terminated = False
 
     def on_train_begin(self, logs=None):
         make_directory(self.directory)
@@ -340,10 +340,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._delete_damaged(failures)
 
     def _say_if_finished(self):
-        done, epochs = (
-            self.model.run.state.initial_epoch,
-            self.params["epochs"],
-        )
+        epochs = self.params["epochs"]
+        done = self.model.run.state.initial_epoch
         if done >= epochs and processes.is_first():
             print(
                 f"The run in {str(self.directory)!r} is finished, at step "
