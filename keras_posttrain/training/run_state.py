@@ -117,8 +117,8 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
         "trainable shapes (checksum)": checksum,
         "frozen weights (checksum)": digest,
         "optimizer": type(optimizer).__name__,
-        "optimizer_variables": len(optimizer.variables),
         **settings,
+        "optimizer_variables": len(optimizer.variables),
     }
     # As JSON gives it back: tuples are lists.
     return json.loads(json.dumps(found))
