@@ -788,7 +788,7 @@ def test_tools_of_prompts_may_be_json():
     """As those of rows with answers."""
     task = kpt.GRPOTask.from_preset(MODEL, sequence_length=512)
     task.tokenizer = task.tokenizer.with_chat_template(
-        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{{ tools | tojson }}{{ messages[0].content }}"
     )
     task.compile(rewards=[odd], max_completion_length=8)
     tools = [{"type": "function", "function": {"name": "add"}}]
