@@ -1,5 +1,7 @@
 import contextlib
 import functools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +198,24 @@ def get(optimizer, *, learning_rate):
     return found
 
 
+def settings(optimizer):
+    """Returns the settings of an optimizer, a dict fit for JSON.
+
+    Those of an Optax transformation are inside its functions: there are none.
+    """
+    if isinstance(optimizer, OptaxOptimizer):
+        return {}
+    if optimizer.variables and holds_shapes(optimizer.variables):
+        return {}
+    try:
+        config = optimizer.get_config()
+    except NotImplementedError:
+        # A schedule of the user's own need not have a config.
+        return {"learning_rate": repr(type(optimizer._learning_rate))}
+    config.pop("name", None)
+    return json.loads(json.dumps(config, default=repr))
+
+
 def unbuilt_copy(optimizer):
     """Makes an optimizer of the same settings that is not built yet.
 
@@ -224,6 +244,16 @@ def check(optimizer):
             "variables are on one device. Call "
             "`keras.distribution.set_distribution` first. Received: "
             f"optimizer={optimizer.name!r} with {made_before}"
+        )
+    rate = None
+    if not holds_shapes(optimizer.variables):
+        rate = float(optimizer.learning_rate)
+    # Optax reports no rate of most transformations.
+    unknown = isinstance(optimizer, OptaxOptimizer)
+    if rate is not None and not unknown and not 0 <= rate < math.inf:
+        raise ValueError(
+            "The learning rate must be a finite number of at least 0. "
+            f"Received: {type(optimizer).__name__} with learning_rate={rate}"
         )
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ValueError(

@@ -1,3 +1,5 @@
+import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -9,7 +11,13 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks import callback_state
-from keras_posttrain.callbacks.metrics_log import make_directory
+from keras_posttrain.callbacks.directories import (
+    advice,
+    lock,
+    make_directory,
+    unlock,
+)
+from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.distribution import processes
 
 
@@ -24,8 +32,13 @@ class Checkpoint(keras.callbacks.Callback):
     stopped within an epoch resumes.
 
     Saving is asynchronous and atomic. A checkpoint that a crash damaged is
-    skipped, and the one before it is used. On SIGTERM a checkpoint is saved
-    before the signal ends the process.
+    skipped, and the one before it is used. On SIGTERM, and on Ctrl-C, a
+    checkpoint is saved before the process ends (Ctrl-C raises
+    `KeyboardInterrupt`): after the current step, or at once while a rollout
+    is sampled or scored. A second Ctrl-C ends at once.
+
+    Where all steps since the last checkpoint were skipped because their
+    gradients were not finite, none is saved: the good ones are kept.
 
     Several processes save together, each the shards of its own devices; they
     need one directory that all of them can reach. SIGTERM to one of them
@@ -41,6 +54,9 @@ class Checkpoint(keras.callbacks.Callback):
             after this step, and delete the later ones. With `fit`'s
             `skip_steps`, a loss spike can be left out this way. The same
             script with the same `from_step` then resumes where it stopped.
+        override: names of settings of the optimizer, such as
+            `["learning_rate"]`, that may differ from those of the saved run:
+            the run continues with those of `compile`, and prints the change.
 
     Raises:
         ValueError: at the start of training, if the directory cannot be
@@ -56,8 +72,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     reads_step_logs = True
 
-    def __init__(self, directory, every=500, keep=2, from_step=None):
+    def __init__(
+        self, directory, every=500, keep=2, from_step=None, override=()
+    ):
         super().__init__()
+        if isinstance(override, str) or not all(
+            isinstance(name, str) for name in override
+        ):
+            raise ValueError(
+                "`override` must be a list of names of the optimizer's "
+                'settings, such as ["learning_rate"]. '
+                f"Received: override={override!r}"
+            )
+        self.override = tuple(override)
         numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
         for name, value in numbers.items():
             is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -68,13 +95,17 @@ class Checkpoint(keras.callbacks.Callback):
                 )
         self.directory = pathlib.Path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
-        self._manager = self._old_handler = None
+        self._manager, self._old_handlers = None, {}
+        self._is_locked = self._terminated = False
 
     def on_train_begin(self, logs=None):
         make_directory(self.directory)
+        lock(self.directory)
+        self._is_locked = True
         self._manager = _manager(self.directory, self.keep)
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
+        self._signal = signal.SIGTERM
         self._calls = 0
         self._epoch = 0
         self._scalars = []
@@ -83,7 +114,9 @@ class Checkpoint(keras.callbacks.Callback):
         in_main = threading.current_thread() is threading.main_thread()
         # With several processes, JAX handles the signal.
         if in_main and processes.count() == 1:
-            self._old_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                old = signal.signal(number, self._on_signal)
+                self._old_handlers[number] = old
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -129,22 +162,36 @@ class Checkpoint(keras.callbacks.Callback):
             return
         if self._model.step > (self._saved or 0):
             self._save(in_epoch=True)
+            # What ends now may take longer than the process is given.
+            self._checked(self._manager.wait_until_finished)
 
     def close(self):
-        """Waits for the last checkpoint and restores the SIGTERM handler."""
-        handler, self._old_handler = self._old_handler, None
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        """Waits for the last checkpoint and restores the signal handlers."""
+        self._restore_handlers()
         manager, self._manager = self._manager, None
         if manager is not None:
             try:
                 self._checked(manager.wait_until_finished)
             finally:
                 manager.close()
+        if self._is_locked:
+            self._is_locked = False
+            unlock(self.directory)
+        if self._terminated and processes.count() == 1:
+            # A run that a signal has interrupted ends by it.
+            self._end()
 
     def _is_due(self):
-        crossed = self._model.step // self.every > self._last // self.every
-        return crossed or self._terminated or self._model.stop_training
+        if self._terminated or self._model.stop_training:
+            return True
+        if self._model.step // self.every == self._last // self.every:
+            return False
+        guards = [
+            callback
+            for callback in self.model.run.callbacks
+            if isinstance(callback, Divergence)
+        ]
+        return not any(guard.lost_since(self._last) for guard in guards)
 
     def _is_epoch_over(self):
         if self._model.run.at_epoch_end():
@@ -156,17 +203,36 @@ class Checkpoint(keras.callbacks.Callback):
     def _end_if_terminated(self):
         if self._terminated:
             self.close()
-            self._terminated = False
-            if processes.count() > 1:
-                # Closed first: that processes now end is not an error.
-                for callback in self.model.run.callbacks:
-                    if hasattr(callback, "close"):
-                        callback.close()
-                processes.leave()
-            signal.raise_signal(signal.SIGTERM)
+            if processes.count() == 1:
+                return
+            # Closed first: that processes now end is not an error.
+            for callback in self.model.run.callbacks:
+                if hasattr(callback, "close"):
+                    callback.close()
+            processes.leave()
+            self._end()
 
-    def _on_sigterm(self, number, frame):
-        self._terminated = True
+    def _end(self):
+        """Ends the process by SIGTERM, or raises `KeyboardInterrupt`."""
+        self._terminated = False
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
+
+    def _restore_handlers(self):
+        handlers, self._old_handlers = self._old_handlers, {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, frame):
+        if self._terminated and number == signal.SIGINT:
+            self._terminated = False
+            self._restore_handlers()
+            raise KeyboardInterrupt
+        self._terminated, self._signal = True, signal.Signals(number)
+        if getattr(self.model.run, "is_waiting", False):
+            # The steps before the rollout are complete.
+            raise KeyboardInterrupt
 
     def _checked(self, function, *args, **kwargs):
         try:
@@ -178,8 +244,9 @@ class Checkpoint(keras.callbacks.Callback):
             last = f"step {good[-1]}" if good else "none"
             raise OSError(
                 f"A checkpoint could not be written to "
-                f"{str(self.directory)!r}; the last good one is {last}. Make "
-                "room and run the script again to resume from it. "
+                f"{str(self.directory)!r}; the last good one is {last}. "
+                f"{advice(e, self.directory)} and run the script again to "
+                "resume from it. "
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
@@ -205,6 +272,7 @@ class Checkpoint(keras.callbacks.Callback):
         meta["callbacks"] = callback_state.counters(run.callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
+        meta["checksum"] = _checksum(meta)
         self._checked(
             self._manager.save,
             task.step,
@@ -233,13 +301,15 @@ class Checkpoint(keras.callbacks.Callback):
                 folder / "meta",
                 ocp.args.JsonRestore(),
             )
+            if error is None and meta.get("checksum") != _checksum(meta):
+                error = "Checksum: that of its metadata differs"
             if error is not None:
                 failures.append((step, error))
                 continue
             if self._is_before_branch(step, meta):
                 later.append(step)
                 continue
-            run.check(meta, self.directory)
+            changed = run.check(meta, self.directory, self.override)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(_abstract, {**expected, "best": best})
             arrays, error = self._try(
@@ -263,9 +333,43 @@ class Checkpoint(keras.callbacks.Callback):
                 ]
             self._epoch = meta["epoch"]
             self._saved = step
+            self._override(changed)
+            self._say_if_finished()
             break
         self._delete_later(later, steps)
         self._delete_damaged(failures)
+
+    def _say_if_finished(self):
+        epochs = self.params["epochs"]
+        done = self.model.run.state.initial_epoch
+        if done >= epochs and processes.is_first():
+            print(
+                f"The run in {str(self.directory)!r} is finished, at step "
+                f"{self._saved}: nothing is trained. To train further, use "
+                f"more epochs than {epochs}, or another directory.",
+                flush=True,
+            )
+
+    def _override(self, changed):
+        """Applies settings of the optimizer that differ from the saved ones.
+
+        All but the learning rate are no variables, and are in effect already.
+        """
+        optimizer = self.model.optimizer
+        for name, (old, new) in changed.items():
+            if name == "learning_rate" and not isinstance(new, (dict, str)):
+                optimizer.learning_rate = new
+                self._scalars = [
+                    pair
+                    for pair in self._scalars
+                    if pair[0] is not optimizer._learning_rate
+                ]
+            if processes.is_first():
+                print(
+                    f"Resuming from step {self._saved} with the optimizer's "
+                    f"{name} {new!r} instead of {old!r}.",
+                    flush=True,
+                )
 
     def _try(self, handler, folder, args):
         """Returns `(item, None)`, or `(None, error)` if any process fails."""
@@ -337,6 +441,13 @@ def _manager(directory, keep):
             cleanup_tmp_directories=True,
         ),
     )
+
+
+def _checksum(meta):
+    """Returns the SHA-256 sum of all other entries of `meta`, as JSON."""
+    others = {k: v for k, v in meta.items() if k != "checksum"}
+    text = json.dumps(others, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _complete_steps(directory):

@@ -9,7 +9,13 @@ import shutil
 import keras
 import numpy as np
 
-from keras_posttrain.callbacks.metrics_log import make_directory, not_written
+from keras_posttrain.callbacks.directories import (
+    lock,
+    logged_lines,
+    make_directory,
+    not_written,
+    unlock,
+)
 from keras_posttrain.distribution import processes
 
 FORMATS = ("jsonl", "parquet")
@@ -75,11 +81,25 @@ class CompletionsLog(keras.callbacks.Callback):
         make_directory(directory)
         kind = {"jsonl": _Lines, "parquet": _Files}[format]
         self.every, self.num_rows = every, num_rows
-        self._store = kind(directory)
+        self._store, self._directory = kind(directory), directory
         self._seen = self._steps = None
+        self._is_locked = False
 
     def on_train_begin(self, logs=None):
+        self.close()
+        make_directory(self._directory)
+        lock(self._directory)
+        self._is_locked = True
         self._seen = self._steps = None
+
+    def on_train_end(self, logs=None):
+        self.close()
+
+    def close(self):
+        """Gives the directory free for other runs."""
+        if self._is_locked:
+            self._is_locked = False
+            unlock(self._directory)
 
     def on_train_batch_begin(self, batch, logs=None):
         # Before the step, so that no checkpoint is ahead of this log.
@@ -157,12 +177,9 @@ class _Lines:
         if not self.path.exists():
             return steps
         kept = self.path.with_name("completions.jsonl.tmp")
-        with open(self.path, "rb") as file, open(kept, "wb") as out:
-            for line in file:
-                try:
-                    at = json.loads(line)["step"]
-                except ValueError:
-                    continue  # A crash cut the line off.
+        with open(kept, "wb") as out:
+            for line, row in logged_lines(self.path):
+                at = row["step"]
                 if at < step:
                     steps.add(at)
                     out.write(line)

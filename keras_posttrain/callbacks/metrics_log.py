@@ -3,11 +3,17 @@ import json
 import math
 import os
 import pathlib
-import tempfile
 import time
 
 import keras
 
+from keras_posttrain.callbacks.directories import (
+    lock,
+    logged_lines,
+    make_directory,
+    not_written,
+    unlock,
+)
 from keras_posttrain.distribution import processes
 
 
@@ -41,7 +47,7 @@ class MetricsLog(keras.callbacks.Callback):
         super().__init__()
         self.path = pathlib.Path(directory) / "metrics.jsonl"
         make_directory(self.path.parent)
-        self._file = None
+        self._file, self._is_locked = None, False
         self._pending = None
         self._start = self._last_step = None
         self._num_tokens = 0
@@ -49,6 +55,9 @@ class MetricsLog(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.close()
+        make_directory(self.path.parent)
+        lock(self.path.parent)
+        self._is_locked = True
         self._start = None
 
     def on_train_batch_end(self, batch, logs=None):
@@ -87,6 +96,9 @@ class MetricsLog(keras.callbacks.Callback):
             self._write()
         finally:
             self._file = self._pending = None
+            if self._is_locked:
+                self._is_locked = False
+                unlock(self.path.parent)
             if file is not None:
                 # An error of a full disk was raised already.
                 with contextlib.suppress(OSError):
@@ -118,21 +130,18 @@ class MetricsLog(keras.callbacks.Callback):
         """Opens the file and keeps only the lines up to this step."""
         kept, dropped = [], []
         if self.path.exists():
-            for line in self.path.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # A crash cut the line off.
+            for line, row in logged_lines(self.path):
                 (kept if row["step"] <= step else dropped).append(line)
                 if row["step"] <= step:
-                    self._num_tokens = row["num_tokens"]
+                    tokens = row.get("num_tokens")
+                    self._num_tokens = tokens or self._num_tokens
         if not kept:
             self._num_tokens = 0
             if dropped:
                 old = self.path.with_name("metrics.jsonl.old")
-                old.write_text("".join(x + "\n" for x in dropped))
+                old.write_bytes(b"".join(dropped))
         temporary = self.path.with_name("metrics.jsonl.tmp")
-        temporary.write_text("".join(x + "\n" for x in kept))
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, self.path)
         self._file = open(self.path, "a")
 
@@ -141,27 +150,3 @@ def sorted_names(names):
     """Sorts metrics: those of every step first, the others by name."""
     first = ("loss", "grad_norm", "learning_rate", "num_tokens")
     return [n for n in first if n in names] + sorted(set(names) - set(first))
-
-
-def not_written(error, what, path):
-    """Makes the `OSError` for a log of which something was not written."""
-    return OSError(
-        error.errno,
-        f"{what} could not be written ({error.strerror}). Make room and run "
-        "the script again",
-        str(path),
-    )
-
-
-def make_directory(directory):
-    """Creates a directory, or raises an error if it is not writable."""
-    directory = pathlib.Path(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as e:
-        raise ValueError(
-            "The directory must be writable; nothing was trained. "
-            f"Received: directory={str(directory)!r} ({e.strerror})"
-        ) from e

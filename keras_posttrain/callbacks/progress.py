@@ -29,7 +29,8 @@ class Progress(keras.callbacks.Callback):
         self.verbose = verbose
 
     def on_train_begin(self, logs=None):
-        self._skipped = []
+        # Steps by the reason why they changed nothing.
+        self._skipped = {}
         self._steps = 0
         self._tokens = 0.0
         self._start = self._printed = time.perf_counter()
@@ -75,12 +76,12 @@ class Progress(keras.callbacks.Callback):
         _print(line)
 
     def on_train_end(self, logs=None):
-        if self._skipped:
-            many = ", ".join(map(str, self._skipped[:10]))
-            more = "" if len(self._skipped) <= 10 else ", …"
+        for reason, steps in self._skipped.items():
+            many = ", ".join(map(str, steps[:10]))
+            more = "" if len(steps) <= 10 else ", …"
             _print(
-                f"{len(self._skipped)} steps changed nothing, since "
-                f"{self._model.skipped_because}: steps {many}{more}"
+                f"{len(steps)} steps changed nothing, since {reason}: steps "
+                f"{many}{more}"
             )
 
     def _read(self):
@@ -88,9 +89,20 @@ class Progress(keras.callbacks.Callback):
             if logs:
                 self._tokens += float(logs.get("num_tokens", 0.0))
                 if float(logs.get("skipped", 0.0)):
-                    self._skipped.append(step)
+                    reason = self._reason(logs)
+                    self._skipped.setdefault(reason, []).append(step)
                 self._last = logs
         self._pending = []
+
+    def _reason(self, logs):
+        """Returns why a step was skipped, by its logs."""
+        if not math.isfinite(float(logs.get("grad_norm", 0.0))):
+            return "their gradient was not finite"
+        # A rollout reports how many of its groups have equal rewards, and a
+        # mean of rewards if a completion has one.
+        if "frac_reward_zero_std" in logs and "reward" not in logs:
+            return "no completion was given a reward"
+        return self._model.skipped_because
 
     def _line(self, logs=None):
         logs = getattr(self, "_last", {}) if logs is None else logs

@@ -2,6 +2,22 @@
 
 import keras_hub
 
+DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
+
+
+def check_dtype(dtype):
+    """Rejects dtypes that models are not trained in; `None` is the preset's.
+
+    Gradients in float16 underflow, and losses are not scaled.
+    """
+    name = getattr(dtype, "name", dtype)
+    if dtype is not None and name not in DTYPES:
+        raise ValueError(
+            f"`dtype` must be one of {DTYPES}, or None for that of the "
+            "preset. float16 would need scaled losses; use bfloat16, which "
+            f"has the range of float32. Received: dtype={dtype!r}"
+        )
+
 
 def check_model(causal_lm, sequence_length):
     """Rejects models and lengths (tokens of a row) that cannot be trained."""
@@ -11,6 +27,7 @@ def check_model(causal_lm, sequence_length):
             "`SFTTask.from_preset(...)` for a preset or a directory. "
             f"Received: {type(causal_lm).__name__}"
         )
+    check_dtype(causal_lm.backbone.dtype_policy)
     embedding = causal_lm.backbone.token_embedding
     if getattr(embedding, "quantization_mode", None) == "int8":
         raise ValueError(

@@ -27,7 +27,11 @@ from keras_posttrain.models.hf.adapter_files import (
     open_weights,
     read_config,
 )
-from keras_posttrain.models.hf.tensors import Tensor, linear_layers
+from keras_posttrain.models.hf.tensors import (
+    Tensor,
+    family_of,
+    linear_layers,
+)
 
 
 def _is_number(x):
@@ -193,21 +197,37 @@ class Adapter(keras.layers.Layer):
     Creating an adapter freezes the model and makes its linear layers add
     their low-rank part. The weights belong to this layer and not to the
     model's layers, so that the base stays bit-equal.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        lora: `LoRA`.
+        below: `Adapter` of the same model that stays on, frozen, or `None`.
     """
 
-    def __init__(self, causal_lm, lora, name="lora"):
+    def __init__(self, causal_lm, lora, below=None, name="lora"):
         super().__init__(name=name, dtype="float32")
-        self.lora = lora
+        check_free(causal_lm, below)
+        self.lora, self.below = lora, below
+        if below is not None:
+            below.trainable = False
         layers = linear_layers(causal_lm)
         self.pairs = [
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
         self.names = list(layers)
-        if not self.pairs:
+        for pattern in lora.patterns:
+            if not any(re.search(f"(?:{pattern})$", x) for x in self.names):
+                raise ValueError(
+                    f"No linear layer matches {pattern!r} of `targets`; "
+                    f"names look like {self.names[0]!r}. "
+                    f"Received: targets={lora.targets!r}"
+                )
+        most = max(min(p.in_size, p.out_size) for p in self.pairs)
+        if lora.rank > most:
             raise ValueError(
-                "No linear layer matches `targets`; names look like "
-                f"{next(iter(layers))!r}. "
-                f"Received: targets={lora.targets!r}"
+                f"`rank` must be at most {most}, the rank of this model's "
+                "largest adapted layer (8 to 64 is usual). "
+                f"Received: rank={lora.rank}"
             )
         taken = [
             p.name for p in self.pairs if getattr(p.layer, "lora_enabled", 0)
@@ -219,6 +239,7 @@ class Adapter(keras.layers.Layer):
                 "and pass `lora=kpt.LoRA(...)` alone. "
                 f"Received: {taken[0]!r} and {len(taken) - 1} more"
             )
+        self.check_layers()
         causal_lm.trainable = False
         self.a, self.b = [], []
         for pair in self.pairs:
@@ -250,6 +271,23 @@ class Adapter(keras.layers.Layer):
         self.built = True
         self._active = True
         self._dropout = None
+        self.attach()
+
+    def check_layers(self):
+        """Raises a `ValueError` where Keras would not call the adapter."""
+        for pair in self.pairs:
+            mode = getattr(pair.layer, "quantization_mode", None)
+            if mode is not None:
+                raise ValueError(
+                    "An adapter over layers that Keras has quantized would "
+                    "learn nothing: Keras calls the quantized layer without "
+                    "it. Make the task of the model without `quantize`. "
+                    f"Received: layer {pair.name!r} with "
+                    f"quantization_mode={mode!r}"
+                )
+
+    def attach(self):
+        """Makes the layers of the model add their low-rank part."""
         for i, pair in enumerate(self.pairs):
             pair.layer.call = self._adapted_call(i, pair)
 
@@ -275,13 +313,29 @@ class Adapter(keras.layers.Layer):
             low = low.reshape(*batch, *pair.out_shape).astype(outputs.dtype)
             return outputs + low
 
+        call.adapter = self
         return call
 
+    @property
+    def stack(self):
+        """Tuple of the adapters of the model, from the lowest to this one."""
+        return (*(self.below.stack if self.below else ()), self)
+
     def detach(self, causal_lm):
-        """Removes the adapter from the model and unfreezes it."""
+        """Removes the adapter from the model and unfreezes what is below."""
         for pair in self.pairs:
             pair.layer.call = pair.plain_call
-        causal_lm.trainable = True
+        (self.below or causal_lm).trainable = True
+
+    @property
+    def is_zero(self):
+        """Bool, whether the adapter changes nothing: all `B` are 0.
+
+        Variables that hold shapes alone count as 0, their initial value.
+        """
+        if not all(isinstance(b._value, jax.Array) for b in self.b):
+            return True
+        return not any(bool(jnp.any(b.value != 0)) for b in self.b)
 
     @contextlib.contextmanager
     def disabled(self):
@@ -301,14 +355,16 @@ class Adapter(keras.layers.Layer):
         finally:
             self._dropout = None
 
-    def merged_kernel(self, i, factors=None):
+    def merged_kernel(self, i, factors=None, kernel=None):
         """Computes the kernel of layer `i` of `pairs` with the adapter added.
 
-        `factors` are arrays to use as `A` and `B` instead of the adapter's.
-        The result has the kernel's shape and dtype.
+        `factors` are arrays to use as `A` and `B` instead of the adapter's,
+        `kernel` one to add to instead of the layer's. The result has the
+        kernel's shape and dtype.
         """
         pair = self.pairs[i]
-        kernel = pair.layer.kernel.value
+        if kernel is None:
+            kernel = pair.layer.kernel.value
         is_split = isinstance(kernel.sharding, jax.sharding.NamedSharding)
         a, b = factors or (self.a[i].value, self.b[i].value)
         return _merged(
@@ -347,34 +403,52 @@ class Adapter(keras.layers.Layer):
             pair.base = None
         self._active = True
 
+    def forget_base(self):
+        """Makes a merge final."""
+        for pair in self.pairs:
+            pair.base = None
+
     def merged_values(self):
-        """Returns a function from a variable to its value with the adapter."""
-        index = {id(p.layer.kernel): i for i, p in enumerate(self.pairs)}
+        """Returns a function from a variable to its value for an export.
+
+        For the kernel of an adapted layer the adapter is added, and those
+        below it.
+        """
+        added = {}
+        for adapter in self.stack:
+            for i, pair in enumerate(adapter.pairs):
+                if pair.base is None:
+                    key = id(pair.layer.kernel)
+                    added.setdefault(key, []).append((adapter, i))
 
         def values(variable):
-            if id(variable) in index and not self.is_merged:
-                return self.merged_kernel(index[id(variable)])
-            return variable.value
+            value = variable.value
+            for adapter, i in added.get(id(variable), ()):
+                value = adapter.merged_kernel(i, kernel=value)
+            return value
 
         return values
 
     def save(self, directory, base_name=None):
-        """Writes an adapter that PEFT and vLLM load, with its base's name."""
+        """Writes an adapter that PEFT and vLLM load, with its base's name.
+
+        A stack of adapters is written as one, whose rank is the sum of
+        theirs.
+        """
         directory = pathlib.Path(directory)
-        tensors = {}
-        for tensor in self._tensors():
-            array = device_transfer.to_host(tensor.variable.value)
-            tensors[tensor.name] = device_transfer.contiguous(
-                tensor.to_hf(array)
-            )
+        lora = self.saved_lora
+        tensors = {
+            name: device_transfer.contiguous(array)
+            for name, array in self._saved_tensors()
+        }
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_name,
-            "r": self.lora.rank,
-            "lora_alpha": self.lora.alpha,
-            "lora_dropout": self.lora.dropout,
-            "use_rslora": self.lora.rslora,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.rslora,
             "target_modules": self._target_modules(),
             "bias": "none",
             "fan_in_fan_out": False,
@@ -399,15 +473,51 @@ class Adapter(keras.layers.Layer):
                 name = f"{PREFIX}{pair.name}.lora_{part}.weight"
                 yield Tensor(name, variable, transposed)
 
+    @property
+    def saved_lora(self):
+        """The `LoRA` of the files that `save` writes."""
+        if self.below is None:
+            return self.lora
+        rank = sum(adapter.lora.rank for adapter in self.stack)
+        targets = [p for adapter in self.stack for p in adapter.lora.patterns]
+        return dataclasses.replace(
+            self.lora, rank=rank, alpha=rank, rslora=False, targets=targets
+        )
+
+    def _saved_tensors(self):
+        """Yields `(name, array)` as `save` writes them."""
+        if self.below is None:
+            for tensor in self._tensors():
+                array = device_transfer.to_host(tensor.variable.value)
+                yield tensor.name, tensor.to_hf(array)
+            return
+        rank, first = self.saved_lora.rank, 0
+        whole = {}
+        for adapter in self.stack:
+            part = slice(first, first + adapter.lora.rank)
+            for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
+                if pair.name not in whole:
+                    whole[pair.name] = (
+                        np.zeros((rank, pair.in_size), "float32"),
+                        np.zeros((pair.out_size, rank), "float32"),
+                    )
+                a, b = (device_transfer.to_host(x.value) for x in (a, b))
+                whole[pair.name][0][part] = a.T
+                whole[pair.name][1][:, part] = b.T * adapter.lora.scale
+            first = part.stop
+        for layer, factors in whole.items():
+            for part, array in zip("AB", factors):
+                yield f"{PREFIX}{layer}.lora_{part}.weight", array
+
     def _target_modules(self):
         """Returns PEFT's `target_modules`.
 
         These are the last parts of the names, such as `q_proj`, if all layers
         that end in them are adapted; otherwise the full names.
         """
-        lasts = {p.name.rsplit(".", 1)[-1] for p in self.pairs}
-        named = [n for n in self.names if n.rsplit(".", 1)[-1] in lasts]
-        adapted = [p.name for p in self.pairs]
+        adapted = {p.name for adapter in self.stack for p in adapter.pairs}
+        lasts = {name.rsplit(".", 1)[-1] for name in adapted}
+        named = {n for n in self.names if n.rsplit(".", 1)[-1] in lasts}
         return sorted(lasts if named == adapted else adapted)
 
     def load(self, directory):
@@ -416,6 +526,12 @@ class Adapter(keras.layers.Layer):
         If the adapter has another method, rank or set of layers, it raises a
         `ValueError` and changes no weight.
         """
+        if self.below is not None:
+            raise ValueError(
+                "This adapter is stacked on another, and a file holds one. "
+                "Load it into a task of the model alone. "
+                f"Received: {str(directory)!r}"
+            )
         given = lora_from_config(read_config(directory), directory)
         if given.shape() != self.lora.shape():
             raise ValueError(
@@ -469,6 +585,133 @@ class Adapter(keras.layers.Layer):
                 f"{module_names(more)}, which {why}. "
                 f"Received: targets={self.lora.targets!r}"
             )
+
+
+def adapter_of(causal_lm, lora):
+    """Returns the adapter of a task, or `None`.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        lora: `LoRA` of a new adapter, an `Adapter` that was handed over, or
+            `None`.
+    """
+    if isinstance(lora, Adapter):
+        return lora
+    if lora is not None:
+        return Adapter(causal_lm, lora)
+    check_free(causal_lm)
+    return None
+
+
+@contextlib.contextmanager
+def handed_over(causal_lm, adapter, how, lora):
+    """Opens a scope in which the next task of a model is made.
+
+    If that raises, the model is as before.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        adapter: `Adapter` of the earlier task, or `None`.
+        how: str, the argument `adapter` of `Task.from_task`.
+        lora: `LoRA` or `None`.
+
+    Yields:
+        An `Adapter`, a `LoRA` or `None`, for the next task.
+    """
+    how = check_hand_over(adapter, how, lora)
+    before = attached(causal_lm) if adapter else ()
+    added = []
+    try:
+        if how == "merge":
+            added = [each for each in before if not each.is_merged]
+            for each in reversed(before):
+                if each in added:
+                    each.merge()
+                each.detach(causal_lm)
+        elif how == "continue":
+            lora = adapter
+        elif how == "stack":
+            lora = Adapter(causal_lm, lora, below=adapter)
+        yield lora
+    except BaseException:
+        for each in reversed(attached(causal_lm)):
+            if each not in before:
+                each.detach(causal_lm)
+        if how == "merge":
+            for each in before:
+                each.attach()
+                if each in added:
+                    each.unmerge()
+            causal_lm.trainable = False
+        raise
+    if how == "merge":
+        for each in before:
+            each.forget_base()
+
+
+def check_hand_over(adapter, how, lora):
+    """Returns how an adapter is handed over; checks as `from_task` says."""
+    if how not in ("auto", "continue", "merge", "stack"):
+        raise ValueError(
+            "`adapter` must be 'auto', 'continue', 'merge' or 'stack'. "
+            f"Received: adapter={how!r}"
+        )
+    if adapter is None:
+        return None
+    if how == "auto":
+        how = "stack" if lora else "continue"
+    if how == "continue" and lora is not None:
+        raise ValueError(
+            "An adapter that is trained further keeps its settings. Leave "
+            "`lora` out, or use adapter='stack' or 'merge' for a new one. "
+            f"Received: adapter='continue', lora={lora!r}"
+        )
+    if how == "stack" and lora is None:
+        raise ValueError(
+            "adapter='stack' puts a new adapter on the earlier one. Pass "
+            "`lora=kpt.LoRA(...)`, or use adapter='continue'. Received: "
+            "lora=None"
+        )
+    if how != "merge" and adapter.is_merged:
+        raise ValueError(
+            "The adapter is merged into the weights. Use adapter='merge', or "
+            "call `unmerge_adapter()` of the earlier task first. Received: "
+            f"adapter={how!r}"
+        )
+    return how
+
+
+def attached(causal_lm):
+    """Returns the adapters that a model's layers add, from the lowest up."""
+    if family_of(causal_lm) is None:
+        return ()
+    calls = [layer.call for layer in linear_layers(causal_lm).values()]
+    stacks = [call.adapter.stack for call in calls if hasattr(call, "adapter")]
+    return max(stacks, key=len, default=())
+
+
+def check_free(causal_lm, below=None):
+    """Raises a `ValueError` for a model with the adapter of another task.
+
+    An adapter that is 0, such as that of a task whose constructor raised, is
+    removed.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM`.
+        below: `Adapter` that may be there, with those below it, or `None`.
+    """
+    known = below.stack if below else ()
+    for adapter in reversed(attached(causal_lm)):
+        if adapter in known:
+            return
+        if not adapter.is_zero or adapter.is_merged:
+            raise ValueError(
+                "`causal_lm` has the adapter of another task, which what "
+                "this task saves would lack. Make this task from that one, "
+                "`GRPOTask.from_task(task, adapter='continue')` (or 'merge' "
+                "or 'stack'), or load the model again."
+            )
+        adapter.detach(causal_lm)
 
 
 @functools.partial(

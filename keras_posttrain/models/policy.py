@@ -242,11 +242,10 @@ class Policy:
             return []
         inside = {id(variable) for variable in layer.variables}
         found = []
-        for pair, a, b in zip(
-            self.adapter.pairs, self.adapter.a, self.adapter.b
-        ):
-            if id(pair.layer.variables[0]) in inside:
-                found += [a, b]
+        for adapter in self.adapter.stack:
+            for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
+                if id(pair.layer.variables[0]) in inside:
+                    found += [a, b]
         return found
 
     def _mixture_forward(self, batch):

@@ -55,8 +55,8 @@ def planned(task, distribution, *, remat=None, **settings):
         }
     with _distribution(distribution):
         adapter = task.policy.adapter
-        if adapter is not None:
-            for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
+        for each in adapter.stack if adapter is not None else ():
+            for pair, a, b in zip(each.pairs, each.a, each.b):
                 layouts = sharding.factor_layouts(pair)
                 factors.update(zip((id(a), id(b)), layouts))
         settings["remat"] = task.policy.remat if remat is None else remat

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 import threading
 import time
 
@@ -57,15 +58,6 @@ class AsyncSampler:
         self._step = step
         # How many rollouts had been trained on when a version was made.
         self._made = {engine.weight_version: 0}
-        distribution = keras.distribution.distribution()
-        settings = {
-            # Keras keeps the distribution for each thread.
-            "initializer": keras.distribution.set_distribution,
-            "initargs": (distribution,),
-        }
-        pool = concurrent.futures.ThreadPoolExecutor
-        self._sampler = pool(1, "sampling", **settings)
-        self._scorers = pool(max_staleness + 1, "scoring", **settings)
 
     def next(self):
         """Returns the next scored `Round`; empty at an epoch's end."""
@@ -106,8 +98,8 @@ class AsyncSampler:
             self._closed = True
             self._engine.interrupt()
             self._changed.notify_all()
-        for pool in (self._sampler, self._scorers):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for job in (*self._sampling, *self._jobs):
+            job.cancel()
         # An engine is not stopped while it samples, nor sampled from after.
         # A reward may be slow, so that nothing waits for it.
         begun = [job for job in self._sampling if not job.cancelled()]
@@ -124,14 +116,14 @@ class AsyncSampler:
 
     def _begin(self):
         self._begun += 1
-        sampled = self._sampler.submit(self._sample_next)
         self._sampling = [job for job in self._sampling if not job.done()]
+        sampled = in_thread(self._sample_next, after=self._sampling[-1:])
         self._sampling.append(sampled)
         if self._resamples:
             self._jobs.append(sampled)
         else:
-            job = self._scorers.submit(lambda: self._score(sampled.result()))
-            self._jobs.append(job)
+            score = functools.partial(_scored, self._score, sampled)
+            self._jobs.append(in_thread(score, after=[sampled]))
 
     def _sample_next(self):
         round = self._sample(self._step)
@@ -175,3 +167,38 @@ class AsyncSampler:
             "staleness/mean": float(ages.mean()),
             "staleness/max": float(ages.max()),
         }
+
+
+def in_thread(function, after=()):
+    """Calls a function in a thread of its own.
+
+    A thread pool would not serve: the interpreter waits at its end for the
+    threads of pools, and a reward that hangs would keep the process alive.
+
+    Args:
+        function: callable without arguments.
+        after: futures that are waited for first, whatever becomes of them.
+
+    Returns:
+        A `concurrent.futures.Future`.
+    """
+    future = concurrent.futures.Future()
+    # Keras keeps the distribution for each thread.
+    distribution = keras.distribution.distribution()
+
+    def work():
+        concurrent.futures.wait(after)
+        if not future.set_running_or_notify_cancel():
+            return
+        keras.distribution.set_distribution(distribution)
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def _scored(score, sampled):
+    return score(sampled.result())

@@ -17,7 +17,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import run_state
+from keras_posttrain.training import checks, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -52,12 +52,17 @@ class RolloutRun:
         self.collector = collector(self.generate)
         self.settings = settings
         self.callbacks = settings.ordered_callbacks()
-        order.epoch_size = self._epoch_size()
+        order.epoch_size = size = self._epoch_size()
+        checks.skipped_are_run(
+            settings.skip_steps, size and size * settings.epochs
+        )
         state.begin(settings.seed)
         # A rollout that is cut into steps is not saved in its middle, where
         # the weights no longer are those that sampled it.
         self.at_rest = True
         self.is_running = False
+        # Whether a rollout is sampled or scored, which may be interrupted.
+        self.is_waiting = False
         self.async_sampler = self.last_rollout = None
         self._means = Means()
 
@@ -105,6 +110,11 @@ class RolloutRun:
                     break
                 self.order.next_epoch()
             self._stop_sampling()
+            # As Keras's own `fit` ends: with `use_ema` the weights become
+            # their averages.
+            self._step.optimizer.finalize_variable_values(
+                self._saved.weights.trainable
+            )
             callbacks.on_train_end(logs)
         return model.history
 
@@ -149,12 +159,15 @@ class RolloutRun:
         A failure loses none of the steps before it.
         """
         states = random.getstate(), np.random.get_state()
+        self.is_waiting = True
         try:
             if self.async_sampler is not None:
                 round = self.async_sampler.next()
             else:
                 round = self.score(self.sample(self.state.step))
-        except Exception:
+            self.is_waiting = False
+        except BaseException:
+            self.is_waiting = False
             # The random numbers that its rewards used are used again.
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -280,9 +293,10 @@ class RolloutRun:
         }
         return self._saved.arrays(), meta
 
-    def check(self, meta, directory):
-        """Raises a `ValueError` for the checkpoint of another run."""
-        run_state.check(meta, self._fingerprint(), self.state.seed, directory)
+    def check(self, meta, directory, override=()):
+        """Checks that a checkpoint is of this run; see `run_state.check`."""
+        ours, seed = self._fingerprint(), self.state.seed
+        return run_state.check(meta, ours, seed, directory, override)
 
     def restore(self, arrays, meta):
         """Continues where `training_state` was taken."""

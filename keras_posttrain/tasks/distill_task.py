@@ -478,6 +478,7 @@ class DistillTask(Task):
     ):
         """`fit` on the student's own samples."""
         rl_checks.staleness(max_staleness)
+        checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,
             packing,

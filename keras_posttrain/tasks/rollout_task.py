@@ -55,10 +55,7 @@ class RolloutTask(Task):
         "grad_norm",
         "pass@1",
     )
-    skipped_because = (
-        "their gradient was not finite or the completions of each prompt "
-        "earned the same"
-    )
+    skipped_because = "the completions of each prompt earned the same"
     can_share_prefix = True
     # Builds the batches of a rollout.
     collector = Collector
@@ -268,6 +265,7 @@ class RolloutTask(Task):
         """
         self._assert_compile_called("fit")
         rl_checks.staleness(max_staleness)
+        checks.flag("shuffle", shuffle)
         packs = packing or share_prefix
         settings = RunSettings.of(
             self.policy,

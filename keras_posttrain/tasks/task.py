@@ -15,7 +15,12 @@ from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
-from keras_posttrain.models.lora import Adapter, lora_from_config
+from keras_posttrain.models.lora import (
+    Adapter,
+    adapter_of,
+    handed_over,
+    lora_from_config,
+)
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
@@ -68,8 +73,9 @@ class Task(keras.Model):
 
     # The learning rates of `optimizer="auto"`: with an adapter, and without.
     auto_learning_rates = (2e-4, 2e-5)
-    # Why a step may change nothing, for the last line of the progress bar.
-    skipped_because = "their gradient was not finite or no token carried loss"
+    # Why a step with a finite gradient may change nothing, for the last line
+    # of the progress bar.
+    skipped_because = "no token carried loss"
     # The metrics of the progress bar; `None` for all.
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
@@ -92,7 +98,9 @@ class Task(keras.Model):
         chunk_size=None,
         name=None,
     ):
-        checks.task_arguments(lora, sequence_length, truncation, remat)
+        checks.task_arguments(
+            lora, sequence_length, truncation, remat, chunk_size
+        )
         if reference is not None:
             raise ValueError(
                 f"{type(self).__name__} compares with no reference model; "
@@ -114,7 +122,7 @@ class Task(keras.Model):
         # Divides the logits: that of the samples in a task that samples.
         self.temperature = 1.0
         flatten_linear_layers(causal_lm.backbone)
-        self.adapter = Adapter(causal_lm, lora) if lora else None
+        self.adapter = adapter_of(causal_lm, lora)
         self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
         self._engine = NativeRollout()
         self._engine.set_model(self)
@@ -160,6 +168,7 @@ class Task(keras.Model):
                 built faithfully; the message names the field.
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
+        guards.check_dtype(dtype)
         causal_lm = presets.load_causal_lm(
             preset, dtype=dtype, load_weights=load_weights
         )
@@ -176,6 +185,59 @@ class Task(keras.Model):
         )
         task.preset = str(preset)
         return task
+
+    @classmethod
+    def from_task(cls, task, *, adapter="auto", lora=None, **kwargs):
+        """Creates a task for the next stage, on the model of another task.
+
+        The two share the model and the tokenizer: nothing is copied and
+        nothing is written. What the new task saves and exports is the model
+        as it was trained by both.
+
+        Args:
+            task: a `kpt.Task`.
+            adapter: str, what becomes of the adapter of `task`:
+                `"continue"` trains it further; `"merge"` adds it to the
+                weights for good; `"stack"` keeps it, frozen, below the
+                adapter of `lora`, and `save_adapter` then writes both as
+                one. `"auto"` is `"stack"` with `lora` and else `"continue"`.
+                After `"merge"` and `"stack"` the earlier task refuses to be
+                used.
+            lora: `kpt.LoRA` of a new adapter, or `None`: without an adapter
+                to continue, all weights are trained.
+            **kwargs: see the class. `sequence_length`, `truncation`,
+                `chat_template_kwargs`, `remat` and `chunk_size` are those of
+                `task` by default.
+
+        Returns:
+            The new task.
+
+        Raises:
+            ValueError: if `adapter` and `lora` do not go together.
+
+        Example:
+
+        ```python
+        sft = kpt.SFTTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=16))
+        sft.compile()
+        sft.fit([{"prompt": "2 + 2 =", "completion": " 4"}], batch_size=1)
+        dpo = kpt.DPOTask.from_task(sft)
+        ```
+        """
+        checks.own_adapter(task.policy)
+        settings = {
+            "sequence_length": task.sequence_length,
+            "truncation": task.truncation,
+            "chat_template_kwargs": task.chat_template_kwargs,
+            "remat": task.policy.remat,
+            "chunk_size": task.policy.chunk_size,
+        }
+        checks.lora(lora)
+        model, settings = task.causal_lm, settings | kwargs
+        with handed_over(model, task.adapter, adapter, lora) as lora:
+            new = cls(model, task.tokenizer, lora=lora, **settings)
+        new.preset = task.preset
+        return new
 
     @property
     def max_length(self):
@@ -251,6 +313,8 @@ class Task(keras.Model):
         )
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
+        # As they are now: callbacks may change the learning rate.
+        self._optimizer_settings = optimizers.settings(optimizer)
         with contextlib.ExitStack() as stack:
             if optimizers.holds_shapes(self.trainable_variables):
                 stack.enter_context(shapes_only())
@@ -314,6 +378,7 @@ class Task(keras.Model):
         """
         self._assert_compile_called("fit")
         checks.positive_int("batch_size", batch_size)
+        checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,
             packing,
@@ -415,6 +480,7 @@ class Task(keras.Model):
             completion.
         """
         self._assert_compile_called("evaluate")
+        checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
         dataset = kwargs.pop("x", dataset)
         examples = []
@@ -561,6 +627,10 @@ class Task(keras.Model):
             self.optimizer,
             loss=repr(self.objective),
             max_grad_norm=self.max_grad_norm,
+            **{
+                f"optimizer's {name}": value
+                for name, value in self._optimizer_settings.items()
+            },
         )
 
     # The parts of the step and the run
@@ -707,6 +777,7 @@ class Task(keras.Model):
         batch a dict of arrays, `(rows, ...)`. Returns an iterable of
         `(Example, dict of its arrays)`.
         """
+        checks.own_adapter(self.policy)
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
         )
@@ -770,6 +841,7 @@ class Task(keras.Model):
         task.generate("Once upon a time", on_text=lambda i, t: print(t))
         ```
         """
+        checks.own_adapter(self.policy)
         return complete(
             self._engine,
             self.tokenizer,
@@ -937,6 +1009,7 @@ class Task(keras.Model):
     def save_adapter(self, path):
         """Writes the adapter in PEFT's format; it loads in PEFT and vLLM."""
         checks.need_adapter(self.adapter, "save_adapter")
+        checks.own_adapter(self.policy)
         self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
@@ -976,12 +1049,14 @@ class Task(keras.Model):
         for bit.
         """
         checks.need_adapter(self.adapter, "merge_adapter")
+        checks.own_adapter(self.policy)
         self.adapter.merge()
         self._renew_step()
 
     def unmerge_adapter(self):
         """Reverts `merge_adapter`."""
         checks.need_adapter(self.adapter, "unmerge_adapter")
+        checks.own_adapter(self.policy)
         self.adapter.unmerge()
         self._renew_step()
 
@@ -994,6 +1069,7 @@ class Task(keras.Model):
                 dtype of the weights.
             max_shard_bytes: int, the maximum size of a safetensors file.
         """
+        checks.own_adapter(self.policy)
         values = self.adapter.merged_values() if self.adapter else None
         export.export(
             self.causal_lm,
@@ -1006,6 +1082,7 @@ class Task(keras.Model):
 
     def save_to_preset(self, path):
         """Writes a KerasHub preset, adapter merged, to a new directory."""
+        checks.own_adapter(self.policy)
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )

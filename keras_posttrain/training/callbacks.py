@@ -3,6 +3,7 @@
 import keras
 
 from keras_posttrain.callbacks.checkpoint import Checkpoint
+from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.process_group import ProcessGroup
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.distribution import processes
@@ -20,7 +21,9 @@ def ordered(callbacks, verbose):
 
     They save what the others count at the end of an epoch.
     """
-    own = [ProcessGroup()] if processes.count() > 1 else []
+    own = [Divergence()]
+    if processes.count() > 1:
+        own.append(ProcessGroup())
     if verbose:
         own.append(Progress(verbose))
     return sorted(

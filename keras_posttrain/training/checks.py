@@ -2,18 +2,28 @@
 
 import numbers
 
+import jax
 import keras
+import numpy as np
 
-from keras_posttrain.models.lora import LoRA
+from keras_posttrain.losses import TokenLoss
+from keras_posttrain.models.lora import Adapter, LoRA, attached
 
 
-def task_arguments(lora, sequence_length, truncation, remat):
-    if lora is not None and not isinstance(lora, LoRA):
+def lora(value):
+    if value is not None and not isinstance(value, (LoRA, Adapter)):
         raise ValueError(
             "`lora` must be a `kpt.LoRA`, such as `kpt.LoRA(rank=16)`. "
-            f"Received: lora={lora!r}"
+            f"Received: lora={value!r}"
         )
-    if not isinstance(sequence_length, int) or sequence_length < 2:
+
+
+def task_arguments(lora_, sequence_length, truncation, remat, chunk_size=None):
+    lora(lora_)
+    if chunk_size is not None:
+        positive_int("chunk_size", chunk_size)
+    is_int = isinstance(sequence_length, numbers.Integral)
+    if not is_int or sequence_length < 2:
         raise ValueError(
             "`sequence_length` must be an int of at least 2, the tokens a "
             f"row may hold. Received: sequence_length={sequence_length!r}"
@@ -26,6 +36,64 @@ def task_arguments(lora, sequence_length, truncation, remat):
     if remat not in ("none", "full"):
         raise ValueError(
             f"`remat` must be 'none' or 'full'. Received: remat={remat!r}"
+        )
+
+
+def seed(value):
+    """Raises a `ValueError` for what cannot be the seed of a run."""
+    is_int = isinstance(value, numbers.Integral) and not isinstance(
+        value, bool
+    )
+    if not is_int or not 0 <= value < 2**31:
+        raise ValueError(
+            "`seed` must be an int from 0 to 2147483647, so that the run can "
+            f"be repeated. Received: seed={value!r}"
+        )
+
+
+def flag(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(
+            f"`{name}` must be True or False. Received: {name}={value!r}"
+        )
+
+
+def verbosity(value):
+    if value != "auto" and value not in (0, 1, 2):
+        raise ValueError(
+            "`verbose` must be 'auto', 0 (silent), 1 (progress bar) or 2 (a "
+            f"line an epoch). Received: verbose={value!r}"
+        )
+
+
+def steps_to_skip(steps):
+    """Returns a frozenset of the steps that a run leaves out."""
+    try:
+        found = list(steps)
+    except TypeError:
+        found = [None]
+    for step in found:
+        is_int = isinstance(step, numbers.Integral) and step is not True
+        if not is_int or step < 1:
+            raise ValueError(
+                "`skip_steps` must be ints, steps counted from 1. "
+                f"Received: skip_steps={steps!r}"
+            )
+    return frozenset(map(int, found))
+
+
+def skipped_are_run(skip_steps, num_steps):
+    """Raises a `ValueError` for skipped steps that the run does not have.
+
+    Args:
+        skip_steps: set of ints.
+        num_steps: int or `None`, the steps of the run, if known.
+    """
+    last = max(skip_steps, default=0)
+    if num_steps is not None and last > num_steps:
+        raise ValueError(
+            f"`skip_steps` must name steps of the run, which has {num_steps}. "
+            f"Received: {last}"
         )
 
 
@@ -44,6 +112,15 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
             "`kpt.losses.SFTLoss()`; Keras losses see logits, which never "
             f"exist here. Received: loss={loss!r}"
         )
+    if isinstance(loss, TokenLoss):
+        logps = jax.ShapeDtypeStruct((2, 3), "float32")
+        found = jax.eval_shape(loss.token_loss, logps)
+        if getattr(found, "shape", None) != logps.shape:
+            raise ValueError(
+                f"`token_loss` of {type(loss).__name__} must return an array "
+                "of its argument's shape, the loss of each token. Received: "
+                f"{found} for an argument of shape {logps.shape}"
+            )
     if micro_batch_size is not None:
         positive_int("micro_batch_size", micro_batch_size)
     is_number = isinstance(max_grad_norm, numbers.Real)
@@ -54,8 +131,22 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
 
 
+def own_adapter(policy):
+    """Raises a `ValueError` where another task has taken the model over."""
+    own = policy.adapter.stack if policy.adapter else ()
+    if attached(policy.causal_lm) != own:
+        raise ValueError(
+            "Another task was made on this task's model, with an adapter "
+            "that this one does not know: its results and files would lack "
+            "it. Use the newer task, or load the model again."
+        )
+    for adapter in own:
+        adapter.check_layers()
+
+
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
+    own_adapter(policy)
     if packing and not policy.packable:
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf.loading import repair
+from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.training.run_state import weights_digest
 from keras_posttrain.training.weights import TRACING
@@ -111,9 +111,11 @@ class FrozenPolicy:
 
     def identity(self):
         """Returns a dict that identifies its weights and settings."""
-        causal_lm, adapter = self.policy.causal_lm, None
-        if self.kind == "copy":
-            adapter = self.policy.adapter
+        causal_lm, adapter = self.policy.causal_lm, self.policy.adapter
+        if self.kind == "off":
+            adapter = adapter.below
+        elif self.kind == "model":
+            adapter = next(reversed(attached(causal_lm)), None)
         return model_identity(causal_lm, adapter)
 
     def check(self, length, packing):
@@ -178,7 +180,7 @@ def frozen_policy(policy, weights, *, role="reference", moves=False):
     else a copy of what is trained. One that is going to be updated (`moves`)
     needs a copy.
     """
-    if not moves and adapter_is_zero(policy.adapter):
+    if policy.adapter and policy.adapter.is_zero and not moves:
         return FrozenPolicy(policy, "off", role=role, weights=weights)
     variables = trained_variables(policy)
     values = [jnp.array(v.value, copy=True) for v in variables]
@@ -209,12 +211,13 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
     if same_tokens:
         _check_vocabulary(model.backbone, policy.backbone, role)
     repair(model)
+    variables = model_variables(model)
     return FrozenPolicy(
         Policy(model, chunk_size=policy.chunk_size),
         "model",
         role=role,
-        variables=model.variables,
-        values=[v.value for v in model.variables],
+        variables=variables,
+        values=[v.value for v in variables],
     )
 
 
@@ -241,13 +244,22 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
                 )
             repair(model)
             own = Policy(model, chunk_size=policy.chunk_size)
-        return FrozenPolicy(own, "model", role=role, variables=model.variables)
-    if adapter_is_zero(policy.adapter):
+        variables = model_variables(model)
+        return FrozenPolicy(own, "model", role=role, variables=variables)
+    if policy.adapter and policy.adapter.is_zero:
         return FrozenPolicy(policy, "off", role=role, weights=weights)
     variables = trained_variables(policy)
     return FrozenPolicy(
         policy, "copy", role=role, variables=variables, weights=weights
     )
+
+
+def model_variables(causal_lm):
+    """Returns the variables of a model and of the adapters on it."""
+    top = attached(causal_lm)[-1:]
+    return causal_lm.variables + [
+        variable for adapter in top for variable in adapter.variables
+    ]
 
 
 def trained_variables(policy):
@@ -257,15 +269,6 @@ def trained_variables(policy):
     """
     owners = [x for x in (policy.causal_lm, policy.adapter) if x]
     return [v for owner in owners for v in owner.trainable_variables]
-
-
-def adapter_is_zero(adapter):
-    """Returns whether an adapter changes nothing: all of its `B` are 0."""
-    if adapter is None:
-        return False
-    if optimizers.holds_shapes(adapter.b):
-        return True
-    return not any(bool(jnp.any(b.value != 0)) for b in adapter.b)
 
 
 def _check_vocabulary(theirs, ours, role):

@@ -8,7 +8,7 @@ import keras
 
 from keras_posttrain.distribution import processes
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import run_state
+from keras_posttrain.training import checks, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -33,6 +33,10 @@ class RowRun:
         self.validation, self.settings = validation, settings
         self._logs_are_read = callback_lib.read_logs(settings.callbacks)
         self.callbacks = settings.ordered_callbacks()
+        size = data.epoch_size
+        checks.skipped_are_run(
+            settings.skip_steps, size and size * settings.epochs
+        )
         data.keep_rows(processes.own_rows())
         state.begin(settings.seed)
 
@@ -120,10 +124,11 @@ class RowRun:
         }
         return self._saved.arrays(), meta
 
-    def check(self, meta, directory):
-        """Raises a `ValueError` for the checkpoint of another run."""
+    def check(self, meta, directory, override=()):
+        """Checks that a checkpoint is of this run; see `run_state.check`."""
         ours = self.model.fingerprint()
-        run_state.check(meta, ours, self.state.seed, directory)
+        seed = self.state.seed
+        return run_state.check(meta, ours, seed, directory, override)
 
     def restore(self, arrays, meta):
         """Continues where `training_state` was taken."""

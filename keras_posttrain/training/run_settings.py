@@ -28,11 +28,13 @@ class RunSettings:
         callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()
         checks.positive_int("epochs", given["epochs"])
+        checks.seed(given["seed"])
+        checks.verbosity(verbose)
         checks.may_train(policy, packing, callbacks)
         return cls(
             callbacks=callbacks,
             verbose=verbose if processes.is_first() else 0,
-            skip_steps=frozenset(skip_steps),
+            skip_steps=checks.steps_to_skip(skip_steps),
             **given,
         )
 

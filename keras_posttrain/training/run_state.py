@@ -117,24 +117,42 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
         "trainable shapes (checksum)": checksum,
         "frozen weights (checksum)": digest,
         "optimizer": type(optimizer).__name__,
-        "optimizer_variables": len(optimizer.variables),
         **settings,
+        "optimizer_variables": len(optimizer.variables),
     }
     # As JSON gives it back: tuples are lists.
     return json.loads(json.dumps(found))
 
 
-def check(meta, fingerprint, seed, directory):
-    """Raises a `ValueError` for the checkpoint of another run."""
+def check(meta, fingerprint, seed, directory, override=()):
+    """Raises a `ValueError` for the checkpoint of another run.
+
+    `override` names settings of the optimizer that may differ. Those that do
+    are returned, a dict by name of `(theirs, ours)`.
+    """
     theirs = meta["run"]
     differing = [k for k in fingerprint if fingerprint[k] != theirs.get(k)]
+    allowed = {f"optimizer's {name}": name for name in override}
+    changed = {
+        allowed[key]: (theirs.get(key), fingerprint[key])
+        for key in differing
+        if key in allowed
+    }
+    differing = [key for key in differing if key not in allowed]
     if differing:
         key = differing[0]
+        hint = ""
+        if key.startswith("optimizer's "):
+            name = key.removeprefix("optimizer's ")
+            hint = (
+                f" To go on with the new {name}, pass "
+                f"`Checkpoint(..., override=[{name!r}])`."
+            )
         raise ValueError(
             f"{str(directory)!r} holds a run whose {key} differs from "
             f"this task's. There: {theirs.get(key)!r}. "
             f"Here: {fingerprint[key]!r}. Use another directory, or the "
-            "settings of that run."
+            f"settings of that run.{hint}"
         )
     if meta["seed"] != seed:
         raise ValueError(
@@ -142,6 +160,7 @@ def check(meta, fingerprint, seed, directory):
             f"Received: seed={seed}. Use that seed, or another "
             "directory."
         )
+    return changed
 
 
 def weights_digest(values):

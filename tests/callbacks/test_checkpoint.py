@@ -631,21 +631,24 @@ class Terminated(Exception):
     pass
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", [2, 6, 18])
-def test_sigterm_saves_then_ends_as_before(step, straight, tmp_path):
+def test_a_signal_saves_then_ends_as_before(step, number, straight, tmp_path):
     """Within an epoch, at the end of one, and at the end of the run."""
 
     def end(number, frame):
         raise Terminated
 
     def terminate(task):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
 
     old = signal.signal(signal.SIGTERM, end)
+    ends = {signal.SIGTERM: Terminated, signal.SIGINT: KeyboardInterrupt}
     try:
-        with pytest.raises(Terminated):
+        with pytest.raises(ends[number]):
             fit(fresh_task(), tmp_path, [At(step, terminate)], every=100)
         assert signal.getsignal(signal.SIGTERM) is end
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, old)
     assert steps_saved(tmp_path) == [step]
@@ -795,12 +798,22 @@ def test_killed_before_the_first_checkpoint_and_in_validation(
     assert_same_run(tmp_path, final_of(tmp_path), straight)
 
 
-def test_a_terminated_process_has_saved(straight_process, tmp_path):
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    def interrupt_twice(task):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(fresh_task(), tmp_path, [At(2, interrupt_twice)], every=100)
+    assert steps_saved(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_terminated_process_has_saved(number, straight_process, tmp_path):
     run = KINDS["lora-unpacked"]
     process = start(tmp_path, every=100, pause=0.1, **run)
-    assert kill_when(
-        process, lambda: lines_in(tmp_path) >= 3, number=signal.SIGTERM
-    )
+    assert kill_when(process, lambda: lines_in(tmp_path) >= 3, number=number)
     (step,) = steps_saved(tmp_path)
     assert 3 <= step <= 6
     assert lines_in(tmp_path) == step

@@ -223,11 +223,18 @@ def test_targets(targets, count):
     assert len(adapter.pairs) == count
 
 
-def test_targets_that_match_nothing_are_refused():
-    with pytest.raises(ValueError, match="No linear layer matches") as e:
-        make("qwen3", kpt.LoRA(targets="lm_head"))
+@pytest.mark.parametrize("targets", ["lm_head", ("q_proj", "lm_head")])
+def test_targets_that_match_nothing_are_refused(targets):
+    wanted = "No linear layer matches 'lm_head' of `targets`"
+    with pytest.raises(ValueError, match=wanted) as e:
+        make("qwen3", kpt.LoRA(targets=targets))
     assert "model.layers.0.self_attn.q_proj" in str(e.value)
-    assert "Received: targets='lm_head'" in str(e.value)
+    assert f"Received: targets={targets!r}" in str(e.value)
+
+
+def test_a_rank_above_that_of_the_layers_is_refused():
+    with pytest.raises(ValueError, match="`rank` must be at most .*=100000"):
+        make("qwen3", kpt.LoRA(rank=100_000))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +288,25 @@ def test_kerass_own_lora_is_refused():
     causal_lm.backbone.enable_lora(2)
     with pytest.raises(ValueError, match="Keras's own LoRA is enabled"):
         Adapter(causal_lm, kpt.LoRA(rank=2))
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("late", [False, True])
+def test_quantized_layers_are_refused(mode, late):
+    """Keras calls `quantized_call` of such a layer, without the adapter."""
+    lora = kpt.LoRA(rank=2)
+    task = kpt.SFTTask.from_preset(
+        MODELS / "qwen3", lora=lora if late else None, sequence_length=16
+    )
+    task.causal_lm.backbone.quantize(
+        mode, filters=lambda layer: layer.name == "query"
+    )
+    with pytest.raises(ValueError, match=f"q_proj' with quant.*'{mode}'"):
+        if late:
+            task.compile()
+            task.fit([{"text": "one two"}], verbose=0)
+        else:
+            kpt.SFTTask(task.causal_lm, task.tokenizer, lora=lora)
 
 
 # Dropout

@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 
 import keras
 import keras_hub
@@ -241,8 +242,38 @@ def dice(completions):
     ]
 
 
-def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
-    """The contract kills runs after a step; here rewards fail between two.
+def fail():
+    raise Stop
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+class Terminated(BaseException):
+    pass
+
+
+def end(number, frame):
+    raise Terminated
+
+
+@pytest.mark.parametrize(
+    "stops, error",
+    [
+        (fail, ValueError),
+        (interrupt, KeyboardInterrupt),
+        (terminate, Terminated),
+    ],
+)
+def test_a_run_resumes_where_it_was_stopped_between_two_steps(
+    stops, error, tmp_path
+):
+    """By a reward that fails, Ctrl-C or SIGTERM, in the midst of a reward.
 
     The steps before are saved, and with them the state of the random
     numbers that rewards draw.
@@ -259,7 +290,7 @@ def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
         def score(completions):
             calls.append(1)
             if len(calls) == dies_at:
-                raise Stop
+                stops()
             return dice(completions)
 
         settings["optimizer"] = keras.optimizers.Adam(1e-3)
@@ -279,8 +310,14 @@ def test_a_run_resumes_where_a_random_reward_failed(tmp_path):
     assert straight.step == 12
     random.seed(1)
     np.random.seed(1)
-    with pytest.raises(ValueError, match="score"):
-        run(tmp_path / "killed", dies_at=5)
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(error):
+            run(tmp_path / "killed", dies_at=5)
+        assert signal.getsignal(signal.SIGTERM) is end
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, old)
     random.seed(7)
     np.random.seed(7)
     resumed, again = run(tmp_path / "killed")
@@ -719,3 +756,45 @@ def test_rewards_that_fail_are_named():
     task = make(rewards=[odd, broken], on_reward_error="skip")
     fit(task)
     assert task.step == 2
+
+
+def test_averages_of_the_weights_end_a_run():
+    """As with rows, where Keras's own `fit` puts them in place."""
+    made = make(
+        optimizer=keras.optimizers.Adam(1e-3, use_ema=True, ema_momentum=0.5)
+    )
+    seen = []
+
+    class Last(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            averages = self._model.optimizer._model_variables_moving_average
+            seen.append([np.array(v.value) for v in averages])
+
+    fit(made, callbacks=[Last()])
+    for average, variable in zip(seen[-1], made.trainable_variables):
+        np.testing.assert_array_equal(average, variable.value)
+
+
+def test_a_step_without_rewards_is_called_so(capsys):
+    made = make(
+        rewards=[lambda completions: [None] * len(completions)],
+        on_reward_error="skip",
+    )
+    fit(made, verbose=2)
+    assert "since no completion was given a reward" in capsys.readouterr().out
+
+
+def test_tools_of_prompts_may_be_json():
+    """As those of rows with answers."""
+    task = kpt.GRPOTask.from_preset(MODEL, sequence_length=512)
+    task.tokenizer = task.tokenizer.with_chat_template(
+        "{{ tools | tojson }}{{ messages[0].content }}"
+    )
+    task.compile(rewards=[odd], max_completion_length=8)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chat = [{"role": "user", "content": "Add."}]
+    (as_list,), _ = task.prepare_prompts([{"prompt": chat, "tools": tools}])
+    (as_text,), _ = task.prepare_prompts(
+        [{"prompt": chat, "tools": json.dumps(tools)}]
+    )
+    assert as_list.token_ids == as_text.token_ids

@@ -6,7 +6,12 @@ never parsed as one, while those that the template writes are.
 
 from keras_posttrain.data.chat.control_tokens import quoted_places
 from keras_posttrain.data.chat.spans import text_and_spans
-from keras_posttrain.data.chat.template import Conversation, clean_messages
+from keras_posttrain.data.chat.template import (
+    Conversation,
+    check_roles,
+    check_tools,
+    clean_messages,
+)
 
 
 def render(
@@ -29,10 +34,9 @@ def render(
     Raises:
         ValueError: there is no template, or it refuses the messages.
     """
-    messages = clean_messages(messages)
-    return Conversation(
+    return _rendered(
         tokenizer, messages, tools, kwargs, add_generation_prompt
-    ).render()
+    )[1]
 
 
 def render_ids(
@@ -46,16 +50,21 @@ def render_ids(
     Returns:
         List of ints.
     """
-    conversation = Conversation(
-        tokenizer,
-        clean_messages(messages),
-        tools,
-        kwargs,
-        add_generation_prompt,
+    conversation, text = _rendered(
+        tokenizer, messages, tools, kwargs, add_generation_prompt
     )
-    text = conversation.render()
     plain = quoted_places(conversation, text)
     return tokenizer.encode_mixed(text, plain)[0]
+
+
+def _rendered(tokenizer, messages, *settings):
+    """Returns a checked `Conversation` and its text."""
+    messages = clean_messages(messages)
+    check_roles(messages, tokenizer.chat_template or "")
+    conversation = Conversation(tokenizer, messages, *settings)
+    text = conversation.render()
+    check_tools(conversation, text)
+    return conversation, text
 
 
 def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
@@ -72,7 +81,6 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
         ValueError: the template refuses the messages, or the assistant's
             turns cannot be found.
     """
-    text, plain, spans = text_and_spans(
-        Conversation(tokenizer, clean_messages(messages), tools, kwargs)
-    )
+    conversation, _ = _rendered(tokenizer, messages, tools, kwargs)
+    text, plain, spans = text_and_spans(conversation)
     return *tokenizer.encode_mixed(text, plain), text, spans

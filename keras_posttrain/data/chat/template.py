@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import difflib
 import functools
 import json
 import re
@@ -9,6 +10,9 @@ import re
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+# The roles that published templates know.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -112,6 +116,59 @@ class Conversation:
                 f"Received: roles={roles}. Change the messages, or pass "
                 "another `chat_template=`."
             ) from error
+
+
+def check_tools(conversation, text):
+    """Raises where a template renders a conversation without its tools.
+
+    Args:
+        conversation: `Conversation`.
+        text: string, as the template renders it.
+
+    Raises:
+        ValueError: the text is the same without the tools.
+    """
+    if not conversation.tools:
+        return
+    try:
+        without = conversation.render(tools=None)
+    except ValueError:
+        return
+    if without == text:
+        names = [
+            (tool.get("function") or tool).get("name")
+            for tool in conversation.tools
+        ]
+        template = conversation.tokenizer.chat_template
+        raise ValueError(
+            "The chat template does not render tools: the model would never "
+            f"see them. Received: tools={names}, and the template that "
+            f"begins with {template[:60]!r}. Pass a `chat_template=` that "
+            "reads `tools`, or remove them from the rows."
+        )
+
+
+def check_roles(messages, template):
+    """Raises where a role is a misspelling of one that templates know.
+
+    Args:
+        messages: list of dicts, cleaned.
+        template: string, the chat template; what it quotes is a role too.
+
+    Raises:
+        ValueError: such a message; its turn would not be trained on.
+    """
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role in ROLES or repr(role) in template or f'"{role}"' in template:
+            continue
+        plain = role.strip().lower()
+        close = difflib.get_close_matches(plain, ROLES, 1, cutoff=0.8)
+        if close:
+            raise ValueError(
+                f"Did you mean the role {close[0]!r}? Received: message {i} "
+                f"has role={role!r}."
+            )
 
 
 def clean_messages(messages):

@@ -1,7 +1,6 @@
 """The columns of a row: the row types, and checks of values."""
 
 import difflib
-import math
 
 import numpy as np
 
@@ -14,6 +13,8 @@ KINDS = {
     "masked_tokens": ("token_ids", "completion_mask"),
 }
 OPTIONAL = ("weight", "tools")
+# Sums of larger ones would leave float32.
+MAX_WEIGHT = 1e6
 
 
 def describe(needed):
@@ -59,9 +60,10 @@ def row_kind(row, where):
         )
     for column in given.difference(OPTIONAL):
         # A misspelt optional column would be ignored.
-        plain = str(column).lower()
-        meant = {plain, plain + "s", plain.rstrip("s")}.intersection(OPTIONAL)
-        for optional in meant - given:
+        near = difflib.get_close_matches(
+            str(column).lower(), OPTIONAL, 1, cutoff=0.8
+        )
+        for optional in set(near) - given:
             raise ValueError(
                 f"Did you mean the column '{optional}'? Received: "
                 f"{where} with the column {column!r}. Rename it, or "
@@ -111,10 +113,11 @@ def weight_array(value, where, column):
     if array.dtype.kind not in "iufb":
         raise wrong_type(where, column, "a list of numbers", value)
     array = array.astype(np.float32)
-    bad = np.flatnonzero(~np.isfinite(array) | (array < 0))
+    bad = np.flatnonzero(~((array >= 0) & (array <= MAX_WEIGHT)))
     if bad.size:
         raise ValueError(
-            f"The column '{column}' must hold finite numbers of at least 0. "
+            f"The column '{column}' must hold finite numbers of at least 0 "
+            "and at most 1e6. "
             f"Received: {where}, {column}[{bad[0]}]={value[bad[0]]}."
         )
     return array
@@ -159,9 +162,10 @@ def weight(row, where):
         return 1.0
     if not is_number(value):
         raise wrong_type(where, "weight", "a number", value)
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value <= MAX_WEIGHT:
         raise ValueError(
-            "The column 'weight' must be a finite number of at least 0. "
+            "The column 'weight' must be a finite number of at least 0 and "
+            "at most 1e6. "
             f"Received: {where}, weight={value}."
         )
     return float(value)

@@ -17,6 +17,11 @@ def is_stream(dataset):
     return isinstance(dataset, grain.IterDataset)
 
 
+def is_filtered(dataset):
+    """Returns whether `None` is a row that the dataset has filtered out."""
+    return isinstance(dataset, grain.MapDataset)
+
+
 def read_rows(dataset, name="dataset"):
     """Reads the rows of a dataset with random access.
 

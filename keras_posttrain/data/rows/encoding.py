@@ -192,7 +192,8 @@ def _join(row, where):
     return [*prompt, *completion], len(prompt)
 
 
-def _tools(row):
+def tools_of(row):
+    """Returns the tools of a row, a list of dicts, or `None`."""
     tools = row.get("tools")
     if isinstance(tools, str):
         # Tables without free-form dicts store them as JSON.
@@ -217,7 +218,7 @@ def _chat(row, messages, first, kind, settings, train_on):
     template_kwargs = settings.chat_template_kwargs or {}
     if train_on == "all":
         ids = chat.render_ids(
-            tokenizer, messages, tools=_tools(row), **template_kwargs
+            tokenizer, messages, tools=tools_of(row), **template_kwargs
         )
         return EncodedText(
             np.array(ids, np.int64),
@@ -227,8 +228,15 @@ def _chat(row, messages, first, kind, settings, train_on):
             spans=[],
         )
     ids, offsets, text, spans = chat.encode_with_spans(
-        tokenizer, messages, tools=_tools(row), **template_kwargs
+        tokenizer, messages, tools=tools_of(row), **template_kwargs
     )
+    turns = [message["role"] for message in messages]
+    if "assistant" not in turns and settings.truncation == "error":
+        raise ValueError(
+            "A conversation must have a turn of the role 'assistant', which "
+            f"is trained on. Received: roles={turns}, none of which carries "
+            "loss."
+        )
     if kind == "prompt_completion" and train_on != "assistant":
         spans = _from_message(spans, first)
     elif kind == "messages" and train_on == "completion":

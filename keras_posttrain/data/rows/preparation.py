@@ -10,6 +10,7 @@ from keras_posttrain.data.rows import columns, datasets
 TRUNCATIONS = ("error", "drop", "cut")
 NO_LOSS = "no token with loss"
 TOO_LONG = "too long"
+EMPTY = "None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +184,18 @@ def prepare_rows(dataset, prepare):
         examples = dataset.map_with_index(prepare)
         return examples.filter(lambda example: example is not None), report
     rows = datasets.read_rows(dataset, report.name)
-    examples = [
-        example
-        for index in range(len(rows))
-        if (row := rows[index]) is not None
-        and (example := prepare(index, row)) is not None
-    ]
+    examples = []
+    for index in range(len(rows)):
+        row = rows[index]
+        if row is None:
+            # A Grain dataset gives `None` for a row that it has filtered.
+            if not datasets.is_filtered(dataset):
+                report.rows += 1
+                report.dropped[EMPTY] += 1
+            continue
+        example = prepare(index, row)
+        if example is not None:
+            examples.append(example)
     if not examples:
         raise ValueError(
             prepare.messages.none_left.format(name=report.name, report=report)

@@ -155,7 +155,7 @@ def _encode(row, side, settings, where):
                 tokenizer,
                 value,
                 add_generation_prompt=True,
-                tools=row.get("tools"),
+                tools=encoding.tools_of(row),
                 **(settings.chat_template_kwargs or {}),
             )
         except ValueError as error:

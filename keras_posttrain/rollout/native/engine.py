@@ -223,18 +223,9 @@ class NativeRollout(Rollout):
 
     def _merges(self, adapter):
         kernels = [pair.layer.kernel for pair in adapter.pairs]
-        quantized = any(
-            getattr(pair.layer, "quantization_mode", None)
-            for pair in adapter.pairs
-        )
-        if self.merge_adapter is True and quantized:
-            raise ValueError(
-                "A quantized kernel cannot take the adapter in. Use "
-                "`merge_adapter=False`. Received: merge_adapter=True"
-            )
         if self.merge_adapter != "auto":
             return self.merge_adapter
-        if quantized or any(k.dtype != "float32" for k in kernels):
+        if any(k.dtype != "float32" for k in kernels):
             return False
         size = sum(4 * int(np.prod(k.shape)) for k in kernels)
         return size <= free_bytes() / 8

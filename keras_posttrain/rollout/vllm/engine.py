@@ -229,7 +229,7 @@ class VLLMRollout(Rollout):
     @property
     def _lora(self):
         adapter = self.model.adapter
-        return None if adapter is None else adapter.lora
+        return None if adapter is None else adapter.saved_lora
 
     @property
     def _sends_adapter(self):

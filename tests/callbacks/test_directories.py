@@ -1,0 +1,74 @@
+"""Directories of runs: locked, and read whatever is in them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.callbacks.directories import advice
+from tests.callbacks.train_script import fit, make_task
+
+ROWS = [{"prompt_ids": [5], "completion_ids": [6]}]
+HOLDER = """
+import sys, time
+from keras_posttrain.callbacks.directories import lock
+lock(sys.argv[1])
+print("locked", flush=True)
+time.sleep(600)
+"""
+# Each with the folder that it writes to, in the one that it is given.
+CALLBACKS = {
+    "MetricsLog": (kpt.callbacks.MetricsLog, "."),
+    "CompletionsLog": (kpt.callbacks.CompletionsLog, "."),
+    "Checkpoint": (kpt.callbacks.Checkpoint, "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_two_runs_do_not_share_a_directory(name, tmp_path):
+    make, folder = CALLBACKS[name]
+    folder = tmp_path / folder
+    folder.mkdir(exist_ok=True)
+    task = make_task()
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="Another run writes to this"):
+            task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
+        assert task.step == 0
+        other.kill()
+    for _ in range(2):
+        # The second one finds that the first has given it free.
+        task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
+    assert task.step == (1 if name == "Checkpoint" else 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe\n", b"[]\n", b"{}\n", b"7\n", b'{"step": "1"}\n'],
+)
+def test_a_log_with_other_lines_is_continued(line, tmp_path):
+    """Lines that are no steps are left out."""
+    fit(make_task(), tmp_path, epochs=1)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + path.read_bytes())
+    fit(make_task(), tmp_path, epochs=2)
+    steps = [json.loads(x)["step"] for x in path.read_text().splitlines()]
+    assert steps == list(range(1, 13))
+
+
+def test_a_finished_run_says_so(tmp_path, capsys):
+    fit(make_task(), tmp_path, epochs=1)
+    capsys.readouterr()
+    fit(make_task(), tmp_path, epochs=1)
+    out = capsys.readouterr().out
+    assert "is finished, at step 6: nothing is trained" in out
+    fit(make_task(), tmp_path, epochs=2)
+    assert "is finished" not in capsys.readouterr().out
+
+
+def test_a_directory_that_is_gone_is_called_so(tmp_path):
+    assert "is gone" in advice(OSError(), tmp_path / "no")
+    assert advice(OSError(28, "full"), tmp_path) == "Make room"
