@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pathlib
+import signal
 
 # Before anything imports Keras or JAX, and for the processes tests start.
 os.environ["KERAS_BACKEND"] = "jax"
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if name := layer(item):
             item.add_marker(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible():
+    """Lets Ctrl-C interrupt, also where tests run in a shell's background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

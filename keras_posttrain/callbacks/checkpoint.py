@@ -114,7 +114,11 @@ class Checkpoint(keras.callbacks.Callback):
         in_main = threading.current_thread() is threading.main_thread()
         # With several processes, JAX handles the signal.
         if in_main and processes.count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            numbers = [signal.SIGTERM]
+            # A shell has the processes in its background ignore Ctrl-C.
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                numbers.append(signal.SIGINT)
+            for number in numbers:
                 old = signal.signal(number, self._on_signal)
                 self._old_handlers[number] = old
 

@@ -809,6 +809,20 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ignored_signals_stay_ignored(tmp_path):
+    """Ctrl-C in a shell does not reach the processes in its background."""
+
+    def interrupt_once(task):
+        signal.raise_signal(signal.SIGINT)
+
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        fit(fresh_task(), tmp_path, [At(2, interrupt_once)], epochs=1)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_terminated_process_has_saved(number, straight_process, tmp_path):
     run = KINDS["lora-unpacked"]

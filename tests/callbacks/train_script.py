@@ -100,6 +100,8 @@ def fit(task, directory, callbacks=(), **settings):
 def main(settings):
     settings = DEFAULTS | settings
     directory = pathlib.Path(settings["directory"])
+    # Also where the tests run in a shell's background, which ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     task = make_task(settings["lora"])
     if settings["file_limit"]:
         # Like a full disk: writes beyond a number of bytes fail.

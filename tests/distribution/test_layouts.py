@@ -53,7 +53,7 @@ ON_MODEL = {
     r"/feedforward_(gate|intermediate)_dense/kernel": 1,
     r"(ffw_linear|feedforward_output_dense)/kernel": 0,
     r"experts/expert_feedforward_\w+_dense": 0,
-    r"block/sparse_feedforward_gate_dense/kernel": 1,
+    r"block(_\d+)?/sparse_feedforward_gate_dense/kernel": 1,
     r"token_embedding/embeddings": 0,
     r"token_embedding/reverse_embeddings": 1,
 }
