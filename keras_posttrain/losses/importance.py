@@ -35,6 +35,8 @@ class PolicyTokens:
         ref_logps: the same under the reference policy, or `None`.
         rollout_logps: the same as reported by the engine that sampled, or
             `None`. Where the engine reported NaN, the value of `old_logps`.
+        rollout_mask: float array, 1 for tokens with a log-probability from
+            the engine, or `None`.
     """
 
     mask: jax.Array
@@ -46,6 +48,7 @@ class PolicyTokens:
     entropies: jax.Array | None = None
     ref_logps: jax.Array | None = None
     rollout_logps: jax.Array | None = None
+    rollout_mask: jax.Array | None = None
 
     @classmethod
     def of(cls, batch, outputs):
@@ -77,7 +80,9 @@ class PolicyTokens:
         old = constant("old_per_token_logps")
         old = jax.lax.stop_gradient(logps) if old is None else old
         rollout = constant("rollout_per_token_logps")
+        reported = None
         if rollout is not None:
+            reported = jnp.where(jnp.isnan(rollout), 0.0, mask)
             rollout = jnp.where(jnp.isnan(rollout), old, rollout)
         entropies = outputs.get("entropies")
         return cls(
@@ -90,6 +95,7 @@ class PolicyTokens:
             entropies=None if entropies is None else read(entropies),
             ref_logps=constant("ref_per_token_logps"),
             rollout_logps=rollout,
+            rollout_mask=reported,
         )
 
     def sequence_sum(self, values):

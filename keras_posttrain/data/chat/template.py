@@ -1,68 +1,29 @@
-"""Chat templates: sandboxed Jinja2 with the extensions of `transformers`."""
+"""Chat templates: what they render, and checks of what they are given."""
 
 import dataclasses
-import datetime
 import difflib
 import functools
 import json
+import pathlib
+import pickle
 import re
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from keras_posttrain.workers.pool import Failure, Workers
 
 # The roles that published templates know.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}` of sampled text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), True)
-        call = self.call_method("_mark", [jinja2.nodes.ContextReference()])
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, context, caller):
-        start, end = context.get("generation_marks") or ("", "")
-        return start + caller() + end
+# A template comes from a stranger's directory: it runs in a process of its
+# own, where it has this time for a conversation and this much memory.
+_SECONDS = 10.0
+_BYTES = 2**29
+_SANDBOX = pathlib.Path(__file__).with_name("sandbox.py")
+_renderers = Workers((str(_SANDBOX), "renderer"), _SECONDS, _BYTES, count=1)
 
 
-def _raise_exception(message):
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(pattern):
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
-):
-    # Jinja2's own filter escapes HTML, which no model was trained on.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(template):
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+class TemplateFault(ValueError):
+    """A chat template that no row can be rendered with."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -102,20 +63,63 @@ class Conversation:
                 "Received: chat_template=None. Pass `chat_template=` with a "
                 "Jinja2 template, or use rows of text."
             )
-        try:
-            return _compile(template).render(
-                messages=self.messages,
-                tools=self.tools,
-                add_generation_prompt=self.add_generation_prompt,
+        return _render(
+            template,
+            {
+                "messages": self.messages,
+                "tools": self.tools,
+                "add_generation_prompt": self.add_generation_prompt,
                 **(self.tokenizer.special_tokens | self.kwargs),
-            )
-        except (jinja2.exceptions.TemplateError, TypeError) as error:
-            roles = [message.get("role") for message in self.messages]
-            raise ValueError(
-                f"The chat template refuses these messages: {error}. "
-                f"Received: roles={roles}. Change the messages, or pass "
-                "another `chat_template=`."
-            ) from error
+            },
+        )
+
+
+def _render(template, variables):
+    """Renders a template; an error of any kind is a `ValueError`."""
+    try:
+        result = _renderers.call(template=template, variables=variables)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "Messages, tools and the variables of a chat template must be "
+            f"strings, numbers, lists and dicts. Received: {error}."
+        ) from error
+    if isinstance(result, Failure):
+        result = "refusal", f"it {result}"
+    kind, text = result
+    if kind == "text":
+        return text
+    if kind == "fault":
+        raise TemplateFault(
+            f"The chat template is no valid Jinja2: {text}. Received: the "
+            f"template that begins with {template[:60]!r}. Correct it, or "
+            "pass another `chat_template=`."
+        )
+    roles = [message.get("role") for message in variables["messages"]]
+    raise ValueError(
+        f"The chat template refuses these messages: {text}. Received: "
+        f"roles={roles}. Change the messages, or pass another "
+        "`chat_template=`."
+    )
+
+
+def check_template(template):
+    """Raises a `ValueError` for a template that is no valid Jinja2.
+
+    Args:
+        template: string.
+    """
+    if not isinstance(template, str):
+        raise TemplateFault(
+            "`chat_template` must be a string, a Jinja2 template. Received: "
+            f"chat_template={template!r}."
+        )
+    try:
+        _render(template, {"messages": []})
+    except TemplateFault:
+        raise
+    except ValueError:
+        # It needs messages.
+        pass
 
 
 def check_tools(conversation, text):
