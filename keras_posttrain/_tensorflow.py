@@ -1,9 +1,9 @@
 """Defers KerasHub's import of TensorFlow until KerasHub uses it."""
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
-import pkgutil
 import sys
 import types
 
@@ -11,20 +11,20 @@ NAMES = ("tensorflow", "tensorflow_text")
 
 
 class _Deferred(types.ModuleType):
-    """A name of TensorFlow that is looked up when it is used."""
+    """A module of TensorFlow that is imported when a name in it is used."""
 
     __path__ = []
 
     def __getattr__(self, name):
-        if name.startswith("__"):
+        if name.startswith("__") or _Finder in map(type, sys.meta_path):
+            # KerasHub defines a class on `tf.Module`, or without it on
+            # `object`, which differs only in what a SavedModel keeps.
             raise AttributeError(name)
-        if _Finder in map(type, sys.meta_path):
-            # Still importing KerasHub: `from tensorflow_text.tools import x`.
-            return _Deferred(f"{self.__name__}.{name}")
-        return getattr(pkgutil.resolve_name(self.__name__), name)
+        return getattr(importlib.import_module(self.__name__), name)
 
-    def __call__(self, *args, **kwargs):
-        return pkgutil.resolve_name(self.__name__)(*args, **kwargs)
+    def executing_eagerly(self):
+        """KerasHub asks whether TensorFlow has this as it is imported."""
+        return self.__getattr__("executing_eagerly")()
 
 
 class _Finder:

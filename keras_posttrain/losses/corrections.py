@@ -232,8 +232,8 @@ def sampling_metrics(tokens, correction=None):
         in nats, of tokens for which the engine reported one; the effective
         sample size of the ratios (of tokens, or of sequences for a correction
         by sequences) as a share of 1, before they are truncated, which would
-        hide a mismatch; and with a correction the
-        minimum, mean and maximum weight.
+        hide a mismatch; and with a correction the minimum, mean and maximum
+        weight.
     """
     used = tokens.mask != 0
     gap = jnp.abs(tokens.old_logps - tokens.rollout_logps)

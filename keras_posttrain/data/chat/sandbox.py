@@ -21,25 +21,31 @@ def renderer():
     return render
 
 
-def render(template, variables):
+def render(template, conversations):
     """Renders a template.
 
     Args:
         template: string.
-        variables: dict of what it may read.
+        conversations: list of dicts of variables.
 
     Returns:
-        Tuple of `"text"` and the text, `"fault"` and what is wrong with the
-        template, or `"refusal"` and what it says of the messages.
+        List of pairs, one a conversation: `"text"` and the text, `"refusal"`
+        and the reason, or `"fault"` and what is wrong with the template.
     """
     try:
         compiled = _compile(template)
     except jinja2.exceptions.TemplateSyntaxError as error:
-        return "fault", f"line {error.lineno}, {error.message}"
+        return [("fault", f"line {error.lineno}, {error.message}")]
+    return [_render(compiled, variables) for variables in conversations]
+
+
+def _render(compiled, variables):
     try:
         text = compiled.render(variables)
     except jinja2.exceptions.TemplateError as error:
         return "refusal", str(error)
+    except Exception as error:
+        return "refusal", f"it raised {type(error).__name__}: {error}"
     if len(text) > MAX_CHARACTERS:
         return "refusal", f"it rendered {len(text)} characters"
     return "text", text

@@ -54,8 +54,22 @@ class Conversation:
 
     def render(self, **changes):
         """Returns the text, with other values of some fields."""
-        if changes:
-            return dataclasses.replace(self, **changes).render()
+        [text] = self.render_all([changes])
+        return text
+
+    def render_all(self, changes):
+        """Renders several times in one call of the other process.
+
+        Args:
+            changes: list of dicts, other values of some fields.
+
+        Returns:
+            List of strings. All but the first are `None` where the template
+            refuses.
+
+        Raises:
+            ValueError: there is no template, or it refuses the first.
+        """
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(
@@ -63,43 +77,54 @@ class Conversation:
                 "Received: chat_template=None. Pass `chat_template=` with a "
                 "Jinja2 template, or use rows of text."
             )
-        return _render(
-            template,
-            {
-                "messages": self.messages,
-                "tools": self.tools,
-                "add_generation_prompt": self.add_generation_prompt,
-                **(self.tokenizer.special_tokens | self.kwargs),
-            },
-        )
+        versions = [dataclasses.replace(self, **c) for c in changes]
+        results = _render(template, [v.variables for v in versions])
+        kind, text = results[0]
+        if kind != "text":
+            roles = [message.get("role") for message in versions[0].messages]
+            raise ValueError(
+                f"The chat template refuses these messages: {text}. "
+                f"Received: roles={roles}. Change the messages, or pass "
+                "another `chat_template=`."
+            )
+        return [text if kind == "text" else None for kind, text in results]
+
+    @property
+    def variables(self):
+        """A dict, what the template may read."""
+        return {
+            "messages": self.messages,
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            **(self.tokenizer.special_tokens | self.kwargs),
+        }
 
 
-def _render(template, variables):
-    """Renders a template; an error of any kind is a `ValueError`."""
+def _render(template, conversations):
+    """Renders a template with each of several dicts of variables.
+
+    Returns:
+        List of pairs, `"text"` and the text or `"refusal"` and its reason.
+    """
     try:
-        result = _renderers.call(template=template, variables=variables)
+        results = _renderers.call(
+            template=template, conversations=conversations
+        )
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
             "Messages, tools and the variables of a chat template must be "
             f"strings, numbers, lists and dicts. Received: {error}."
         ) from error
-    if isinstance(result, Failure):
-        result = "refusal", f"it {result}"
-    kind, text = result
-    if kind == "text":
-        return text
+    if isinstance(results, Failure):
+        return [("refusal", f"it {results}")] * len(conversations)
+    kind, text = results[0]
     if kind == "fault":
         raise TemplateFault(
             f"The chat template is no valid Jinja2: {text}. Received: the "
             f"template that begins with {template[:60]!r}. Correct it, or "
             "pass another `chat_template=`."
         )
-    roles = [message.get("role") for message in variables["messages"]]
-    raise ValueError(
-        f"The chat template refuses these messages: {text}. Received: "
-        f"roles={roles}. Change the messages, or pass another "
-        "`chat_template=`."
-    )
+    return results
 
 
 def check_template(template):
@@ -113,13 +138,7 @@ def check_template(template):
             "`chat_template` must be a string, a Jinja2 template. Received: "
             f"chat_template={template!r}."
         )
-    try:
-        _render(template, {"messages": []})
-    except TemplateFault:
-        raise
-    except ValueError:
-        # It needs messages.
-        pass
+    _render(template, [{"messages": []}])
 
 
 def check_tools(conversation, text):
