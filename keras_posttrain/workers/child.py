@@ -49,7 +49,7 @@ def serve(connection, parent):
         try:
             data = connection.recv_bytes()
         except EOFError:
-            return
+            _end()
         _limit_time(settings["seconds"])
         try:
             answer = "value", function(**pickle.loads(data))
@@ -108,9 +108,14 @@ def _describe(error):
 
 
 def _end_with(parent):
-    """Ends this process and those it started when the parent has ended."""
+    """Ends this process when the parent has ended."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+    _end()
+
+
+def _end():
+    """Ends this process, with those that calls have left behind."""
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -155,7 +155,8 @@ def _listed_files(path):
             f"Received: {str(path)!r}, with weight_map={table!r:.80}"
         )
     for name, file in table.items():
-        if not isinstance(file, str) or os.path.basename(file) != file:
+        is_name = isinstance(file, str) and os.path.basename(file) == file
+        if not is_name or file in ("", ".", ".."):
             raise ValueError(
                 f"`{INDEX}` must list files in its own directory. Received: "
                 f"{str(path)!r}, with {file!r} for {name!r}"
