@@ -232,6 +232,49 @@ after = sum(a == p["chosen"] for a, p in zip(answers, held_out)) / 60
 print(f"by SimPO: {before:.0%} -> {after:.0%}")
 
 """
+## The next stage on the same model
+
+`from_task` makes a task on the model of another one, so that stages follow
+each other in one script without a file in between. Here they are SFT, DPO and
+GRPO. The second stage trains the adapter of the first further. The third puts
+an adapter of its own on top of it (`adapter="merge"` would add the earlier one
+to the weights instead). What the last task saves is the work of all of them:
+`save_adapter` writes both adapters as one.
+"""
+
+sft = kpt.SFTTask.from_preset(
+    folder / "both_ways", lora=kpt.LoRA(rank=8), sequence_length=32
+)
+sft.compile(optimizer=keras.optimizers.AdamW(1e-3))
+sft.fit(demonstrations, batch_size=60, epochs=2, verbose=0)
+
+dpo = kpt.DPOTask.from_task(sft)
+dpo.compile(optimizer=keras.optimizers.AdamW(1e-3))
+dpo.fit(pairs, batch_size=30, epochs=2, verbose=0)
+
+
+def preferred(completions, chosen, **columns):
+    return [float(c == wanted) for c, wanted in zip(completions, chosen)]
+
+
+grpo = kpt.GRPOTask.from_task(dpo, lora=kpt.LoRA(rank=4))
+grpo.compile(
+    optimizer=keras.optimizers.AdamW(1e-3),
+    rewards=[preferred],
+    num_generations=4,
+    max_completion_length=8,
+)
+grpo.fit(pairs, batch_size=30, epochs=2, verbose=0)
+answers = grpo.generate(prompts, max_tokens=8, seed=0)
+after = sum(a == p["chosen"] for a, p in zip(answers, held_out)) / 60
+print(f"by SFT, DPO and GRPO: {before:.0%} -> {after:.0%}")
+
+grpo.save_adapter(folder / "adapter")
+again = kpt.SFTTask.from_preset(folder / "both_ways", sequence_length=32)
+again.load_adapter(folder / "adapter")
+print("reloaded:", again.generate(prompts[:2], max_tokens=8, temperature=0))
+
+"""
 ## Next
 
 - `reward_model.py`: a reward model trained on pairs, and GRPO with it.

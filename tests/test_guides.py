@@ -256,8 +256,10 @@ def test_dpo(run):
     (apart, first), (shared, second) = costs
     assert int(shared) < 0.65 * int(apart)
     assert float(first) == pytest.approx(float(second), abs=2e-5)
-    right = re.search(r"by SimPO: (\d+)% -> (\d+)%", text)
-    assert int(right[2]) > int(right[1]) + 15
+    for way in ("SimPO", "SFT, DPO and GRPO"):
+        right = re.search(rf"by {way}: (\d+)% -> (\d+)%", text)
+        assert int(right[2]) > int(right[1]) + 15
+    assert has_files(folder / "adapter", ADAPTER)
 
 
 def test_reward_model(run):

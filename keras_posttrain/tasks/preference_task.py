@@ -59,13 +59,12 @@ class PreferenceTask(Task):
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
             batch_size: int, pairs (labelled completions) of one optimizer
                 step.
-            epochs: int.
+            epochs, **kwargs: see `kpt.SFTTask.fit`.
             packing: `True` to put several pairs of a batch in a row that has
                 room for `sequence_length` tokens and for any one pair, or an
                 int for rows of that many tokens. It does not change results.
             share_prefix: bool, whether the prompt of a pair is computed once
                 for both completions. It does not change results.
-            **kwargs: see `kpt.SFTTask.fit`.
 
         Returns:
             A Keras `History` of the means over each epoch.

@@ -22,16 +22,10 @@ PATTERNS = [
 def resolve(preset):
     """Returns the directory of a Hugging Face preset, downloaded if needed.
 
-    Args:
-        preset: str or path: a directory, `hf://owner/name` (downloaded),
-            `kaggle://...` or the name of a KerasHub preset.
-
-    Returns:
-        A `pathlib.Path` if the preset has a Hugging Face `config.json` (with
-        a `model_type`); `None` if it is a preset of KerasHub.
-
-    Raises:
-        ValueError: if there is no such directory or preset.
+    `preset` is a directory, `hf://owner/name` (downloaded), `kaggle://...` or
+    the name of a KerasHub preset; if there is none, it raises a `ValueError`.
+    The result is `None` for a preset of KerasHub, which has no Hugging Face
+    `config.json` (with a `model_type`).
     """
     preset = os.fspath(preset)
     if preset.startswith("hf://"):
