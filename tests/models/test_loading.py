@@ -603,3 +603,8 @@ def test_a_family_without_a_table_takes_kerashubs_loader(tmp_path):
     causal_lm = load_causal_lm(tmp_path, load_weights=False)
     assert isinstance(causal_lm, keras_hub.models.MixtralCausalLM)
     assert causal_lm.kpt_repairs == []
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="in its own directory"):
+        load_causal_lm(tmp_path)

@@ -81,7 +81,7 @@ class Reader:
         directory = pathlib.Path(directory)
         self.directory = directory
         if (directory / INDEX).is_file():
-            files = _listed_files(directory / INDEX)
+            files = listed_files(directory / INDEX)
         elif (directory / single).is_file():
             files = [single]
         else:
@@ -132,7 +132,7 @@ class Reader:
             return opened.get_tensor(name)
 
 
-def _listed_files(path):
+def listed_files(path):
     """Returns the files that an index of shards lists, in order."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
