@@ -5,7 +5,7 @@ import sys
 
 if "keras" not in sys.modules:
     os.environ["KERAS_BACKEND"] = "jax"
-# TensorFlow, where KerasHub finds it, is only imported, never used.
+# Where KerasHub uses TensorFlow, it need not say what it found.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras  # noqa: E402
@@ -16,6 +16,11 @@ if keras.config.backend() != "jax":
         f"backend={keras.config.backend()!r}: set the environment variable "
         'KERAS_BACKEND="jax" or `import keras_posttrain` before `keras`.'
     )
+
+from keras_posttrain import _tensorflow  # noqa: E402
+
+with _tensorflow.deferred():
+    import keras_hub  # noqa: E402, F401
 
 from keras_posttrain import (
     _compilation_cache,  # noqa: E402

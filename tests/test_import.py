@@ -98,6 +98,60 @@ def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
     assert cache_setting(before) == mine
 
 
+def test_it_prints_nothing_and_leaves_tensorflow_alone():
+    done = run("import keras_posttrain")
+    assert done.returncode == 0
+    assert done.stdout == done.stderr == ""
+
+
+UNUSED = """
+import sys
+import keras_posttrain as kpt
+import keras_hub
+assert not [n for n in sys.modules if n.partition(".")[0] == "tensorflow"]
+assert not [n for n in sys.modules if n.startswith("tensorflow_text")]
+"""
+USED = """
+from keras_hub.src.utils import tensor_utils
+assert tensor_utils.tf is not None
+tokenizer = keras_hub.tokenizers.BytePairTokenizer(
+    vocabulary={"a": 0, "b": 1, "ab": 2}, merges=["a b"]
+)
+import tensorflow as tf
+data = tf.data.Dataset.from_tensors(["ab", "a"]).map(tokenizer)
+assert [x.to_list() for x in data] == [[[2], [0]]]
+assert tensor_utils.tf.Tensor is tf.Tensor
+assert tensor_utils.tf.executing_eagerly()
+words = tf.data.Dataset.from_tensors(["a b"])
+make = keras_hub.tokenizers.compute_word_piece_vocabulary
+assert "a" in make(words, 5, reserved_tokens=["[UNK]"])
+"""
+BEFORE = """
+import tensorflow as tf, keras_posttrain
+from keras_hub.src.utils import tensor_utils
+assert tensor_utils.tf is tf
+"""
+
+
+def test_tensorflow_is_there_for_those_who_use_it():
+    """Imported by them, before or after, and by KerasHub as it uses it."""
+    pytest.importorskip("tensorflow")
+    pytest.importorskip("tensorflow_text")
+    output(UNUSED + USED)
+    output(BEFORE, KERAS_BACKEND="jax")
+
+
+def test_training_needs_no_tensorflow():
+    output(
+        UNUSED + f"path = {str(ROOT / 'tests/reference/models/qwen3')!r}\n"
+        "task = kpt.SFTTask.from_preset(path, sequence_length=16)\n"
+        "task.compile(optimizer='adam')\n"
+        "row = {'prompt': 'a', 'completion': 'b'}\n"
+        "task.fit([row] * 4, batch_size=2, verbose=0)\n"
+        "assert 'tensorflow' not in sys.modules"
+    )
+
+
 def test_it_adds_little_to_kerashubs_import():
     """Modules that take seconds to import are imported where used."""
     code = (

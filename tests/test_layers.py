@@ -11,8 +11,10 @@ import keras_posttrain
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "keras_posttrain"
 LEVELS = {
+    "workers": -1,
     "losses": 0,
     "_compilation_cache": 0,
+    "_tensorflow": 0,
     "_variables": 0,
     "data": 0,
     "models": 1,

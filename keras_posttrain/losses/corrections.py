@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.losses import importance
+from keras_posttrain.losses import importance, reductions
 
 CORRECTION_MODES = (
     "token_truncate",
@@ -25,7 +25,8 @@ class TopEntropyMask:
     decisions at which a chain of thought forks. The threshold is a quantile
     of the batch, not of a micro-batch, so a loss with this mask is
     `batch_coupled`. The mask affects neither the divisor of the loss nor its
-    KL term.
+    KL term. The entropy bonus is the mean entropy of the tokens it keeps, as
+    in TRL.
 
     Args:
         quantile: float, the share of tokens to train. The paper's
@@ -39,6 +40,7 @@ class TopEntropyMask:
 
     name = "top_entropy"
     batch_coupled = True
+    limits_entropy_bonus = True
 
     def __post_init__(self):
         if not 0 < self.quantile <= 1:
@@ -214,18 +216,22 @@ def rollout_log_ratios(tokens, by_sequence=False):
 def sampling_metrics(tokens, correction=None):
     """Measures the difference of the engine and the trainer's old policy.
 
-    The metrics are mean and maximum difference of log-probabilities in nats;
-    the effective sample size of the ratios (of tokens, or of sequences for a
-    correction by sequences) as a share of 1, before they are truncated, which
-    would hide a mismatch; and with a correction the minimum, mean and maximum
-    weight.
+    The metrics are mean and maximum difference of log-probabilities in nats,
+    of tokens for which the engine reported one; the effective sample size of
+    the ratios (of tokens, or of sequences for a correction by sequences) as a
+    share of 1, before they are truncated, which would hide a mismatch; and
+    with a correction the minimum, mean and maximum weight.
     """
     used = tokens.mask != 0
     gap = jnp.abs(tokens.old_logps - tokens.rollout_logps)
     by_sequence = correction is not None and correction.by_sequence
     ratios = jnp.exp(rollout_log_ratios(tokens, by_sequence))
     metrics = {
-        "sampling/sampling_logp_difference/mean": tokens.mean_metric(gap),
+        "sampling/sampling_logp_difference/mean": (
+            "mean",
+            reductions.token_sum(gap, tokens.rollout_mask),
+            tokens.rollout_mask.sum(),
+        ),
         "sampling/sampling_logp_difference/max": (
             "max",
             jnp.max(jnp.where(used, gap, -jnp.inf)),

@@ -34,6 +34,8 @@ class PolicyTokens:
             `None`.
         rollout_logps: as `logps`, as reported by the engine that sampled, or
             `None`. Where the engine reported NaN, the value of `old_logps`.
+        rollout_mask: float array, 1 for tokens with a log-probability from
+            the engine, or `None`.
     """
 
     mask: jax.Array
@@ -45,6 +47,7 @@ class PolicyTokens:
     entropies: jax.Array | None = None
     ref_logps: jax.Array | None = None
     rollout_logps: jax.Array | None = None
+    rollout_mask: jax.Array | None = None
 
     @classmethod
     def of(cls, batch, outputs):
@@ -71,7 +74,9 @@ class PolicyTokens:
         old = constant("old_per_token_logps")
         old = jax.lax.stop_gradient(logps) if old is None else old
         rollout = constant("rollout_per_token_logps")
+        reported = None
         if rollout is not None:
+            reported = jnp.where(jnp.isnan(rollout), 0.0, mask)
             rollout = jnp.where(jnp.isnan(rollout), old, rollout)
         entropies = outputs.get("entropies")
         return cls(
@@ -84,6 +89,7 @@ class PolicyTokens:
             entropies=None if entropies is None else read(entropies),
             ref_logps=constant("ref_per_token_logps"),
             rollout_logps=rollout,
+            rollout_mask=reported,
         )
 
     def sequence_sum(self, values):

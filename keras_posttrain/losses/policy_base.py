@@ -34,8 +34,8 @@ class PolicyLoss(Loss):
 
     `masks` first leave tokens out of the surrogate, `correction` weights it,
     then the KL term is added, so that masks and correction do not affect the
-    KL term. The entropy bonus, the mean entropy of all tokens, is subtracted
-    last.
+    KL term. The entropy bonus is subtracted last: the mean entropy of all
+    tokens, or of those that a `TopEntropyMask` keeps.
 
     Args:
         beta: float, the weight of the KL divergence from the reference. At 0
@@ -156,8 +156,11 @@ class PolicyLoss(Loss):
         tokens = importance.PolicyTokens.of(batch, outputs)
         log_ratios = self.log_ratios(tokens)
         losses, metrics = self.surrogate(tokens, log_ratios)
+        bonus = tokens.mask
         for mask in self.masks:
             keep = mask.keep(tokens)
+            if getattr(mask, "limits_entropy_bonus", False):
+                bonus = bonus * keep
             losses = jnp.where(keep, losses, 0.0)
             metrics[f"mask_ratio/{mask.name}"] = tokens.mean_metric(1.0 - keep)
         if self.correction is not None:
@@ -173,7 +176,11 @@ class PolicyLoss(Loss):
         if tokens.entropies is not None:
             metrics["entropy"] = tokens.mean_metric(tokens.entropies)
         if self.entropy_coef:
-            terms["entropy"] = -self.entropy_coef * metrics["entropy"][1]
+            # `normalizers`, from masks alone, has the number of all tokens.
+            share = reductions.ratio(bonus.sum(), tokens.mask.sum())
+            total = reductions.token_sum(tokens.entropies, bonus)
+            total = reductions.ratio(total, share)
+            terms["entropy"] = -self.entropy_coef * total
             metrics["policy_loss"] = ("mean", policy, self.count(batch))
             one = jnp.ones(())
             metrics["entropy_coef"] = ("mean", self.entropy_coef * one, one)

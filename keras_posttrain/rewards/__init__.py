@@ -4,6 +4,7 @@ from keras_posttrain.rewards.answers import (
     NumericReward,
 )
 from keras_posttrain.rewards.formats import RegexReward, ThinkFormatReward
+from keras_posttrain.rewards.isolated import Isolated
 from keras_posttrain.rewards.judges import JudgeReward, ModelReward
 from keras_posttrain.rewards.lengths import (
     CosineLengthReward,
@@ -17,6 +18,7 @@ from keras_posttrain.rewards.run import check_rewards, run_rewards
 __all__ = [
     "CosineLengthReward",
     "ExactMatchReward",
+    "Isolated",
     "JudgeReward",
     "LengthReward",
     "MathReward",

@@ -4,10 +4,16 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import numbers
 import re
-import threading
 
+from keras_posttrain.rewards import formulas
+from keras_posttrain.rewards.formulas import last_match
 from keras_posttrain.rewards.reward import Reward, completion_text
+from keras_posttrain.workers.pool import Failure, Workers
+
+# Memory that a process may use to compare formulas.
+FORMULA_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +180,9 @@ class MathReward(_AnswerReward):
     This needs the package `math-verify`: `pip install keras_posttrain[math]`.
     `None` if the row has no answer or its answer cannot be parsed.
 
-    Without a `timeout`, rewards run in the main thread, and a formula that
-    takes more than five seconds to compare gets 0. With a `timeout`, only
-    that ends the comparison.
+    Formulas are compared in processes of their own, so that one that takes
+    too long or too much memory, such as `9^{9^{9^{9}}}`, cannot hold up the
+    run: it gets 0.
 
     Args:
         column: string, the column of the answers: strings such as
@@ -184,6 +190,8 @@ class MathReward(_AnswerReward):
         extract: string, a regular expression whose last match holds the
             formula (its first group, if it has one), or `None` for the whole
             text. Without a match the reward is 0.
+        timeout: float, the seconds within which a completion must be
+            compared.
 
     Example:
 
@@ -193,38 +201,40 @@ class MathReward(_AnswerReward):
     ```
     """
 
+    timeout: float = 5.0
+
     def __post_init__(self):
         super().__post_init__()
+        check_seconds("timeout", self.timeout)
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(
                 "`MathReward` needs the package math-verify. Install it: "
                 "`pip install math-verify`."
             )
 
-    def compare(self, text, answer):
-        # An optional dependency.
-        import math_verify
+    def __call__(self, prompts=None, completions=None, **columns):
+        rewards = [None] * len(completions)
+        calls = {
+            i: {
+                "text": completion_text(completion),
+                "answer": str(answer),
+                "extract": self.extract,
+            }
+            for i, (completion, answer) in enumerate(
+                zip(completions, columns[self.column], strict=True)
+            )
+            if answer is not None
+        }
+        results = _graders(self.timeout).map(calls.values())
+        for i, result in zip(calls, results):
+            rewards[i] = 0.0 if isinstance(result, Failure) else result
+        return rewards
 
-        # Its time limits are signals, which only the main thread receives.
-        main = threading.current_thread() is threading.main_thread()
-        seconds = 5 if main else None
-        parse = functools.partial(math_verify.parse, parsing_timeout=seconds)
-        expected = parse(_as_formula(str(answer)))
-        if not expected:
-            return None
-        if text is None:
-            return 0.0
-        parsed = parse(_as_formula(text) if self.extract else text)
-        return float(
-            math_verify.verify(expected, parsed, timeout_seconds=seconds)
-        )
 
-
-def _as_formula(text):
-    """Adds `$` around a bare formula, so that all of it is parsed."""
-    is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    has_words = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)
-    return text if is_marked or has_words else f"${text}$"
+@functools.cache
+def _graders(timeout):
+    """Returns the processes that compare formulas."""
+    return Workers((formulas.__file__, "grader"), timeout, FORMULA_BYTES)
 
 
 def check_pattern(name, pattern):
@@ -240,11 +250,11 @@ def check_pattern(name, pattern):
         ) from None
 
 
-def last_match(pattern, text):
-    """Returns the last match or its first group, the text for `None`."""
-    if pattern is None:
-        return text
-    matches = list(re.finditer(pattern, text, re.DOTALL))
-    if not matches:
-        return None
-    return matches[-1][1 if matches[-1].re.groups else 0]
+def check_seconds(name, value):
+    """Raises a `ValueError` if a value is not a time limit in seconds."""
+    is_number = isinstance(value, numbers.Real) and value is not True
+    if not (is_number and 0 < value < math.inf):
+        raise ValueError(
+            f"`{name}` must be a number of seconds above 0. Received: "
+            f"{name}={value!r}."
+        )

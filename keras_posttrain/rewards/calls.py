@@ -102,6 +102,33 @@ def _call(function, values, timeout):
     return future
 
 
+class DaemonThreads(concurrent.futures.ThreadPoolExecutor):
+    """Runs each call in a daemon thread.
+
+    The interpreter waits at its end for the threads of executors; a call that
+    hangs would keep the process alive after the run.
+    """
+
+    def __init__(self, max_workers=32):
+        super().__init__(max_workers)
+        self._slots = threading.Semaphore(max_workers)
+
+    def submit(self, function, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+
+        def work():
+            with self._slots:
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    future.set_result(function(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+
 async def _limited(awaitable, timeout):
     try:
         async with asyncio.timeout(timeout) as scope:
@@ -121,6 +148,7 @@ def _submit(awaitable, timeout):
     with _lock:
         if _loop is None:
             _loop = asyncio.new_event_loop()
+            _loop.set_default_executor(DaemonThreads())
             threading.Thread(target=_loop.run_forever, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(
             _limited(awaitable, timeout), _loop

@@ -1,7 +1,6 @@
 """Rewards from other models."""
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import inspect
 import string
@@ -15,6 +14,7 @@ from keras_posttrain.rewards.answers import (
     last_match,
     last_number,
 )
+from keras_posttrain.rewards.calls import DaemonThreads
 from keras_posttrain.rewards.lengths import check_count
 from keras_posttrain.rewards.reward import Reward, completion_text, readable
 
@@ -93,7 +93,7 @@ class JudgeReward(Reward):
         scale = {"low": self.low, "high": self.high}
         texts = render(self.template, prompts, completions, columns, scale)
         semaphore = asyncio.Semaphore(self.max_concurrency)
-        threads = concurrent.futures.ThreadPoolExecutor(self.max_concurrency)
+        threads = DaemonThreads(self.max_concurrency)
         loop = asyncio.get_running_loop()
 
         async def grade(text):
@@ -112,7 +112,6 @@ class JudgeReward(Reward):
             # After an error the others need not be asked.
             for task in tasks:
                 task.cancel()
-            threads.shutdown(wait=False, cancel_futures=True)
 
     def _scaled(self, reply):
         if not isinstance(reply, str):

@@ -6,6 +6,7 @@ import numbers
 
 from keras_posttrain.rewards import reward
 from keras_posttrain.rewards.reward import Reward
+from keras_posttrain.workers.pool import Failure
 
 
 class _TokenReward(Reward):
@@ -204,7 +205,9 @@ class CosineLengthReward(Reward):
         }
         scores = self.correct(**reward.arguments(self.correct).choose(values))
         return [
-            None if right is None else self._score(right > 0, len(ids))
+            right
+            if right is None or isinstance(right, Failure)
+            else self._score(right > 0, len(ids))
             for right, ids in zip(scores, completion_ids, strict=True)
         ]
 

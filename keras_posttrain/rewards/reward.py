@@ -43,6 +43,9 @@ class Reward:
     ```
     """
 
+    # The reward whose name this one has in metrics and errors.
+    _inner = None
+
     @property
     def needs(self):
         """Tuple of strings, the names of the required arguments."""
@@ -108,6 +111,8 @@ def name(function):
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, Reward):
+        if function._inner is not None:
+            return name(function._inner)
         words = type(function).__name__.removesuffix("Reward")
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
     return getattr(function, "__name__", type(function).__name__)

@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_posttrain.rewards import results, reward
 from keras_posttrain.rewards.calls import Call, OutOfTime
+from keras_posttrain.workers.pool import Failure
 
 ON_ERROR = ("raise", "skip")
 
@@ -85,7 +86,8 @@ def run_rewards(
             `None`. A sync function with a limit runs in a thread. If it never
             returns, the thread cannot be ended, but the run continues without
             its rewards or stops with an error. An async function that blocks
-            the event loop delays the other async ones.
+            the event loop delays the other async ones. `Isolated` can end
+            functions that never release the interpreter, too.
         on_error: `"raise"`, or `"skip"`. On an exception, a timeout or a
             wrong number of rewards, `"skip"` leaves out the function's
             rewards of the batch; a reward that is not a finite number is
@@ -236,6 +238,11 @@ def _collect(call, function, name, batch, timeout, on_error):
             f"None for each completion. Received: {value!r} for "
             f"{batch.describe(index)}."
         )
+        if isinstance(value, Failure):
+            message = (
+                f"The reward function {name!r} {value.reason} for "
+                f"{batch.describe(index)}."
+            )
         if on_error == "raise":
             raise ValueError(message + _ADVICE)
     not_judged = int(np.isnan(column).sum()) - len(invalid)

@@ -192,6 +192,7 @@ class Collector:
         batches = self.layout.minibatches(list(map(sequences, groups)))
         advantages = self._fill(batches, trajectories, rewards)
         metrics = self._metrics(round.sampled)
+        metrics |= self._advantage_metrics(groups, advantages)
         metrics |= round.sampler.seconds | round.metrics
         table = self._table(round.step, groups, rewards, advantages)
         return Collection([b.arrays for b in batches], metrics, table)
@@ -244,6 +245,13 @@ class Collector:
             metrics["dynamic_sampling/num_prompts"] = float(len(groups))
         return metrics
 
+    def _advantage_metrics(self, groups, advantages):
+        if not self.scoring.kl_in_reward:
+            return {}
+        # What is compared has the KL term, which is known only now.
+        equal = without_advantages(groups, advantages)
+        return {"frac_reward_zero_std": equal}
+
     def _table(self, step, groups, rewards, advantages):
         many = self.sampling.num_generations
         total = self.scoring.total(rewards, many)
@@ -279,6 +287,13 @@ def has_equal_rewards(group, weights):
     many = len(group.trajectories)
     total = advantage_lib.total_rewards(group.rewards, many, weights)
     return bool(advantage_lib.constant(total, 1)[0, 0])
+
+
+def without_advantages(groups, advantages):
+    """Returns the share of scored groups all of whose advantages are 0."""
+    scored = [not np.isnan(group.rewards).all() for group in groups]
+    idle = ~np.any(advantages.reshape(len(groups), -1), axis=1)
+    return float(np.mean(idle & scored))
 
 
 def _kl(batches):

@@ -119,6 +119,10 @@ class PPOCollector(Collector):
             del metrics["frac_reward_zero_std"]
         return metrics
 
+    def _advantage_metrics(self, groups, advantages):
+        # Nothing is compared in groups.
+        return {}
+
 
 def _value_metrics(arrays, kl):
     """Returns the KL divergence and the explained variance of the values."""

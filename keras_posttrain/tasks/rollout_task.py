@@ -125,7 +125,8 @@ class RolloutTask(Task):
                 When the bound is reached, or the epoch has no more prompts,
                 zero-variance groups fill the rest of the batch.
             reward_timeout: float or `None`, the time limit of a reward call
-                in seconds.
+                in seconds. For functions that may hang in compiled code or
+                use up the memory see `kpt.rewards.Isolated`.
             on_reward_error: `"raise"`, or `"skip"` to treat the completions
                 of a failed call as not scored.
             micro_batch_size: int or `None`, completions (packed rows with

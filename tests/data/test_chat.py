@@ -1,13 +1,17 @@
 """Chat templates: sandbox, assistant spans, quoted control tokens."""
 
 import pathlib
+import time
 
 import pytest
 import transformers
 
-from keras_posttrain.data.chat import chat
+from keras_posttrain.data.chat import chat, template
 from keras_posttrain.data.chat.conversion import read_template
 from keras_posttrain.data.chat.tokenizer import Tokenizer
+from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.sft import prepare_sft
+from keras_posttrain.workers.pool import Workers
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference" / "models"
 MODELS = ["llama3", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]
@@ -363,6 +367,74 @@ def test_templates_are_sandboxed(attack):
     tokenizer = load("qwen2", attack)
     with pytest.raises(ValueError, match="The chat template refuses"):
         chat.render(tokenizer, [{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "attack, reason",
+    [
+        ("{{ 1/0 }}", "it raised ZeroDivisionError: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[0].content + 1 }}", "it raised TypeError"),
+        ("{{ 'a' * 10**10 }}", "it raised MemoryError"),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(99) %}"
+            "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+            "it raised MemoryError",
+        ),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}"
+            "{% endfor %}{% endfor %}",
+            "it took longer than 1 s",
+        ),
+        ("{{ 9**(9**(9**9)) }}", "it took longer than 1 s"),
+    ],
+)
+def test_templates_have_bounds(attack, reason, monkeypatch):
+    """Of time and memory: no template holds up the process or ends it."""
+    workers = Workers(
+        (str(template._SANDBOX), "renderer"), 1.0, 2**28, count=1
+    )
+    monkeypatch.setattr(template, "_renderers", workers)
+    tokenizer = load("qwen2", attack)
+    with pytest.raises(ValueError, match="The chat template refuses") as error:
+        chat.render(tokenizer, [{"role": "user", "content": "a"}])
+    assert reason in str(error.value)
+    # The next one is rendered as if nothing had been.
+    assert chat.render(load("qwen2", "fine"), CONVERSATION) == "fine"
+
+
+def test_a_template_that_is_no_template_is_no_rows_fault(tmp_path):
+    """One that is given is refused at once, one of a directory when it is
+    needed; a row is not blamed."""
+    with pytest.raises(ValueError, match="no valid Jinja2: line 2, Expected"):
+        load("qwen2", "hello\n{% for %}")
+    with pytest.raises(ValueError, match="must be a string.*chat_template=3"):
+        load("qwen2", 3)
+    tokenizer = Tokenizer.from_directory(REFERENCE / "qwen2")
+    tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    settings = RowSettings(tokenizer, 64, tokenizer.vocabulary_size)
+    with pytest.raises(ValueError, match="no valid Jinja2") as error:
+        prepare_sft([{"messages": CONVERSATION}], settings)
+    assert "row 0" not in str(error.value)
+    assert "{% if %}" in str(error.value)
+
+
+def test_what_a_template_cannot_be_given():
+    tokenizer = load("qwen2")
+    with pytest.raises(ValueError, match="must be strings, numbers, lists"):
+        chat.render(tokenizer, CONVERSATION, helper=lambda x: x)
+
+
+def test_rendering_takes_no_time_to_speak_of():
+    """One call of the other process a conversation; it is running already."""
+    tokenizer = load("qwen2")
+    chat.encode_with_spans(tokenizer, CONVERSATION)
+    start = time.perf_counter()
+    for _ in range(50):
+        chat.encode_with_spans(tokenizer, CONVERSATION)
+    assert time.perf_counter() - start < 50 * 0.05
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -474,10 +474,13 @@ def test_corrections(mode, low, want):
     np.testing.assert_allclose(
         metrics[prefix + "mean"], np.mean(want), rtol=1e-6
     )
-    # |log 3|, |log .5|, 0; (3 + .5 + 1)^2 / (3 * (9 + .25 + 1)).
+    # |log 3|, |log .5|, the third has none; (3 + .5 + 1)^2 / (3 * (9 + .25
+    # + 1)).
     prefix = "sampling/sampling_logp_difference/"
     np.testing.assert_allclose(metrics[prefix + "max"], np.log(3), rtol=1e-6)
-    np.testing.assert_allclose(metrics[prefix + "mean"], np.log(6) / 3)
+    np.testing.assert_allclose(
+        metrics[prefix + "mean"], np.log(6) / 2, rtol=1e-6
+    )
     share = 1.0 if mode.startswith("sequence") else 4.5**2 / 30.75
     np.testing.assert_allclose(
         metrics["sampling/effective_sample_size"], share, rtol=1e-6
@@ -742,18 +745,42 @@ def test_clipped_reinforce_has_the_gradient_of_the_plain_one_on_policy():
 
 
 def test_the_entropy_bonus_is_the_same_for_every_loss():
-    """Its gradient by an entropy is -coef / tokens, whatever the loss."""
+    """Its gradient by an entropy is -coef / tokens, whatever the loss; of
+    the tokens that a `TopEntropyMask` keeps, as in TRL."""
     batch, outputs = example()
-    mask = batch["completion_mask"]
+    tokens = importance.PolicyTokens.of(batch, outputs)
+    kinds = set()
     for loss in LOSSES:
         loss = dataclasses.replace(loss, entropy_coef=0.05)
+        mask = batch["completion_mask"]
+        for part in loss.masks:
+            kinds.add(type(part))
+            if isinstance(part, losses.TopEntropyMask):
+                mask = mask * part.keep(tokens)
 
         def value(entropies, loss=loss):
             arrays = {**outputs, "entropies": entropies}
             return loss(batch, arrays)[0]
 
         gradient = jax.grad(value)(outputs["entropies"])
-        np.testing.assert_allclose(gradient, -0.05 * mask / mask.sum())
+        np.testing.assert_allclose(
+            gradient, -0.05 * mask / mask.sum(), rtol=1e-6
+        )
+    assert kinds == {losses.TopEntropyMask, losses.OffPolicyMask}
+
+
+def test_the_entropy_bonus_is_that_of_the_tokens_kept():
+    """Entropies 1, 2, 3, 4 and a quantile of .5: the threshold is 2.5, and
+    the bonus (3 + 4) / 2. On-policy with A = 1 the surrogate is -1 on two of
+    four tokens: -1/2 - 0.1 * 3.5."""
+    batch, outputs = rows_of([[1, 1, 1, 1]], [[1.0]], np.ones(4))
+    outputs["entropies"] = np.array([[1.0, 2.0, 3.0, 4.0]], "float32")
+    loss = losses.BNPOLoss(
+        masks=[losses.TopEntropyMask(0.5)], entropy_coef=0.1
+    )
+    value, metrics = loss(batch, outputs)
+    np.testing.assert_allclose(value, -0.5 - 0.35, rtol=1e-6)
+    np.testing.assert_allclose(metrics["entropy"], 2.5)
 
 
 def test_defaults_are_the_papers():

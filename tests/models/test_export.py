@@ -1,12 +1,15 @@
 """Exported directories give equal logits wherever they are read."""
 
 import json
+import shutil
 
 import keras_hub
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import keras_posttrain as kpt
+from keras_posttrain.data.chat.tokenizer_files import TOKENIZER_FILES
 from keras_posttrain.models.hf.export import export, hf_config
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.tensors import model_tensors
@@ -18,6 +21,7 @@ from tests.models.tiny_checkpoints import (
     randomize,
     transformers_logits,
 )
+from tests.support import REFERENCE
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Each has what KerasHub's constructors cannot say.
@@ -406,3 +410,42 @@ def test_what_is_written_over(tmp_path, reference):
         export(causal_lm, source)
     with pytest.raises(ValueError, match="must not be a file"):
         export(causal_lm, other / "thesis.txt")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "merges.txt",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "config.json",
+    ],
+)
+def test_a_link_out_of_the_directory_is_not_copied(tmp_path, name):
+    """A file that comes with a model may be a link to one of the user's."""
+    source, private = tmp_path / "source", tmp_path / "private"
+    shutil.copytree(REFERENCE / "models/qwen2", source)
+    (source / name).unlink(missing_ok=True)
+    given = REFERENCE / "models/qwen2" / name
+    private.write_text(given.read_text() if given.exists() else "{}")
+    (source / name).symlink_to(private)
+    task = kpt.SFTTask.from_preset(source, sequence_length=16)
+    with pytest.raises(ValueError, match=f"a link.*{name}.*Replace"):
+        task.export(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+    if name in TOKENIZER_FILES:
+        with pytest.raises(ValueError, match=f"a link.*{name}"):
+            task.tokenizer.save(tmp_path / "tokenizer")
+    # A link inside the directory, and those of the Hugging Face cache.
+    (source / name).unlink()
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    private.rename(cache / "blobs" / "0a1b")
+    snapshot = cache / "snapshots" / "3c4d"
+    snapshot.parent.mkdir()
+    source.rename(snapshot)
+    (snapshot / name).symlink_to("../../blobs/0a1b")
+    task = kpt.SFTTask.from_preset(snapshot, sequence_length=16)
+    task.export(tmp_path / "export")
+    assert not (tmp_path / "export" / name).is_symlink()

@@ -410,6 +410,28 @@ def test_missing_and_misshapen_tensors(tmp_path):
         load_causal_lm(directory)
 
 
+@pytest.mark.parametrize(
+    "weight_map, text",
+    [
+        ({"a": "../other/model.safetensors"}, "in its own directory.*'../oth"),
+        ({"a": "/etc/passwd"}, "in its own directory.*'/etc/passwd' for 'a'"),
+        ({"a": ".."}, "in its own directory"),
+        ({"a": 3}, "in its own directory.*3 for 'a'"),
+        (["model.safetensors"], "a dict of tensors and files.*weight_map="),
+        ({}, "a dict of tensors and files.*weight_map={}"),
+    ],
+)
+def test_an_index_that_points_elsewhere(tmp_path, weight_map, text):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    (tmp_path / "other").mkdir()
+    path = directory / "model.safetensors"
+    path.rename(tmp_path / "other" / path.name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / f"{path.name}.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=text):
+        load_causal_lm(directory)
+
+
 def test_integer_weights_are_refused(tmp_path):
     directory, _ = make_checkpoint(tmp_path / "hf", "llama")
     name = "model.norm.weight"
@@ -581,3 +603,8 @@ def test_a_family_without_a_table_takes_kerashubs_loader(tmp_path):
     causal_lm = load_causal_lm(tmp_path, load_weights=False)
     assert isinstance(causal_lm, keras_hub.models.MixtralCausalLM)
     assert causal_lm.kpt_repairs == []
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="in its own directory"):
+        load_causal_lm(tmp_path)

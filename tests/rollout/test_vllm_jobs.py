@@ -1,17 +1,23 @@
 """Tests of vLLM's engine that do not need vLLM."""
 
+import asyncio
+import fcntl
+import http.server
 import os
+import socketserver
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request, VLLMRollout
-from keras_posttrain.rollout.vllm import folder, jobs, weights
+from keras_posttrain.rollout.vllm import folder, jobs, weights, worker
+from keras_posttrain.rollout.vllm import http as vllm_http
 from keras_posttrain.rollout.vllm.engine import _TokenStream
-from keras_posttrain.rollout.vllm.server import _flags
+from keras_posttrain.rollout.vllm.server import ServerEngine, _flags
 from tests.support import REFERENCE
 
 
@@ -19,6 +25,7 @@ from tests.support import REFERENCE
     ("settings", "match"),
     [
         ({"url": "localhost:8000"}, "url='localhost:8000'"),
+        ({"url": "unix:socket"}, "url='unix:socket'"),
         ({"url": "http://a", "python": "python3"}, "pass one of them"),
         ({"adapter": "yes"}, "adapter='yes'"),
         ({"max_length": 1}, "max_length=1"),
@@ -115,6 +122,124 @@ def test_folders_go_with_their_owner(tmp_path):
     own.remove()
     del other
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_taken_for_abandoned(tmp_path, monkeypatch):
+    """By another process, between its creation and its lock: a new one."""
+    lock, lost = fcntl.flock, []
+
+    def late(file, kind):
+        if not lost:
+            [path] = tmp_path.glob(f"{folder.PREFIX}*")
+            lost.append(path)
+            monkeypatch.setattr(fcntl, "flock", lock)
+            folder._remove_if_abandoned(path)
+        return lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    own = folder.Folder(tmp_path)
+    assert not lost[0].exists() and own.path.is_dir()
+    # Its lock is that of a folder in use.
+    folder._remove_if_abandoned(own.path)
+    assert (own.path / folder.LOCK).exists()
+    own.remove()
+
+
+def test_the_server_listens_where_no_other_user_can(tmp_path):
+    """A socket in a private folder, and another key at each start."""
+    python, started = tmp_path / "python", tmp_path / "started"
+    python.write_text(f'#!/bin/sh\necho "$VLLM_API_KEY $@" >> {started}\n')
+    python.chmod(0o700)
+    keys = []
+    for place in (tmp_path, tmp_path / ("long" * 30)):
+        place.mkdir(exist_ok=True)
+        own = folder.Folder(place)
+        engine = ServerEngine({}, 5, own.path, python, None, None)
+        for _ in range(2):
+            engine._launch()
+            engine.process.wait()
+            path = engine.url.removeprefix("unix:")
+            assert len(path) < 104
+            assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+            engine.stop()
+            keys.append(engine.api_key)
+        own.remove()
+    lines = started.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == keys
+    assert len(set(keys)) == 4
+    for line, key in zip(lines, keys):
+        assert line.count(key) == 1
+        assert "--uds /" in line and "--port" not in line
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        key = self.headers["Authorization"]
+        answer = f'{{"path": "{self.path}", "key": "{key}"}}'.encode()
+        self.send_response(200 if body == b'{"a": 1}' else 500)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+    def address_string(self):
+        return "local"
+
+
+def test_requests_over_a_socket_of_the_file_system(tmp_path):
+    path = tmp_path / "socket"
+    call = vllm_http.call
+    arguments = "key", "POST", "/a/b", {"a": 1}, 5, set()
+    with pytest.raises(jobs.EngineFailure, match="POST /a/b"):
+        call(f"unix:{path}", *arguments)
+    with socketserver.ThreadingUnixStreamServer(str(path), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            answer = call(f"unix:{path}", *arguments)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert answer == {"path": "/a/b", "key": "Bearer key"}
+
+
+@pytest.mark.parametrize(
+    "kind, path, key, sent",
+    [
+        ("http", "/health", None, "app"),
+        ("lifespan", None, None, "app"),
+        ("http", "/collective_rpc", "right", "app"),
+        ("http", "/collective_rpc", "wrong", 401),
+        ("http", "/collective_rpc", None, 401),
+        ("websocket", "/v1/realtime", "right", "app"),
+        ("websocket", "/v1/realtime", "wrong", "websocket.close"),
+        ("websocket", "/v1/realtime", None, "websocket.close"),
+        ("websocket", "/health", None, "websocket.close"),
+    ],
+)
+def test_every_kind_of_request_needs_the_key(
+    kind, path, key, sent, monkeypatch
+):
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append("app")
+
+    async def send(message):
+        seen.append(message.get("status", message["type"]))
+
+    scope = {"type": kind, "path": path, "headers": []}
+    if key is not None:
+        value = f"Bearer {key}".encode()
+        scope["headers"] = [(b"authorization", value)]
+    if kind == "lifespan":
+        scope = {"type": kind}
+    asyncio.run(worker.RequireKey(app)(scope, None, send))
+    assert seen[0] == sent and "app" not in seen[1:]
 
 
 def test_weights_are_those_of_an_export(tmp_path):

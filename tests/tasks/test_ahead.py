@@ -1,6 +1,10 @@
 """Rollouts that are sampled and scored while others are trained on."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 
 import keras
@@ -288,3 +292,50 @@ def test_rows_that_are_given_are_not_sampled_ahead():
 def test_how_stale_must_be_a_count(wrong):
     with pytest.raises(ValueError, match=f"max_staleness={wrong}"):
         fit(make(), max_staleness=wrong)
+
+
+HANGING = """
+import sys, time
+import keras
+import keras_posttrain as kpt
+
+def hang(completions):
+    if calls: time.sleep(600)
+    calls.append(1)
+    return [float(i) for i in range(len(completions))]
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise StopIteration("enough")
+
+calls = []
+task = kpt.GRPOTask.from_preset(sys.argv[1], lora=kpt.LoRA(rank=2))
+task.compile(rewards=[hang], num_generations=2, max_completion_length=3)
+try:
+    task.fit(
+        [{"prompt": "a"}] * 8,
+        batch_size=2,
+        verbose=0,
+        max_staleness=1,
+        callbacks=[Stop()],
+    )
+except StopIteration:
+    print("ended", flush=True)
+"""
+
+
+def test_a_reward_that_hangs_ends_with_its_process():
+    """`fit` is over while the next rollout is scored, and will ever be."""
+    root = pathlib.Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(REFERENCE / "models/qwen3")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    with process:
+        assert "ended\n" in process.stdout
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()

@@ -642,6 +642,26 @@ def test_rloo_takes_its_divergence_from_the_reward():
     assert np.abs(np.array(table["advantage"]) - plain).max() > 1e-3
 
 
+def test_rloos_share_of_equal_groups_has_the_divergence():
+    """Of equal rewards, and a reference that differs: no group is idle."""
+    for beta, share in ((0.5, 0.0), (0.0, 1.0)):
+        task = kpt.GRPOTask.from_preset(
+            MODEL,
+            lora=lora(),
+            sequence_length=64,
+            reference=REFERENCE / "models/qwen3_ref",
+        )
+        task.tokenizer = None
+        compiled(
+            task,
+            rewards=[equal],
+            loss=kpt.losses.ReinforceLoss(beta=0.0 if beta else 0.1),
+            advantages=kpt.losses.LeaveOneOutAdvantages(beta=beta),
+        )
+        [step] = recorded(task, rows=prompts(4))
+        assert step["frac_reward_zero_std"] == share
+
+
 def test_a_family_without_the_seam_trains():
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=97,

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.error
-import urllib.request
 
 import keras
 import numpy as np
@@ -16,6 +14,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import VLLMRollout
+from keras_posttrain.rollout.vllm import http
 from keras_posttrain.rollout.vllm.server import ServerEngine
 from tests.rollout import contract
 from tests.support import weights
@@ -59,9 +58,9 @@ def test_the_contract_and_the_key():
         engine.start()
         server = engine._engine
         for path in ("/collective_rpc", "/v1/models", "/load", "/metrics"):
-            with pytest.raises(urllib.error.HTTPError) as error:
-                urllib.request.urlopen(server.url + path, timeout=30)
-            assert error.value.code == 401
+            for key in (None, "wrong"):
+                with pytest.raises(ValueError, match=f"{path} with 401"):
+                    http.call(server.url, key, "GET", path, None, 30, set())
         contract.check_engine(engine, task)
         variables = task.trainable_variables
         adapter = sum(4 * int(np.prod(v.shape)) for v in variables)

@@ -57,11 +57,16 @@ def render_ids(
     return tokenizer.encode_mixed(text, plain)[0]
 
 
-def _rendered(tokenizer, messages, *settings):
-    """Returns a checked `Conversation` and its text."""
+def _checked(tokenizer, messages, *settings):
+    """Returns a `Conversation` of messages in order."""
     messages = clean_messages(messages)
     check_roles(messages, tokenizer.chat_template or "")
-    conversation = Conversation(tokenizer, messages, *settings)
+    return Conversation(tokenizer, messages, *settings)
+
+
+def _rendered(*settings):
+    """Returns a checked `Conversation` and its text."""
+    conversation = _checked(*settings)
     text = conversation.render()
     check_tools(conversation, text)
     return conversation, text
@@ -81,6 +86,7 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
         ValueError: the template refuses the messages, or the assistant's
             turns cannot be found.
     """
-    conversation, _ = _rendered(tokenizer, messages, tools, kwargs)
+    conversation = _checked(tokenizer, messages, tools, kwargs)
     text, plain, spans = text_and_spans(conversation)
+    check_tools(conversation, text)
     return *tokenizer.encode_mixed(text, plain), text, spans

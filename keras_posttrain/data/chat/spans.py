@@ -25,12 +25,19 @@ def text_and_spans(conversation):
     """
     tokenizer, messages = conversation.tokenizer, conversation.messages
     marks = free_marks(conversation)
-    marked = conversation.render(
-        kwargs=conversation.kwargs | {"generation_marks": marks}
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    with_marks = {"kwargs": conversation.kwargs | {"generation_marks": marks}}
+    # The beginning of the conversation before each turn, and with it.
+    opened = [
+        {"messages": messages[:i], "add_generation_prompt": True}
+        for i in turns
+    ]
+    closed = [{"messages": messages[: i + 1]} for i in turns]
+    marked, *beginnings = conversation.render_all(
+        [with_marks, *opened, *closed]
     )
     text = marked.replace(marks[0], "").replace(marks[1], "")
     plain = quoted_places(conversation, text)
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if marked != text:
         return text, plain, _generation_spans(marked, text, marks, turns)
     quoted = set(plain)
@@ -41,10 +48,12 @@ def text_and_spans(conversation):
         and tokenizer.control_tokens[text[start:end]]
         in tokenizer.stop_token_ids
     ]
+    lengths = [_length_of(beginning, text) for beginning in beginnings]
+    before, behind = lengths[: len(turns)], lengths[len(turns) :]
     spans, after = [], 0
-    for i in turns:
-        start = _turn_start(conversation, text, i, after)
-        end = _turn_end(conversation, text, i, start, stops)
+    for i, opens_at, closes_at in zip(turns, before, behind):
+        start = _turn_start(conversation, text, i, after, opens_at)
+        end = _turn_end(conversation, text, i, start, stops, closes_at)
         if start < after or end <= start:
             raise _not_found(i)
         spans.append((start, end, i))
@@ -75,27 +84,27 @@ def _generation_spans(marked, text, marks, turns):
     return [s for s in zip(starts, ends, named, strict=True) if s[0] < s[1]]
 
 
-def _length_of(conversation, text, **changes):
+def _length_of(beginning, text):
     """Returns the length of the beginning of a text that is rendered alone.
 
     `None` where the template refuses to end there, or writes something else.
     """
-    try:
-        beginning = conversation.render(**changes)
-    except ValueError:
-        return None
-    return len(beginning) if text.startswith(beginning) else None
+    is_there = beginning is not None and text.startswith(beginning)
+    return len(beginning) if is_there else None
 
 
-def _turn_start(conversation, text, i, after):
-    """Finds where a turn begins: the end of its generation prompt."""
+def _turn_start(conversation, text, i, after, start):
+    """Finds where a turn begins: the end of its generation prompt.
+
+    Args:
+        conversation, text, i: as in `text_and_spans`.
+        after: int, where the turn before ends.
+        start: int, the length of what is rendered for the model to go on
+            from, or `None`.
+    """
     tokenizer = conversation.tokenizer
     header = generation_prompt(tokenizer, conversation.kwargs)
     if i > 0:
-        before = conversation.messages[:i]
-        start = _length_of(
-            conversation, text, messages=before, add_generation_prompt=True
-        )
         # A template without a generation prompt may still open the turn with
         # a header, which is not the model's to write.
         opens = control_pattern(tuple(tokenizer.control_tokens)).match
@@ -138,12 +147,14 @@ def _content_place(conversation, text, i):
     raise _not_found(i)
 
 
-def _turn_end(conversation, text, i, start, stops):
-    """Finds the end of the token that ends the turn."""
-    limit, messages = len(text), conversation.messages
-    is_last = i + 1 == len(messages)
+def _turn_end(conversation, text, i, start, stops, turn):
+    """Finds the end of the token that ends the turn.
+
+    `turn` is the length of the conversation up to the turn, or `None`.
+    """
+    limit = len(text)
+    is_last = i + 1 == len(conversation.messages)
     if not is_last:
-        turn = _length_of(conversation, text, messages=messages[: i + 1])
         limit = limit if turn is None else turn
     for stop_start, stop_end in stops:
         if stop_start >= start and stop_end <= limit:

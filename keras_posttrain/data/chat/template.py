@@ -1,68 +1,29 @@
-"""Chat templates: sandboxed Jinja2 with the extensions of `transformers`."""
+"""Chat templates: what they render, and checks of what they are given."""
 
 import dataclasses
-import datetime
 import difflib
 import functools
 import json
+import pathlib
+import pickle
 import re
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
+from keras_posttrain.workers.pool import Failure, Workers
 
 # The roles that published templates know.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class _Generation(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}` of sampled text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), True)
-        call = self.call_method("_mark", [jinja2.nodes.ContextReference()])
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _mark(self, context, caller):
-        start, end = context.get("generation_marks") or ("", "")
-        return start + caller() + end
+# A template comes from a stranger's directory: it runs in a process of its
+# own, where it has this time for a conversation and this much memory.
+_SECONDS = 10.0
+_BYTES = 2**29
+_SANDBOX = pathlib.Path(__file__).with_name("sandbox.py")
+_renderers = Workers((str(_SANDBOX), "renderer"), _SECONDS, _BYTES, count=1)
 
 
-def _raise_exception(message):
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(pattern):
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value, ensure_ascii=False, indent=None, separators=None, sort_keys=False
-):
-    # Jinja2's own filter escapes HTML, which no model was trained on.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(template):
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+class TemplateFault(ValueError):
+    """A chat template that no row can be rendered with."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -93,8 +54,22 @@ class Conversation:
 
     def render(self, **changes):
         """Returns the text, with other values of some fields."""
-        if changes:
-            return dataclasses.replace(self, **changes).render()
+        [text] = self.render_all([changes])
+        return text
+
+    def render_all(self, changes):
+        """Renders several times in one call of the other process.
+
+        Args:
+            changes: list of dicts, other values of some fields.
+
+        Returns:
+            List of strings. All but the first are `None` where the template
+            refuses.
+
+        Raises:
+            ValueError: there is no template, or it refuses the first.
+        """
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(
@@ -102,20 +77,68 @@ class Conversation:
                 "Received: chat_template=None. Pass `chat_template=` with a "
                 "Jinja2 template, or use rows of text."
             )
-        try:
-            return _compile(template).render(
-                messages=self.messages,
-                tools=self.tools,
-                add_generation_prompt=self.add_generation_prompt,
-                **(self.tokenizer.special_tokens | self.kwargs),
-            )
-        except (jinja2.exceptions.TemplateError, TypeError) as error:
-            roles = [message.get("role") for message in self.messages]
+        versions = [dataclasses.replace(self, **c) for c in changes]
+        results = _render(template, [v.variables for v in versions])
+        kind, text = results[0]
+        if kind != "text":
+            roles = [message.get("role") for message in versions[0].messages]
             raise ValueError(
-                f"The chat template refuses these messages: {error}. "
+                f"The chat template refuses these messages: {text}. "
                 f"Received: roles={roles}. Change the messages, or pass "
                 "another `chat_template=`."
-            ) from error
+            )
+        return [text if kind == "text" else None for kind, text in results]
+
+    @property
+    def variables(self):
+        """A dict, what the template may read."""
+        return {
+            "messages": self.messages,
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            **(self.tokenizer.special_tokens | self.kwargs),
+        }
+
+
+def _render(template, conversations):
+    """Renders a template with each of several dicts of variables.
+
+    Returns:
+        List of pairs, `"text"` and the text or `"refusal"` and its reason.
+    """
+    try:
+        results = _renderers.call(
+            template=template, conversations=conversations
+        )
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "Messages, tools and the variables of a chat template must be "
+            f"strings, numbers, lists and dicts. Received: {error}."
+        ) from error
+    if isinstance(results, Failure):
+        return [("refusal", f"it {results}")] * len(conversations)
+    kind, text = results[0]
+    if kind == "fault":
+        raise TemplateFault(
+            f"The chat template is no valid Jinja2: {text}. Received: the "
+            f"template that begins with {template[:60]!r}. Correct it, or "
+            "pass another `chat_template=`."
+        )
+    return results
+
+
+def check_template(template):
+    """Raises a `ValueError` for a template that is no valid Jinja2.
+
+    Args:
+        template: string.
+    """
+    if not isinstance(template, str):
+        raise TemplateFault(
+            "`chat_template` must be a string, a Jinja2 template. Received: "
+            f"chat_template={template!r}."
+        )
+    _render(template, [{"messages": []}])
 
 
 def check_tools(conversation, text):

@@ -9,7 +9,11 @@ from keras_posttrain.data.chat import (
     conversion,
     tokenizer_files,
 )
-from keras_posttrain.data.chat.template import end_of_turn, find_tokens
+from keras_posttrain.data.chat.template import (
+    check_template,
+    end_of_turn,
+    find_tokens,
+)
 
 
 class Tokenizer:
@@ -213,7 +217,12 @@ class Tokenizer:
 
         Returns:
             A `Tokenizer`; its stop tokens follow the new template.
+
+        Raises:
+            ValueError: the template is no valid Jinja2.
         """
+        if chat_template is not None:
+            check_template(chat_template)
         return Tokenizer(
             tokenizers.Tokenizer.from_str(self.backend.to_str()),
             self.special_tokens,

@@ -85,7 +85,7 @@ def write(tokenizer, path):
         copied = {
             name
             for name in TOKENIZER_FILES
-            if (tokenizer.source / name).is_file()
+            if own_file(tokenizer.source, name).is_file()
         }
         if directory.resolve() != tokenizer.source.resolve():
             for name in copied:
@@ -108,6 +108,35 @@ def write(tokenizer, path):
         template_path.write_text(tokenizer.chat_template, encoding="utf-8")
     else:
         template_path.unlink(missing_ok=True)
+
+
+def own_file(directory, name):
+    """Returns the path of a directory's file, to copy it.
+
+    A file that is downloaded with a model may be a link to any other file.
+    Those of the Hugging Face cache are links to its own `blobs`.
+
+    Args:
+        directory: `pathlib.Path`.
+        name: string.
+
+    Returns:
+        The path of the file, which may be missing.
+
+    Raises:
+        ValueError: it is a link to a file outside the directory.
+    """
+    path, root = directory / name, directory.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    target = path.resolve()
+    if not target.is_relative_to(root):
+        raise ValueError(
+            "A file of a model that is copied must not be a link to a file "
+            f"outside its directory. Received: {str(path)!r}, a link to "
+            f"{str(target)!r}. Replace the link with the file itself."
+        )
+    return path
 
 
 def _as_list(value):

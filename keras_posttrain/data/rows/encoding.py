@@ -6,6 +6,7 @@ import json
 import numpy as np
 
 from keras_posttrain.data.chat import chat
+from keras_posttrain.data.chat.template import TemplateFault
 from keras_posttrain.data.rows import columns
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
@@ -79,6 +80,8 @@ def encode_text(row, kind, settings, train_on, where):
         messages, first = _join(row, where)
     try:
         return _chat(row, messages, first, kind, settings, train_on)
+    except TemplateFault:
+        raise
     except ValueError as error:
         raise ValueError(f"In {where}: {error}") from error
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_posttrain.data import order
 from keras_posttrain.data.chat import chat
+from keras_posttrain.data.chat.template import TemplateFault
 from keras_posttrain.data.rows import columns, datasets, encoding
 from keras_posttrain.data.rows.examples import DataReport
 from keras_posttrain.data.rows.preparation import (
@@ -158,6 +159,8 @@ def _encode(row, side, settings, where):
                 tools=encoding.tools_of(row),
                 **(settings.chat_template_kwargs or {}),
             )
+        except TemplateFault:
+            raise
         except ValueError as error:
             raise ValueError(f"In {where}: {error}") from error
     else:

@@ -81,8 +81,7 @@ class Reader:
         directory = pathlib.Path(directory)
         self.directory = directory
         if (directory / INDEX).is_file():
-            index = read_json(directory / INDEX)
-            files = sorted(set(index["weight_map"].values()))
+            files = listed_files(directory / INDEX)
         elif (directory / single).is_file():
             files = [single]
         else:
@@ -131,6 +130,25 @@ class Reader:
         self.check_dtype(name)
         with safe_open(self._files[name], framework="np") as opened:
             return opened.get_tensor(name)
+
+
+def listed_files(path):
+    """Returns the files that an index of shards lists, in order."""
+    index = read_json(path)
+    table = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(table, dict) or not table:
+        raise ValueError(
+            f"`{INDEX}` must have a dict of tensors and files, 'weight_map'. "
+            f"Received: {str(path)!r}, with weight_map={table!r:.80}"
+        )
+    for name, file in table.items():
+        is_name = isinstance(file, str) and os.path.basename(file) == file
+        if not is_name or file in ("", ".", ".."):
+            raise ValueError(
+                f"`{INDEX}` must list files in its own directory. Received: "
+                f"{str(path)!r}, with {file!r} for {name!r}"
+            )
+    return sorted(set(table.values()))
 
 
 def _dtype(code):

@@ -3,6 +3,10 @@
 import copy
 import pathlib
 
+from keras_posttrain.data.chat.tokenizer_files import (
+    TOKENIZER_FILES,
+    own_file,
+)
 from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf import checkpoint_files, layer_patches
 from keras_posttrain.models.hf.checkpoint_files import (
@@ -131,6 +135,7 @@ def export(
             f"`None`. Received: dtype={dtype!r}"
         )
     device_transfer.on_first(lambda: _check_replaceable(directory))
+    _check_links(causal_lm, tokenizer)
     table = {tensor.name: tensor for tensor in model_tensors(causal_lm)}
     config = hf_config(causal_lm, dtype=dtype, tokenizer=tokenizer)
     config[MARK] = "keras_posttrain"
@@ -159,6 +164,18 @@ def export(
             write_json(temporary / GENERATION_CONFIG, generation)
 
     device_transfer.on_first(write, arrays)
+
+
+def _check_links(causal_lm, tokenizer):
+    """Raises if a file whose content is exported is a link to another."""
+    source = getattr(causal_lm, "kpt_source", None)
+    places = [
+        (source and source["path"], (CONFIG, GENERATION_CONFIG)),
+        (getattr(tokenizer, "source", None), TOKENIZER_FILES),
+    ]
+    for directory, names in places:
+        for name in names if directory else ():
+            own_file(pathlib.Path(directory), name)
 
 
 def _check_replaceable(directory):

@@ -11,7 +11,9 @@ from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf import directories, layer_patches
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
+    INDEX,
     Reader,
+    listed_files,
     read_json,
 )
 from keras_posttrain.models.hf.config import from_config
@@ -43,6 +45,9 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         config = read_json(path / CONFIG)
         config, notes = _text_config(config)
     if config is None or config["model_type"] not in FAMILIES:
+        if path is not None and (path / INDEX).is_file():
+            # KerasHub would read whatever files it lists.
+            listed_files(path / INDEX)
         with device_transfer.host_as_default():
             causal_lm = keras_hub.models.CausalLM.from_preset(
                 str(preset if path is None else path),

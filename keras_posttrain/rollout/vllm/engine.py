@@ -47,10 +47,11 @@ class VLLMRollout(Rollout):
     sources and tested with a stand-in on a CPU; it has not run on a TPU.
 
     Args:
-        url: str or `None`, the address of a running server (see below).
+        url: str or `None`, the address of a running server (see below), or
+            `"unix:"` and the path of its socket.
         python: path or `None`: the interpreter of an environment with vLLM.
-            It runs a server on the loopback interface, protected by a key,
-            which ends with this process.
+            It runs a server on a socket that only this user can open, which
+            is protected by a key too and ends with this process.
         api_key: str or `None`, the key of the server at `url`.
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
             base weights. If not, the adapter is merged and all weights are

@@ -28,10 +28,17 @@ class Folder:
         parent = parent or tempfile.gettempdir()
         for folder in pathlib.Path(parent).glob(f"{PREFIX}*"):
             _remove_if_abandoned(folder)
-        self.path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # The lock is held until this process ends.
-        self._lock = open(self.path / LOCK, "w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+            self.path = pathlib.Path(path)
+            # The lock is held until this process ends.
+            self._lock = open(self.path / LOCK, "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if (self.path / LOCK).exists():
+                break
+            # Between the two lines another process took the folder for
+            # abandoned, and removed it.
+            self._lock.close()
         self.remove = weakref.finalize(self, _remove, self.path, self._lock)
 
 

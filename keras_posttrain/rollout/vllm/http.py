@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import urllib.parse
 
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
@@ -10,8 +11,9 @@ from keras_posttrain.rollout.vllm.jobs import EngineFailure
 def call(url, api_key, method, path, body, timeout, connections):
     """Sends a request with a JSON `body` and returns the JSON of the answer.
 
-    An empty answer is `{}`. `timeout` is in seconds; `connections` is a set
-    that contains the connection while it is open.
+    `url` may be `unix:` and the path of a socket. An empty answer is `{}`.
+    `timeout` is in seconds; `connections` is a set that contains the
+    connection while it is open.
 
     Raises:
         EngineFailure: if there is no answer, or the server is in another
@@ -19,17 +21,20 @@ def call(url, api_key, method, path, body, timeout, connections):
         ValueError: if the server rejects the request.
     """
     parts = urllib.parse.urlsplit(url)
+    place, prefix = parts.netloc, parts.path
     kind = http.client.HTTPConnection
     if parts.scheme == "https":
         kind = http.client.HTTPSConnection
-    connection = kind(parts.netloc, timeout=timeout)
+    elif parts.scheme == "unix":
+        kind, place, prefix = _UnixConnection, parts.path, ""
+    connection = kind(place, timeout=timeout)
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body)
     connections.add(connection)
     try:
-        connection.request(method, parts.path + path, data, headers)
+        connection.request(method, prefix + path, data, headers)
         response = connection.getresponse()
         status, text = response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
@@ -53,3 +58,16 @@ def call(url, api_key, method, path, body, timeout, connections):
         return json.loads(text) if text else {}
     except json.JSONDecodeError:
         return {}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a socket in the file system."""
+
+    def __init__(self, path, timeout):
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

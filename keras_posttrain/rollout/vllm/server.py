@@ -16,12 +16,15 @@ import jax
 
 from keras_posttrain.rollout.vllm import http, worker
 from keras_posttrain.rollout.vllm import process as vllm_process
+from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import ENVIRONMENT, FORCED, threads
 
 # The most seconds until a server answers; importing its libraries takes most
 # of them.
 START_SECONDS = 900
+# The longest path of a socket, in bytes, on Linux and macOS.
+MAX_SOCKET_PATH = 103
 # Samples that the server has at once; more wait in this process.
 IN_FLIGHT = 256
 # The interval of checks for an interruption.
@@ -42,9 +45,7 @@ class ServerEngine:
         self.folder, self.python = pathlib.Path(folder), python
         self.url, self.api_key = url, api_key
         self.model, self.process, self._count = "policy", None, 0
-        self._kill = None
-        if python is not None:
-            self.api_key = secrets.token_hex(32)
+        self._kill = self._socket_folder = None
 
     # The process
 
@@ -72,16 +73,18 @@ class ServerEngine:
         extension = self.folder / "extension"
         extension.mkdir(exist_ok=True)
         shutil.copy(worker.__file__, extension / f"{MODULE}.py")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.api_key = secrets.token_hex(32)
+        # A socket in a folder that no other user can enter. On a port of the
+        # machine another process could take the server's place.
+        path = self._socket_path()
+        path.unlink(missing_ok=True)
+        self.url = f"unix:{path}"
         command = [
             # This script ends the server when this process ends.
             str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
             "vllm.entrypoints.openai.api_server",
-            *_flags(self.arguments), "--host", "127.0.0.1",
-            "--port", str(port), "--served-model-name", "policy",
+            *_flags(self.arguments), "--uds", str(path),
+            "--served-model-name", "policy",
             "--worker-extension-cls", f"{MODULE}.RolloutWorkerExtension",
             "--middleware", f"{MODULE}.RequireKey", "--enable-scale-out",
             "--uvicorn-log-level", "error",
@@ -97,6 +100,13 @@ class ServerEngine:
                 start_new_session=True,
             )
         self._kill = weakref.finalize(self, vllm_process.end, self.process)
+
+    def _socket_path(self):
+        path = self.folder / "socket"
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            self._socket_folder = Folder()
+            path = self._socket_folder.path / "socket"
+        return path
 
     def _environment(self, extension):
         environment = dict(os.environ)
@@ -147,6 +157,8 @@ class ServerEngine:
         if process is not None:
             self._kill.detach()
             vllm_process.end(process)
+        if self._socket_folder is not None:
+            self._socket_folder.remove()
 
     def restart(self):
         self.stop()

@@ -12,6 +12,7 @@ from keras_posttrain.rollout.vllm.weights import (
     room_for_rank,
 )
 
+SCHEMES = "http://", "https://", "unix:/"
 # Sequences for which the cache has room, if memory allows.
 CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
@@ -26,10 +27,10 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
             "`url` is that of a running server, `python` starts one: "
             f"pass one of them. Received: url={url!r}, python={python!r}"
         )
-    if url is not None and not str(url).startswith(("http://", "https://")):
+    if url is not None and not str(url).startswith(SCHEMES):
         raise ValueError(
-            "`url` must begin with 'http://' or 'https://'. "
-            f"Received: url={url!r}"
+            "`url` must begin with 'http://' or 'https://', or be 'unix:/' "
+            f"and the path of a socket. Received: url={url!r}"
         )
     if adapter not in ("auto", True, False):
         raise ValueError(

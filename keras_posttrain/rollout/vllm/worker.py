@@ -127,14 +127,21 @@ class RequireKey:
         self.expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self.expected):
-                start = {"type": "http.response.start", "status": 401}
-                await send({**start, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
-                return
-        await self.app(scope, receive, send)
+        kind = scope["type"]
+        is_open = kind == "http" and scope["path"] == "/health"
+        if kind == "lifespan" or is_open:
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(given, self.expected):
+            await self.app(scope, receive, send)
+        elif kind == "http":
+            start = {"type": "http.response.start", "status": 401}
+            await send({**start, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            # Before a websocket is accepted this answers with status 403.
+            await send({"type": "websocket.close", "code": 1008})
 
 
 def _sample_with_full_logprobs(sampler):
