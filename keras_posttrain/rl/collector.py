@@ -141,7 +141,7 @@ class Collector:
         tokenizer: `Tokenizer` or `None`.
         layout: `BatchLayout` of the batch of one step.
         forward: `ForwardPass`.
-        order: `PromptOrder`.
+        order: `PromptOrder` or `PromptStream`.
         seed: int, of the samples.
     """
 

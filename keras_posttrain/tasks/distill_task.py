@@ -565,7 +565,9 @@ class DistillTask(Task):
         if self.on_policy < 1.0:
             examples, report = self.prepare(dataset, name)
             return (
-                prompts_of_rows(examples, self.tokenizer, most, why, name),
+                prompts_of_rows(
+                    list(examples), self.tokenizer, most, why, name
+                ),
                 report,
             )
         prompts, report = prepare_prompts(
@@ -574,6 +576,7 @@ class DistillTask(Task):
             max_prompt_length=most,
             limit=why,
         )
+        prompts = list(prompts)
         column, rows = teacher_prompts(prompts)
         if column is not None:
             # None may be left out: each goes with a prompt.

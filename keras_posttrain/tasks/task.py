@@ -7,8 +7,10 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets
@@ -356,9 +358,14 @@ class Task(keras.Model):
         """Trains on rows.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset` or `IterDataset`, or the path of a `.jsonl` or
-                `.parquet` file.
+            dataset: rows: a list of dicts, a dict of columns, a pandas,
+                Polars or PyArrow table, a Hugging Face `Dataset` or
+                `IterableDataset`, a Grain `MapDataset`, `IterDataset` or
+                `DataLoader`, a `tf.data.Dataset`, a torch dataset, a
+                `keras.utils.PyDataset`, any iterable of dicts or a function
+                that returns one, or the path (or paths, or a pattern such as
+                `"data/*.jsonl"`) of `.jsonl`, `.json`, `.csv` or `.parquet`
+                files. `kpt.data.mix` makes one of several.
             batch_size: int, rows of one optimizer step; packed rows where
                 `packing`.
             epochs: int.
@@ -400,7 +407,8 @@ class Task(keras.Model):
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
             settings.show(report)
-        streamed = self.data_report.rows == 0
+        streamed = is_stream(examples)
+        check_epochs(examples, epochs)
         if not streamed:
             settings.show(self.data_report)
         filled = self.filled_rows(batch_size, packing)
@@ -814,6 +822,7 @@ class Task(keras.Model):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
+        examples = list(examples)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self).values()
         found = run_rows(lambda batch: program(*weights, batch), batches)

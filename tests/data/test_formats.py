@@ -561,7 +561,8 @@ def test_nothing_left_is_an_error():
     "name, content, message",
     [
         ("missing.jsonl", None, "missing.jsonl"),
-        ("rows.csv", "a,b", "rows.csv"),
+        ("rows.txt", "a,b", "rows.txt"),
+        ("rows.csv", "a,b", "at least one row"),
         ("rows.jsonl", '{"text": "a"}\n{"text": ', "line 2"),
         ("rows.json", '{"text": "a"}', "with a dict"),
         ("rows.json", '{"text": "a"}\n{"text": "b"}', "is `.jsonl`"),
