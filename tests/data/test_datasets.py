@@ -268,7 +268,7 @@ def test_a_part_of_an_endless_dataset_has_an_end():
             grain.MapDataset.source(ROWS).to_iter_dataset(),
         ]
     )
-    assert len(read(mixed)) == 6
+    assert len(read(mixed)) == 7
 
 
 @pytest.mark.parametrize(

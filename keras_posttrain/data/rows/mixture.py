@@ -56,7 +56,7 @@ def mix(datasets, weights=None, *, repeat=False, seed=0):
             "`weights`, and ends with the first dataset that ends. Received: "
             f"{weights=}, {repeat=}, and the streams {streams}."
         )
-    seeds = np.random.SeedSequence(seed % 2**32).generate_state(len(opened))
+    seeds = np.random.SeedSequence([seed < 0, abs(seed)]).generate_state(len(opened))
     parts = [
         _part(name, rows, int(s))
         for (name, rows), s in zip(opened.items(), seeds)
