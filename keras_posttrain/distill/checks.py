@@ -160,10 +160,8 @@ def weights(weights, column, names):
 def other_tokens(ours, own_tokenizer, theirs, tokenizer):
     """Explains why a teacher's tokens are not the student's, or `None`.
 
-    Args:
-        ours, theirs: ints, the vocabulary sizes of student and teacher.
-        own_tokenizer: the student's `Tokenizer`, or `None`.
-        tokenizer: the teacher's, or `None` where it is not known.
+    `ours` and `theirs` are the vocabulary sizes of student and teacher;
+    `tokenizer`, the teacher's, is `None` where it is not known.
     """
     if ours != theirs:
         return (
@@ -196,15 +194,8 @@ def universal(loss, name, why):
 def other_tokenizer(given, loss, tokenizer, vocabulary):
     """Returns the tokenizer of a teacher with other tokens, or `None`.
 
-    Args:
-        given: `TeacherSources`.
-        loss: as in `DistillTask.compile`.
-        tokenizer: the student's `Tokenizer`, or `None`.
-        vocabulary: int, the student's vocabulary size.
-
-    Raises:
-        ValueError: for a loss that compares token by token, and a teacher
-            whose tokenizer is not known.
+    Raises a `ValueError` for a loss that compares token by token, and a
+    teacher whose tokenizer is not known. `vocabulary` is the student's size.
     """
     for name, size in zip(given.names, given.vocabulary_sizes):
         found = given.tokenizer(name)
@@ -244,11 +235,7 @@ def refuse_new_rows(count, directory):
 def combination(loss, given, top_k, cache, *, on_policy, other, vocabulary):
     """Raises a `ValueError` for settings that exclude each other.
 
-    Args:
-        loss, top_k, cache, on_policy: as in `DistillTask.compile`.
-        given: `TeacherSources`.
-        other: bool, whether the teacher has other tokens.
-        vocabulary: int, the student's vocabulary size.
+    `other` says whether the teacher has other tokens.
     """
     found = [part for _, _, part in parts(loss)]
     engine = given.engine
@@ -330,17 +317,9 @@ def plannable(given, *, on_policy, cache, other):
 
 
 def samples(on_policy, engine, *, sequence_length, max_length, **settings):
-    """Checks how the student samples.
+    """Makes `(Rollout, Sampling)` of how the student samples, checked.
 
-    Args:
-        on_policy: float, as in `DistillTask.compile`.
-        engine: as the user passed `rollout`.
-        sequence_length: int, tokens a row may hold.
-        max_length: int or `None`, the model's context.
-        **settings: those of `rl_checks.sampling`.
-
-    Returns:
-        `(Rollout, Sampling)`, both `None` without samples.
+    Both are `None` without samples. `settings` are of `rl_checks.sampling`.
     """
     if not on_policy:
         unused({"rollout": engine, **settings})

@@ -16,7 +16,6 @@ class DistillCollector(Collector):
     """Turns prompts into batches with the teacher outputs that a loss reads.
 
     Args:
-        generate: as in `Collector`.
         prompts: `StudentPrompts`.
         share: float, the share of each rollout's prompts that are sampled
             from; the other rows are used as given.
@@ -24,7 +23,7 @@ class DistillCollector(Collector):
         top_k: int or `None`, tokens that are asked of the engine.
         kept_temperature: float, of the engine's log-probabilities.
         teacher_pass: `TeacherPass` for a policy gradient, else `None`.
-        **kwargs: as in `Collector`.
+        generate, **kwargs: as in `Collector`.
     """
 
     def __init__(

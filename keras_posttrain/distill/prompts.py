@@ -24,7 +24,6 @@ class StudentPrompts:
     """The prompts of a run on the student's own samples.
 
     Attributes:
-        prompts: list of `Prompt`s.
         stored: dict by row of the examples that are used as given.
         contexts: dict by row of `(teacher's prompt, teacher's index)`, each
             `None` where it is the student's or there is one teacher.
@@ -35,12 +34,7 @@ class StudentPrompts:
     contexts: dict = dataclasses.field(default_factory=dict)
 
     def example(self, prompt, trajectory):
-        """Returns the example of a sample.
-
-        Args:
-            prompt: `Prompt`.
-            trajectory: `Trajectory` that follows it.
-        """
+        """Returns the example of a sample, a prompt and its trajectory."""
         new = trajectory.token_ids
         ids = np.concatenate([np.array(prompt.token_ids, np.int32), new])
         mask = np.zeros(len(ids), np.float32)
@@ -55,17 +49,9 @@ class StudentPrompts:
 
 
 def prompts_of_rows(examples, tokenizer, most, why, name):
-    """Turns rows with completions into prompts; some are used as given.
+    """Turns rows with completions into `StudentPrompts`; some stay as given.
 
-    Args:
-        examples: list of `Example`s.
-        tokenizer: `Tokenizer` or `None`.
-        most: int, the most tokens of a prompt.
-        why: str, where that comes from.
-        name: str, the argument's name, for messages.
-
-    Returns:
-        A `StudentPrompts`.
+    `why` says where `most`, the most tokens of a prompt, comes from.
     """
     found = StudentPrompts([], {x.row: x for x in examples})
     for x in examples:
@@ -97,11 +83,7 @@ def prompts_of_rows(examples, tokenizer, most, why, name):
 
 
 def teacher_prompts(prompts):
-    """Returns the rows of a column of teachers' prompts.
-
-    Returns:
-        `(name of the column, rows)`, or `(None, None)` without one.
-    """
+    """Returns name and rows of a column of teachers' prompts, or `None`s."""
     given = prompts[0].columns
     column = next((c for c in TEACHER_PROMPTS if c in given), None)
     if column is None:
@@ -113,13 +95,7 @@ def teacher_prompts(prompts):
 def contexts_of(prompts, teachers, column, names, name):
     """Returns the `contexts` of `StudentPrompts`.
 
-    Args:
-        prompts: list of `Prompt`s.
-        teachers: list of `Prompt`s that the teacher reads instead, or
-            `None`.
-        column: str or `None`, the column that names a row's teacher.
-        names: list of str, the teachers.
-        name: str, the argument's name, for messages.
+    `teachers` are the `Prompt`s that the teacher reads instead, or `None`.
     """
     found = {}
     for i, p in enumerate(prompts):

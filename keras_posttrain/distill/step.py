@@ -51,10 +51,9 @@ class DistillTerms:
     Args:
         loss: `kpt.losses.Loss`, or a `SumLoss` of divergences, feature
             losses and losses of tokens.
-        policy: `Policy`, the student's.
         teachers: tuple of `FrozenPolicy`s; none where the rows hold a
             teacher's most probable tokens.
-        feature_maps: list of `FeatureMap`s, one a feature loss.
+        feature_maps: `FeatureMap`s, one a feature loss.
     """
 
     loss: object
@@ -63,12 +62,7 @@ class DistillTerms:
     feature_maps: tuple = ()
 
     def __call__(self, state, rows, normalizers, key, differentiable=True):
-        """Returns loss and metrics of some rows, as `LossTerms.__call__`.
-
-        Args:
-            state: dict, with the arrays of the `teachers`.
-            rows, normalizers, key, differentiable: as there.
-        """
+        """Returns loss and metrics of some rows, as `LossTerms.__call__`."""
         student_capture = capture_of(self.feature_maps, 0)
         teacher_capture = capture_of(self.feature_maps, 1)
         hidden = self.policy.hidden_states(rows, key, capture=student_capture)
@@ -170,12 +164,7 @@ def teacher_view(rows):
 
 
 class TeacherPass:
-    """Log-probabilities of complete batches by the teachers.
-
-    Args:
-        step: `TrainStep`, whose companions are the teachers.
-        temperature: float, divides the logits.
-    """
+    """Log-probabilities of complete batches by the companions of a step."""
 
     def __init__(self, step, temperature):
         self.step, self.temperature = step, temperature

@@ -31,14 +31,9 @@ def spans_by_key(examples):
 def aligned(example, arrays):
     """Aligns a teacher's answers with the student's tokens.
 
-    Args:
-        example: `Example`.
-        arrays: dict of arrays of shape `(tokens, k)`, from the first token
-            that the teacher was asked for.
-
-    Returns:
-        Dict of arrays of shape `(tokens of the example, k)`, 0 where the
-        teacher was not asked.
+    `arrays` are `(tokens, k)`, from the first token that the teacher was
+    asked for. They are returned with the tokens of the example, 0 where the
+    teacher was not asked.
     """
     start = teacher_span(example).start
     tokens = np.arange(len(example.token_ids))
@@ -63,18 +58,11 @@ def _reads_own(example):
 
 
 def teacher_cache(directory, teacher, engine, temperature, top_k):
-    """Returns the cache of a teacher's most probable tokens.
+    """Returns the `FrozenCache` of a teacher's most probable tokens.
 
-    Args:
-        directory: str or path.
-        teacher: `FrozenPolicy`, or `None` where an engine serves it.
-        engine: `Rollout` or `None`.
-        temperature: float, of the log-probabilities.
-        top_k: int.
-
-    Returns:
-        A `FrozenCache`; of each row `ids` (int32) and `logps` (float32) of
-        shape `(tokens, k)`, from its first token with loss.
+    It holds of each row `ids` (int32) and `logps` (float32) of shape
+    `(tokens, k)`, from its first token with loss. `teacher` is `None` where
+    an engine serves it.
     """
     if engine is not None:
         model = engine.model
@@ -103,16 +91,10 @@ def cached_tokens(cache):
 
 
 def served_top_tokens(engine, spans, top_k, temperature):
-    """Asks an engine for the most probable tokens.
+    """Asks a ready engine for the most probable tokens of some spans.
 
-    Args:
-        engine: `Rollout`, ready.
-        spans: list of `Span`s.
-        top_k, temperature: as in `Rollout.score`.
-
-    Returns:
-        List of dicts with `ids` (int32) and `logps` (float32) of shape
-        `(tokens - start, k)`.
+    Returns a list of dicts with `ids` (int32) and `logps` (float32) of shape
+    `(tokens - start, k)`.
     """
     scores = engine.score(
         [list(span.token_ids) for span in spans],
@@ -131,12 +113,8 @@ def served_top_tokens(engine, spans, top_k, temperature):
 def top_tokens(teacher, weights, batches, top_k, temperature):
     """Returns a `compute` of `FrozenCache.fill`, of a teacher in this process.
 
-    Args:
-        teacher: `FrozenPolicy`.
-        weights: `ModelWeights` of the student.
-        batches: function of a list of `Example`s and the longest of them to
-            a `BatchAdapter`.
-        top_k, temperature: as in `teacher_cache`.
+    `batches` is a function of a list of `Example`s and the longest of them to
+    a `BatchAdapter`; `weights` are the student's.
     """
 
     @jax.jit

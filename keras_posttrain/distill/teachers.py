@@ -16,14 +16,7 @@ from keras_posttrain.training.frozen import frozen_model, frozen_policy
 class TeacherSources:
     """The teachers that a user has named; presets are loaded when needed.
 
-    Args:
-        teacher: what the user passed.
-        causal_lm: the student.
-        tokenizer: the `teacher_tokenizer` that was passed, or `None`.
-
-    Attributes:
-        names: list of str.
-        engine: the engine that serves the teacher, or `None`.
+    `causal_lm` is the student. `engine` serves the teacher, or is `None`.
     """
 
     def __init__(self, teacher, causal_lm, tokenizer=None):
@@ -92,10 +85,8 @@ class TeacherSources:
     def freeze(self, policy, weights, same_tokens=True):
         """Returns a tuple of `FrozenPolicy`s, one a teacher.
 
-        Args:
-            policy: `Policy`, the student's.
-            weights: `ModelWeights`, the student's.
-            same_tokens: bool, whether they must have its vocabulary.
+        `policy` and `weights` are the student's. With `same_tokens` the
+        teachers must have its vocabulary.
         """
         return tuple(
             frozen_policy(policy, weights, role="teacher")
@@ -108,15 +99,7 @@ class TeacherSources:
 
 
 def check_teachers(teacher, causal_lm):
-    """Raises a `ValueError` for what cannot be a teacher.
-
-    Args:
-        teacher: what the user passed.
-        causal_lm: the student.
-
-    Returns:
-        Dict from name to preset, `CausalLM`, engine or `None`.
-    """
+    """Returns the teachers by name, or raises a `ValueError`."""
     many = teacher
     if isinstance(teacher, (list, tuple)):
         many = {str(i): x for i, x in enumerate(teacher)}

@@ -13,21 +13,11 @@ SCALES = ("group", "batch", "none")
 
 
 def reward_matrix(rewards, num_generations):
-    """Converts rewards to a validated array.
+    """Converts rewards to float64 `(sequences, functions)`, NaN if not scored.
 
-    Args:
-        rewards: floats of shape `(sequences,)`, `(sequences, functions)`:
-            the completions of one prompt are neighbours. `None` and NaN
-            mean not scored.
-        num_generations: int, completions per prompt.
-
-    Returns:
-        A float64 array of shape `(sequences, functions)`, NaN where not
-        scored.
-
-    Raises:
-        ValueError: for another shape, an infinite reward, or a number of
-            completions that is no multiple of `num_generations`.
+    They are as `Advantages` takes them. Another shape, an infinite reward, or
+    a number of completions that is no multiple of `num_generations` raises a
+    `ValueError`.
     """
     # `None` becomes NaN.
     array = np.array(rewards, dtype="float64")
@@ -56,18 +46,10 @@ def reward_matrix(rewards, num_generations):
 
 
 def total_rewards(rewards, num_generations, weights=None):
-    """Computes the weighted sum of rewards over reward functions.
+    """Computes weighted sums of rewards, float64 `(groups, num_generations)`.
 
     A function that did not score a completion adds 0; a completion that none
-    scored has NaN.
-
-    Args:
-        rewards: floats of shape `(sequences,)` or `(sequences, functions)`.
-        num_generations: int, completions per prompt.
-        weights: floats of shape `(functions,)`, 1 by default.
-
-    Returns:
-        A float64 array of shape `(groups, num_generations)`.
+    scored has NaN. For the arguments see `Advantages`.
     """
     matrix = reward_matrix(rewards, num_generations)
     weights = _weights(weights, matrix.shape[1])
@@ -118,12 +100,8 @@ def constant(values, axis=None):
 def reward_metrics(rewards, num_generations, weights=None, names=None):
     """Computes statistics of a batch of rewards, under TRL's names.
 
-    Args:
-        rewards: floats of shape `(sequences,)` or `(sequences, functions)`.
-        num_generations: int, completions per prompt.
-        weights: floats of shape `(functions,)`, 1 by default.
-        names: list of str, the functions' names; `reward_0` and so on by
-            default.
+    The arguments are those of `Advantages`, and the functions' `names`,
+    `reward_0` and so on by default.
 
     Returns:
         A dict of floats: `rewards/<name>/mean` and `/std` of each function
@@ -171,13 +149,9 @@ class Advantages:
     min_generations = 2
 
     def of_groups(self, groups):
-        """Computes advantages of total rewards of each group.
+        """Computes advantages of total rewards, `(groups, num_generations)`.
 
-        Args:
-            groups: float64 array of shape `(groups, num_generations)`.
-
-        Returns:
-            An array of the same shape, arbitrary where a reward is NaN.
+        The result, of that shape, is arbitrary where a reward is NaN.
         """
         raise NotImplementedError
 
@@ -390,9 +364,8 @@ class PassAtKAdvantages(Advantages):
     A completion's advantage is the mean over all sets of its group that
     contain it, minus the mean over all sets, divided by their standard
     deviation, in closed form. With rewards 0 and 1 this is pass@k, the
-    paper's formula.
-
-    A group with fewer than `k` scored completions has zero advantages.
+    paper's formula. A group with fewer than `k` scored completions has zero
+    advantages.
 
     Args:
         k: int, the size of a set; at least 2 and at most `num_generations`.

@@ -96,13 +96,7 @@ class OffPolicyMask:
 def masked_quantile(values, mask, quantile):
     """Computes a quantile of the values selected by a mask.
 
-    Args:
-        values: float array of any shape.
-        mask: bool array of the same shape.
-        quantile: float between 0 and 1, with linear interpolation.
-
-    Returns:
-        A float scalar, NaN where nothing is selected.
+    It is a scalar with linear interpolation, NaN where nothing is selected.
     """
     ordered = jnp.sort(jnp.where(mask, values, jnp.inf).reshape(-1))
     last = jnp.maximum(mask.sum() - 1, 0)
@@ -189,14 +183,9 @@ class ImportanceCorrection:
         return jnp.where(inside, jnp.exp(log_ratios), 0.0)
 
     def sequence_log_weights(self, tokens):
-        """Computes the log of each sequence's weight.
+        """Computes the log of each sequence's weight, `(rows, num_sequences)`.
 
-        Args:
-            tokens: `PolicyTokens`.
-
-        Returns:
-            A float array of shape `(rows, num_sequences)`, bounded below
-            where a weight is 0.
+        It is bounded below where a weight is 0.
         """
         logs = jnp.log(jnp.maximum(self.weights(tokens), 1e-8))
         if self.by_sequence:
@@ -225,12 +214,11 @@ def rollout_log_ratios(tokens, by_sequence=False):
 def sampling_metrics(tokens, correction=None):
     """Measures the difference of the engine and the trainer's old policy.
 
-    Returns:
-        A dict of metrics: mean and maximum difference of log-probabilities
-        in nats; the effective sample size of the ratios (of tokens, or of
-        sequences for a correction by sequences) as a share of 1, before they
-        are truncated, which would hide a mismatch; and with a correction the
-        minimum, mean and maximum weight.
+    The metrics are mean and maximum difference of log-probabilities in nats;
+    the effective sample size of the ratios (of tokens, or of sequences for a
+    correction by sequences) as a share of 1, before they are truncated, which
+    would hide a mismatch; and with a correction the minimum, mean and maximum
+    weight.
     """
     used = tokens.mask != 0
     gap = jnp.abs(tokens.old_logps - tokens.rollout_logps)

@@ -107,8 +107,8 @@ class DistillationLoss(Loss):
             teacher_logps: float32 array of the same shape.
 
         Returns:
-            A float32 array of shape `(...)`, differentiable with respect to
-            `student_logps`, with a finite gradient at -inf as well.
+            A float32 array of shape `(...)`, differentiable in the student,
+            with a finite gradient at -inf as well.
         """
         raise NotImplementedError
 
@@ -154,10 +154,8 @@ class ForwardKLLoss(DistillationLoss):
     The classical distillation loss; with `alpha=0` on the teacher's own
     samples it becomes sequence-level distillation. TRL's generalised
     Jensen-Shannon divergence with `beta=0` is this; so is Tunix's logit
-    strategy, whose settings are `temperature=2.0, alpha=0.5`.
-
-    Args:
-        temperature, alpha, squared_temperature, tail: see `DistillationLoss`.
+    strategy, whose settings are `temperature=2.0, alpha=0.5`. For the
+    arguments see `DistillationLoss`.
     """
 
     def divergence(self, student_logps, teacher_logps):
@@ -168,16 +166,10 @@ class ForwardKLLoss(DistillationLoss):
 class ReverseKLLoss(DistillationLoss):
     """`reverse_kl_loss`: the student avoids what the teacher finds improbable.
 
-    Meant for the student's own samples, as in MiniLLM and on-policy
-    distillation. TRL's `DistillationTrainer` uses it, at temperature 1 and
-    only on samples.
-
-    Args:
-        temperature, alpha, squared_temperature, tail: see `DistillationLoss`.
-
-    Reference:
-        - [Gu et al., 2024](https://arxiv.org/abs/2306.08543), MiniLLM, which
-          uses its policy gradient.
+    Meant for the student's own samples, as in MiniLLM, which uses its policy
+    gradient, and on-policy distillation. TRL's `DistillationTrainer` uses it,
+    at temperature 1 and only on samples. For the arguments see
+    `DistillationLoss`.
     """
 
     def divergence(self, student_logps, teacher_logps):
@@ -263,10 +255,8 @@ class TotalVariationLoss(DistillationLoss):
     """Half the sum of absolute differences, `total_variation_loss`.
 
     Symmetric and from 0 to 1. Its gradient does not decay as the student
-    approaches the teacher, so it needs a learning rate that decays.
-
-    Args:
-        temperature, alpha, squared_temperature, tail: see `DistillationLoss`.
+    approaches the teacher, so it needs a learning rate that decays. For the
+    arguments see `DistillationLoss`.
     """
 
     def divergence(self, student_logps, teacher_logps):
@@ -280,14 +270,11 @@ class ULDLoss(DistillationLoss):
     `uld_loss`: the Wasserstein distance with equal distances between all
     tokens. It ignores the identity of tokens, which only the hard labels
     supply: use `alpha` below 1. The paper adds 1.5 times this to the
-    cross-entropy: `alpha=0.6` up to a factor.
+    cross-entropy, at temperature 1: `alpha=0.6` up to a factor.
 
     TRL's `GOLDTrainer` compares the distributions shifted by one token. This
-    loss, as the paper, compares the two that predict the token.
-
-    Args:
-        temperature, alpha, squared_temperature, tail: see `DistillationLoss`.
-            The paper has a temperature of 1.
+    loss, as the paper, compares the two that predict the token. For the
+    arguments see `DistillationLoss`.
     """
 
     metric_names = ("divergence", "hard_loss")

@@ -338,14 +338,9 @@ def uld_loss(student_logps, teacher_logps):
 def with_tail(logps):
     """Appends one outcome that stands for all outcomes left out.
 
-    Args:
-        logps: float array of shape `(..., k)`, log-probabilities of some
-            outcomes of a distribution.
-
-    Returns:
-        A float32 array of shape `(..., k + 1)`; the last is the log of 1
-        minus the sum of the others' probabilities, at least
-        `log(TAIL_FLOOR)`. The gradient at this bound is 0.
+    `logps` are log-probabilities `(..., k)` of some outcomes. The last of the
+    `k + 1` is the log of 1 minus the sum of the others' probabilities, at
+    least `log(TAIL_FLOOR)`. The gradient at this bound is 0.
     """
     logps = jnp.asarray(logps).astype("float32")
     inside = jnp.sum(jnp.exp(logps), axis=-1, keepdims=True)

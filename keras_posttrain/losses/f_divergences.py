@@ -63,12 +63,11 @@ class AlphaDivergence:
 
     Between the reverse KL (`alpha` to 0) and the forward KL (`alpha` to 1),
     as the paper has it. TRL 1.16 computes the paper's divergence of
-    `1 - alpha`; the two agree at 0.5.
+    `1 - alpha`; the two agree at 0.5. Called as `ReverseKL` is, whose
+    reference is this paper.
 
     Args:
         alpha: float between 0 and 1. The paper tries 0.3, 0.5 and 0.7.
-
-    Call arguments, returns and reference as in `ReverseKL`.
     """
 
     alpha: float = 0.5

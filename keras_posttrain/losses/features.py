@@ -14,26 +14,15 @@ SMALLEST_SQUARE = 1e-12
 
 
 def squared_error(student, teacher):
-    """Sums the squared differences over the last axis.
-
-    Args:
-        student, teacher: float arrays of the same shape `(..., dim)`.
-
-    Returns:
-        A float32 array of shape `(...)`.
-    """
+    """Sums the squared differences over the last axis, in float32."""
     return jnp.sum(jnp.square(student - teacher), axis=-1)
 
 
 def cosine_distance(student, teacher):
-    """Computes 1 minus the cosine of the angle between vectors.
+    """Computes 1 minus the cosine of the angle between vectors, in float32.
 
-    Args:
-        student, teacher: float arrays of the same shape `(..., dim)`.
-
-    Returns:
-        A float32 array of shape `(...)`, from 0 to 2; 1, without a gradient,
-        where either vector is 0.
+    The vectors are along the last axis. Where either is 0 the result is 1,
+    without a gradient.
     """
 
     def direction(vectors):
@@ -172,8 +161,7 @@ class HiddenStateLoss(FeatureLoss):
             teacher's (TinyBERT's map), or a list of pairs
             `(student layer, teacher layer)`, counted from 0, or from -1 for
             the last. The outputs of the layers are compared.
-        metric: `"mse"`, the mean squared difference, or `"cosine"`, 1 minus
-            the cosine of the angle.
+        metric: see `hidden_state_loss`.
         matching: how the student's hidden size becomes the teacher's:
             `"projection"`, a linear map that is trained as well but not
             exported (FitNets, TinyBERT); `"pooling"`, the mean of
@@ -276,10 +264,8 @@ class AttentionLoss(FeatureLoss):
 
     Call arguments:
         batch: as in `HiddenStateLoss`.
-        outputs: dict of arrays of shape
-            `(rows, length, layers, heads * length)`: `student_attentions`
-            and `teacher_attentions`, by query; the last axis holds the
-            weights of all keys, head after head.
+        outputs: dict of the `student_attentions` and `teacher_attentions` of
+            `attention_loss`.
 
     Returns:
         `(loss, metrics)`: a float32 scalar, and a dict with

@@ -18,22 +18,21 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 class PolicyTokens:
     """The arrays of a batch that a policy loss reads, in float32.
 
-    Every array of tokens is 0 outside `mask`, whatever the batch holds
-    there, so that prompts and padding never reach a gradient.
+    Arrays of tokens are of shape `(rows, length)` and 0 outside `mask`,
+    whatever the batch holds there, so that prompts and padding never reach a
+    gradient. Only `logps` and `entropies` have one.
 
     Attributes:
-        mask: float array of shape `(rows, length)`, the completion mask.
+        mask: the completion mask.
         segment_ids: int array of shape `(rows, length)`.
         sequence_mask: float array of shape `(rows, num_sequences)`.
-        logps: float array of shape `(rows, length)`, log-probabilities under
-            the policy in training. This array and `entropies` are the only
-            ones with a gradient.
+        logps: log-probabilities under the policy in training.
         old_logps: the same under the policy that sampled, as the trainer
             computes it. If the batch has none, `logps` without a gradient.
-        advantages: float array of shape `(rows, length)`.
-        entropies: float array of shape `(rows, length)` or `None`.
-        ref_logps: the same under the reference policy, or `None`.
-        rollout_logps: the same as reported by the engine that sampled, or
+        advantages: those of the tokens.
+        entropies, ref_logps: of the policy and under the reference policy, or
+            `None`.
+        rollout_logps: as `logps`, as reported by the engine that sampled, or
             `None`. Where the engine reported NaN, the value of `old_logps`.
     """
 
@@ -51,14 +50,9 @@ class PolicyTokens:
     def of(cls, batch, outputs):
         """Reads a batch and the outputs of the model on it.
 
-        Args:
-            batch: dict of arrays as a loss gets it. `advantages` are of
-                shape `(rows, num_sequences)`, or `(rows, length)` where
-                tokens have their own.
-            outputs: dict of arrays; `ref_per_token_logps` may be in either.
-
-        Returns:
-            `PolicyTokens`.
+        `advantages` are of shape `(rows, num_sequences)`, or `(rows, length)`
+        where tokens have their own; `ref_per_token_logps` may be in either
+        dict.
         """
         mask = batch["completion_mask"].astype("float32")
         segment_ids = batch["segment_ids"]

@@ -44,30 +44,19 @@ class Loss:
     def logps_mask(self, batch):
         """Selects the tokens to project on the vocabulary.
 
-        Args:
-            batch: dict of arrays, as in the call.
-
-        Returns:
-            A bool array of shape `(rows, length)`.
+        Returns a bool array of shape `(rows, length)`.
         """
         return batch["completion_mask"] != 0
 
     def normalizers(self, batch):
         """Computes the divisor of each term of `total` from masks alone.
 
-        Args:
-            batch: dict of arrays, as in the call.
-
-        Returns:
-            A dict of float32 scalars by the names of the terms.
+        Returns a dict of float32 scalars by the names of the terms.
         """
         raise NotImplementedError
 
     def total(self, batch, outputs):
         """Sums the loss and collects metrics over the given rows.
-
-        Args:
-            batch, outputs: dicts of arrays, as in the call.
 
         Returns:
             `(terms, metrics)`: a dict of float32 scalars, sums that are not
@@ -106,13 +95,9 @@ class TokenLoss(Loss):
         return ("per_token_logps", "correct", "entropies")
 
     def token_loss(self, logps):
-        """Computes the loss of each token.
+        """Computes the loss of each token from its log-probability.
 
-        Args:
-            logps: float array of any shape, log-probabilities of tokens.
-
-        Returns:
-            A float array of the same shape, elementwise.
+        The function is elementwise, for arrays of any shape.
         """
         raise NotImplementedError
 

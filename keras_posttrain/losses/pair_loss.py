@@ -26,15 +26,7 @@ ROUNDING = 1e-6
 
 
 def smoothed_sigmoid(margins, label_smoothing):
-    """Computes `-log sigmoid(margins)` with smoothed labels.
-
-    Args:
-        margins: float array of any shape.
-        label_smoothing: float, the assumed share of swapped pairs.
-
-    Returns:
-        A float array of the same shape.
-    """
+    """Computes `-log sigmoid(margins)`, smoothed as in `dpo_loss`."""
     losses = -(1 - label_smoothing) * jax.nn.log_sigmoid(margins)
     if label_smoothing:
         losses -= label_smoothing * jax.nn.log_sigmoid(-margins)
@@ -57,7 +49,6 @@ class PairValues:
             sums over their tokens (means for some losses).
         chosen_ratios, rejected_ratios: `log(policy / reference)` of the
             completions, `None` without a reference.
-        chosen_lengths, rejected_lengths: the numbers of their tokens.
         mask: 1 where there is a pair.
     """
 
@@ -101,9 +92,6 @@ class PairLoss(Loss):
             `per_token_logps`, and `ref_per_token_logps` if the batch has
             none. With `entropies` and `correct`, the entropy of the
             completions and the accuracy on the chosen ones are reported.
-
-    Returns:
-        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
 
     Example:
 
@@ -169,11 +157,7 @@ class PairLoss(Loss):
     def values(self, tokens, logps, batch, outputs):
         """Reduces the tokens of each completion to `PairValues`.
 
-        Args:
-            tokens: `PairTokens`.
-            logps: float array of shape `(rows, length)`, 0 outside the
-                completions.
-            batch, outputs: dicts of arrays, as in the call.
+        `logps` are of shape `(rows, length)`, 0 outside the completions.
         """
         if not self.has_reference:
             return PairValues(
@@ -274,15 +258,7 @@ class ReferenceLoss(PairLoss):
 def preference_margins(chosen_ratios, rejected_ratios, beta, divergence=None):
     """Computes `beta * (score(chosen) - score(rejected))` of each pair.
 
-    Args:
-        chosen_ratios: float array of any shape, such as `(pairs,)`:
-            `log(policy / reference)` of the chosen completions.
-        rejected_ratios: float array of the same shape.
-        beta: float, the strength of the regularisation.
-        divergence: function of log-ratios, as in `MarginLoss`.
-
-    Returns:
-        A float array of the same shape.
+    The scores are those of a `divergence`, as in `MarginLoss`.
     """
     score = divergence or ReverseKL()
     return beta * (score(chosen_ratios) - score(rejected_ratios))

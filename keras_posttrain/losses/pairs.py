@@ -10,11 +10,9 @@ from keras_posttrain.losses import reductions
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """The positions of the pairs of a batch.
+    """The positions of the pairs of a batch, in the order of `PairLoss`.
 
-    The sequences of a batch, read row by row and past the unused slots, are
-    chosen, rejected, chosen, rejected and so on: two slots of a row, or two
-    rows of one sequence each. A slot is used where `sequence_mask` is not 0.
+    A slot is used where `sequence_mask` is not 0.
 
     Attributes:
         index: int array of shape `(pairs, 2)`: the slots of the chosen and
@@ -54,8 +52,7 @@ class Pairs:
     def take(self, values):
         """Gathers `(chosen, rejected)`, each `(pairs,)`, 0 without a pair.
 
-        Args:
-            values: array of shape `(rows, num_sequences)`.
+        `values` are of shape `(rows, num_sequences)`.
         """
         found = (
             values.reshape(-1).at[self.index].get(mode="fill", fill_value=0)
@@ -85,11 +82,6 @@ class PairTokens:
     """The tokens of a batch of pairs that a loss reads, in float32.
 
     Values outside the completions never reach a gradient.
-
-    Args:
-        batch: dict of arrays: `completion_mask` and `segment_ids` of shape
-            `(rows, length)`, `sequence_mask` of shape
-            `(rows, num_sequences)`.
     """
 
     def __init__(self, batch):
@@ -106,9 +98,7 @@ class PairTokens:
     def sums(self, values, weights=None):
         """Computes `(chosen, rejected)`, sums over completions' tokens.
 
-        Args:
-            values: float array of shape `(rows, length)`.
-            weights: float array of the same shape, in addition to the mask.
+        `weights` are those of the tokens, in addition to the mask.
         """
         values = values * self.mask
         if weights is not None:

@@ -61,9 +61,6 @@ class PolicyLoss(Loss):
             `per_token_logps`, `entropies`, and with `beta`
             `ref_per_token_logps`, here or in the batch.
 
-    Returns:
-        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
-
     Example:
 
     ```python
@@ -125,8 +122,8 @@ class PolicyLoss(Loss):
                 `self.log_ratios`.
 
         Returns:
-            `(losses, metrics)`: a float array of shape `(rows, length)`, and
-            a dict of metrics in the form of `Loss.total`.
+            `(losses, metrics)`: an array of the same shape, and metrics in
+            the form of `Loss.total`.
         """
         raise NotImplementedError
 

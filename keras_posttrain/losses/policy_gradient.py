@@ -67,12 +67,7 @@ def ppo_loss(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
-    """Base class of the policy losses with PPO's clip.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-    """
+    """Base class of the policy losses with PPO's clip, as in `PPOLoss`."""
 
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -247,9 +242,7 @@ class DrGRPOLoss(ClippedLoss):
         max_completion_length: int or `None`, the maximum number of tokens
             of a completion. With `None` the task sets it; a loss that is
             called without a task needs it.
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        importance_sampling_level: see `GRPOLoss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+        **kwargs: the arguments of `GRPOLoss`.
 
     Reference:
         - [Liu et al., 2025](https://arxiv.org/abs/2503.20783).
@@ -282,16 +275,11 @@ class DAPOLoss(ClippedLoss):
     higher") and no KL term, averaged over all tokens of the batch. The
     defaults are the paper's. Its other parts are placed elsewhere: dynamic
     sampling in the task (`max_resamples`), the soft overlong punishment in
-    the rewards.
+    the rewards. For the arguments see `GRPOLoss`.
 
     TRL divides by the mean token count of the steps that share a rollout, so
     that a step of long completions has more weight there. This loss divides
     by the token count of the step.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        importance_sampling_level: see `GRPOLoss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
 
     Reference:
         - [Yu et al., 2025](https://arxiv.org/abs/2503.14476).
@@ -310,12 +298,8 @@ class BNPOLoss(ClippedLoss):
     micro-batch and then over micro-batches, so that its result depends on
     how a batch is split; the result of this loss does not. The paper's
     normalisation of binary rewards by a Beta distribution is part of the
-    advantages and of neither implementation.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        importance_sampling_level: see `GRPOLoss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+    advantages and of neither implementation. For the arguments see
+    `GRPOLoss`.
 
     Reference:
         - [Xiao et al., 2025](https://arxiv.org/abs/2506.02864).
@@ -392,11 +376,8 @@ class GSPOLoss(ClippedLoss):
     tokens' ratios, so that a completion is clipped as one. Averaged over the
     tokens of each completion, then over completions. Such ratios stay close
     to 1, hence the narrow clip of the paper, 3e-4 and 4e-4. The paper uses
-    no KL term. Tunix keeps 0.2, which clips almost nothing.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+    no KL term. Tunix keeps 0.2, which clips almost nothing. For the arguments
+    see `PPOLoss`.
     """
 
     epsilon: float = 3e-4
@@ -417,11 +398,7 @@ class GSPOTokenLoss(ClippedLoss):
 
     The value of a token's ratio is that of its completion; its gradient is
     that of the token alone. With one advantage per completion, value and
-    gradient equal those of `GSPOLoss`.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+    gradient equal those of `GSPOLoss`. For the arguments see `PPOLoss`.
 
     Reference:
         - [Zheng et al., 2025](https://arxiv.org/abs/2507.18071), section 4.3.
@@ -452,11 +429,7 @@ class LUSPOLoss(ClippedLoss):
     averaged over completions, so that a token has the same weight in short
     and long completions. The clip is the paper's, 2e-3 and 2.5e-3. TRL also
     accepts token-level ratios, for which the method is not defined; with a
-    KL term TRL's sum includes padding.
-
-    Args:
-        epsilon, epsilon_high, delta: see `ppo_loss`.
-        beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+    KL term TRL's sum includes padding. For the arguments see `PPOLoss`.
 
     Reference:
         - [Liu et al., 2026](https://arxiv.org/abs/2602.05261).
@@ -511,18 +484,15 @@ class CISPOLoss(PolicyLoss):
     KL term.
 
     The paper writes the bound as 1 + epsilon_high and does not give it.
-    ScaleRL uses 4 to 8; 5 is TRL's recommendation. In TRL `epsilon_high` is
-    the bound itself and defaults to `epsilon`, 0.2, which makes every weight
-    0.2; here the bound is a separate setting that must be above 1.
+    ScaleRL ([Khatri et al., 2025](https://arxiv.org/abs/2510.13786)) uses 4
+    to 8; 5 is TRL's recommendation. In TRL `epsilon_high` is the bound itself
+    and defaults to `epsilon`, 0.2, which makes every weight 0.2; here the
+    bound is a separate setting that must be above 1.
 
     Args:
         max_ratio: float, the largest weight.
         importance_sampling_level: see `GRPOLoss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
-
-    References:
-        - [MiniMax, 2025](https://arxiv.org/abs/2506.13585).
-        - [Khatri et al., 2025](https://arxiv.org/abs/2510.13786), ScaleRL.
     """
 
     importance_sampling_level: str = "token"
@@ -804,16 +774,9 @@ class ReinforceLoss(PolicyLoss):
 def clip_metrics(tokens, log_ratios, low, high, by_sequence):
     """Computes the shares of tokens whose gradient a clip removed.
 
-    Args:
-        tokens: `PolicyTokens`.
-        log_ratios: float array of shape `(rows, length)`.
-        low, high: floats, the bounds of the ratio.
-        by_sequence: bool, whether to count sequences instead of tokens.
-
-    Returns:
-        A dict of metrics: the shares below `low` with a negative advantage
-        and above `high` with a positive one, and the minimum and maximum of
-        these shares over single sequences.
+    These are the shares with ratios below `low` and a negative advantage and
+    above `high` and a positive one, and the minimum and maximum of these
+    shares over single sequences. `by_sequence` counts sequences instead.
     """
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
     below = ((ratios < low) & (tokens.advantages < 0)).astype("float32")

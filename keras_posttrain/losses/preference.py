@@ -152,10 +152,7 @@ class IPOLoss(ReferenceLoss):
     `ipo_loss` of log-ratios averaged over each completion's tokens, as the
     authors' code and TRL compute it; the paper's formula has the sums. The
     reported rewards are those of the sums. The paper's experiments use
-    `beta` (its tau) from 0.1 to 1.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`.
+    `beta` (its tau) from 0.1 to 1. For the arguments see `ReferenceLoss`.
     """
 
     def pair_losses(self, values):
@@ -195,14 +192,9 @@ def hinge_loss(chosen_ratios, rejected_ratios, beta=0.1, divergence=None):
 class HingeLoss(MarginLoss):
     """The hinge loss of DPO's margin, `hinge_loss`.
 
-    SLiC's calibration loss with DPO's rewards, as normalised by RSO.
-
-    Args:
-        beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
-
-    References:
-        - [Zhao et al., 2023](https://arxiv.org/abs/2305.10425), SLiC-HF.
-        - [Liu et al., 2023](https://arxiv.org/abs/2309.06657), RSO.
+    SLiC's calibration loss with DPO's rewards, as normalised by RSO
+    ([Liu et al., 2023](https://arxiv.org/abs/2309.06657)). For the arguments
+    see `MarginLoss`.
     """
 
     function = staticmethod(hinge_loss)
@@ -355,11 +347,8 @@ def nca_pair_loss(chosen_ratios, rejected_ratios, beta=0.1):
 class NCAPairLoss(ReferenceLoss):
     """Noise-contrastive alignment of pairs, `nca_pair_loss`.
 
-    Unlike DPO, it also maintains the likelihood of the chosen completion.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
-            `beta` is 0.01.
+    Unlike DPO, it also maintains the likelihood of the chosen completion. The
+    paper's `beta` is 0.01. For the arguments see `ReferenceLoss`.
     """
 
     function = staticmethod(nca_pair_loss)
@@ -395,11 +384,8 @@ class BCOPairLoss(ReferenceLoss):
     """Binary classifier optimisation of pairs, `bco_pair_loss`.
 
     As in TRL, the rewards are not shifted. The paper subtracts their running
-    mean; this loss has no state.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
-            `beta` is 0.01.
+    mean; this loss has no state. The paper's `beta` is 0.01. For the
+    arguments see `ReferenceLoss`.
     """
 
     function = staticmethod(bco_pair_loss)
@@ -435,11 +421,8 @@ class SPPOHardLoss(ReferenceLoss):
     """Self-play preference optimisation with hard labels, `sppo_hard_loss`.
 
     The paper estimates the probability that one completion is preferred;
-    with hard labels it is 1 and 0.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
-            `beta` (1 / eta) is 0.001.
+    with hard labels it is 1 and 0. The paper's `beta` (1 / eta) is 0.001. For
+    the arguments see `ReferenceLoss`.
     """
 
     function = staticmethod(sppo_hard_loss)
@@ -556,11 +539,8 @@ def apo_zero_loss(chosen_ratios, rejected_ratios, beta=0.1):
 class APOZeroLoss(ReferenceLoss):
     """Anchored preference optimisation, `apo_zero_loss`.
 
-    For chosen completions that are better than the policy's own.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
-            `beta` is 0.1.
+    For chosen completions that are better than the policy's own. The paper's
+    `beta` is 0.1. For the arguments see `ReferenceLoss`.
     """
 
     function = staticmethod(apo_zero_loss)
@@ -596,11 +576,8 @@ def apo_down_loss(chosen_ratios, rejected_ratios, beta=0.1):
 class APODownLoss(ReferenceLoss):
     """Anchored preference optimisation, `apo_down_loss`.
 
-    For chosen completions that are worse than the policy's own.
-
-    Args:
-        beta, ld_alpha, use_weighting: see `ReferenceLoss`. The paper's
-            `beta` is 0.1.
+    For chosen completions that are worse than the policy's own. The paper's
+    `beta` is 0.1. For the arguments see `ReferenceLoss`.
     """
 
     function = staticmethod(apo_down_loss)

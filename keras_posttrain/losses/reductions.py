@@ -9,13 +9,8 @@ import jax.numpy as jnp
 def token_sum(values, mask):
     """Sums `values * mask` over all tokens, ignoring values that are masked.
 
-    Args:
-        values: float array of shape `(rows, length)`. May be anything, NaN
-            included, where `mask` is 0.
-        mask: float array of shape `(rows, length)`, the weight of each token.
-
-    Returns:
-        A float32 scalar.
+    Both are `(rows, length)`; values may be anything, NaN included, where the
+    mask is 0.
     """
     mask = mask.astype("float32")
     values = jnp.where(mask != 0, values.astype("float32"), 0.0)
@@ -23,16 +18,10 @@ def token_sum(values, mask):
 
 
 def segment_sum(values, segment_ids, num_sequences):
-    """Sums over the tokens of each sequence of a row.
+    """Sums over the tokens of each sequence, to `(rows, num_sequences)`.
 
-    Args:
-        values: float array of shape `(rows, length)`.
-        segment_ids: int array of shape `(rows, length)`: `1 ... num_sequences`
-            for the tokens of a sequence, 0 at padding.
-        num_sequences: int, the maximum number of sequences of a row.
-
-    Returns:
-        A float array of shape `(rows, num_sequences)`.
+    `values` and `segment_ids` are `(rows, length)`; the ids are
+    `1 ... num_sequences` for the tokens of a sequence, 0 at padding.
     """
     ids = jnp.arange(1, num_sequences + 1)
     member = segment_ids[:, :, None] == ids[None, None, :]
@@ -40,17 +29,10 @@ def segment_sum(values, segment_ids, num_sequences):
 
 
 def segment_places(values, segment_ids, num_sequences):
-    """Computes the cumulative sum within each sequence.
+    """Computes the cumulative sum within each sequence, `(rows, length)`.
 
-    Args:
-        values: float array of shape `(rows, length)`, such as a mask, whose
-            cumulative sum numbers the tokens of each sequence from 1.
-        segment_ids: int array of shape `(rows, length)`, as in
-            `segment_sum`.
-        num_sequences: int, the maximum number of sequences of a row.
-
-    Returns:
-        A float array of shape `(rows, length)`, 0 at padding.
+    That of a mask numbers the tokens of each sequence from 1. It is 0 at
+    padding. The arguments are as in `segment_sum`.
     """
     ids = jnp.arange(1, num_sequences + 1)
     member = segment_ids[:, :, None] == ids[None, None, :]
@@ -59,15 +41,9 @@ def segment_places(values, segment_ids, num_sequences):
 
 
 def spread(values, segment_ids):
-    """Gives each token the value of its sequence.
+    """Gives each token the value `(rows, num_sequences)` of its sequence.
 
-    Args:
-        values: float array of shape `(rows, num_sequences)`.
-        segment_ids: int array of shape `(rows, length)`, as in
-            `segment_sum`.
-
-    Returns:
-        A float array of shape `(rows, length)`, 0 at padding.
+    The result is `(rows, length)`, 0 at padding.
     """
     slot = jnp.maximum(segment_ids - 1, 0)
     values = jnp.take_along_axis(values, slot, axis=1)
@@ -81,7 +57,9 @@ def ratio(numerator, denominator):
 
 
 def metric_value(metric):
-    """Computes the value of a metric in the form of `Loss.total`.
+    """Computes the value of a metric, a float32 scalar.
+
+    It is 0 for an empty reduction (an infinite minimum, a count of 0).
 
     Args:
         metric: `("mean", numerator, denominator)`, `("sum", value)`,
@@ -91,10 +69,6 @@ def metric_value(metric):
             `("difference", numerator, denominator, numerator,
             denominator)`: the first mean minus the second, 0 if either
             denominator is 0.
-
-    Returns:
-        A float32 scalar, 0 for an empty reduction (an infinite minimum, a
-        count of 0).
     """
     kind, *values = metric
     if kind == "mean":
@@ -116,12 +90,8 @@ def metric_value(metric):
 def merge_metrics(stacked):
     """Combines the metrics of several sets of rows.
 
-    Args:
-        stacked: dict of metrics in the form of `Loss.total`, each value
-            with a leading axis over the sets.
-
-    Returns:
-        The dict of metrics of all rows together.
+    They are in the form of `Loss.total`, each value with a leading axis over
+    the sets.
     """
     reduce = {"min": jnp.min, "max": jnp.max}
     return {

@@ -131,14 +131,7 @@ class CPOLoss(PairLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOHingeLoss(CPOLoss):
-    """`CPOLoss` with `hinge_loss` of rewards.
-
-    Args:
-        beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
-
-    Reference:
-        - [Xu et al., 2024](https://arxiv.org/abs/2401.08417).
-    """
+    """`CPOLoss` with `hinge_loss` of rewards; `label_smoothing` must be 0."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,14 +144,7 @@ class CPOHingeLoss(CPOLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOIPOLoss(CPOLoss):
-    """`CPOLoss` with `ipo_loss` of means over tokens.
-
-    Args:
-        beta, nll_coef: see `CPOLoss`; `label_smoothing` must be 0.
-
-    Reference:
-        - [Azar et al., 2023](https://arxiv.org/abs/2310.12036), equation 17.
-    """
+    """`CPOLoss` with `ipo_loss` of means; `label_smoothing` must be 0."""
 
     averages = True
 
@@ -170,18 +156,7 @@ class CPOIPOLoss(CPOLoss):
 
 
 def simpo_reward(logps, beta, alpha):
-    """Computes SimPO's reward, or AlphaPO's where `alpha` is not 0.
-
-    `beta * logps`, or `beta * (1 - exp(-alpha * logps)) / alpha`.
-
-    Args:
-        logps: float array of any shape, mean log-probabilities of
-            completions.
-        beta, alpha: see `simpo_loss`.
-
-    Returns:
-        A float array of the same shape.
-    """
+    """Computes the reward of `simpo_loss` from mean log-probabilities."""
     if not alpha:
         return beta * logps
     return beta / alpha * (1 - bounded_exp(-alpha * logps))
@@ -264,12 +239,6 @@ def log_odds_ratio(chosen_logps, rejected_logps):
     """Computes `log(odds(chosen) / odds(rejected))` of each pair.
 
     `odds(p) = p / (1 - p)` of the mean probability of a completion's token.
-
-    Args:
-        chosen_logps, rejected_logps: see `simpo_loss`.
-
-    Returns:
-        A float array of the same shape.
     """
 
     def log_odds(logps):

@@ -62,9 +62,6 @@ class BradleyTerryLoss(Loss):
             rejected are neighbours, as in `PairLoss`.
         outputs: dict with `scores` of shape `(rows, num_sequences)`.
 
-    Returns:
-        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
-
     Example:
 
     ```python

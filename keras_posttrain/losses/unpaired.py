@@ -33,9 +33,6 @@ class LabelledLoss(Loss):
         outputs: dict of arrays of shape `(rows, length)`:
             `per_token_logps`, and `ref_per_token_logps` if the batch has
             none.
-
-    Returns:
-        `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
     """
 
     beta: float = 0.1
@@ -61,15 +58,10 @@ class LabelledLoss(Loss):
         return ("per_token_logps", "entropies", "ref_per_token_logps")
 
     def sequence_losses(self, good, log_ratios, baseline):
-        """Computes the loss of each completion.
+        """Computes the loss of each completion, `(rows, num_sequences)`.
 
-        Args:
-            good: bool array of shape `(rows, num_sequences)`, the labels.
-            log_ratios: float array of the same shape.
-            baseline: float scalar.
-
-        Returns:
-            A float array of shape `(rows, num_sequences)`.
+        `good`, bools from the labels, and `log_ratios` are of that shape;
+        `baseline` is a scalar.
         """
         raise NotImplementedError
 
@@ -266,15 +258,10 @@ def apo_zero_unpaired_loss(log_ratios, labels, beta=0.1):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class APOZeroUnpairedLoss(LabelledLoss):
-    """`APOZeroLoss` for unpaired completions: KTO without a baseline.
+    """`apo_zero_unpaired_loss`: KTO without a baseline.
 
-    For desirable completions that are better than the policy's own.
-
-    Args:
-        beta, desirable_weight, undesirable_weight: see `LabelledLoss`.
-
-    Reference:
-        - [D'Oosterlinck et al., 2024](https://arxiv.org/abs/2408.06266).
+    For desirable completions that are better than the policy's own. For the
+    arguments see `LabelledLoss`.
     """
 
     def sequence_losses(self, good, log_ratios, baseline):

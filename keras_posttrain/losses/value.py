@@ -17,9 +17,8 @@ def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
     The result is float32 whatever the types of the arguments are.
 
     Args:
-        rewards: float array of shape `(rows, num_sequences)`, one for each
-            sequence. Rewards of sequences without a token in `mask` are
-            ignored.
+        rewards: float array of shape `(rows, num_sequences)`. Those of
+            sequences without a token in `mask` are ignored.
         mask: float array of shape `(rows, length)`, not 0 for the tokens of
             the completions.
         segment_ids: int array of shape `(rows, length)`:

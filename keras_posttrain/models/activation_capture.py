@@ -7,11 +7,6 @@ import dataclasses
 class ActivationCapture:
     """The activations to record in a forward pass, and their values.
 
-    Args:
-        hidden_layers: ints, the decoder layers whose output is recorded.
-        attention_layers: ints, the decoder layers whose attention weights
-            are recorded.
-
     Attributes:
         hidden: dict, from the layer's index to a float array of shape
             `(rows, length, hidden_dim)`, before the last norm.
@@ -27,11 +22,7 @@ class ActivationCapture:
     attentions: dict = dataclasses.field(default_factory=dict)
 
     def check(self, policy):
-        """Checks that a policy can provide these activations.
-
-        Raises:
-            ValueError: if it cannot.
-        """
+        """Raises a `ValueError` if a policy cannot provide these."""
         name = type(policy.backbone).__name__
         if not policy.packable:
             raise ValueError(

@@ -34,21 +34,19 @@ def attention_scope(
 ):
     """Makes decoder layers called inside attend within segments.
 
-    These layers take tokens of shape `(rows * length, 1, hidden)`.
+    These layers take tokens of shape `(rows * length, 1, hidden)`. The int
+    arrays have the shape `(rows, length)`.
 
     Args:
-        segment_ids: int array of shape `(rows, length)`; a token attends to
-            itself and to earlier tokens of the same segment. 0 is padding.
-        positions: int array of shape `(rows, length)`, the position of each
-            token in its sequence.
-        prefix_ids: int array of shape `(rows, length)` or `None`: the segment
-            that a token's own segment continues, which the token also
-            attends to; -1 where there is none. Positions continue those of
-            that segment.
+        segment_ids: a token attends to itself and to earlier tokens of the
+            same segment. 0 is padding.
+        positions: the position of each token in its sequence.
+        prefix_ids: the segment that a token's own segment continues, which
+            the token also attends to; -1 where there is none. Positions
+            continue those of that segment.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache.
-        capture: `ActivationCapture` or `None`, whose `attentions` are
-            filled.
+        capture: `ActivationCapture` or `None`; `attentions` is filled.
     """
     rows, length = segment_ids.shape
     layers = itertools.count()
@@ -88,19 +86,17 @@ def segment_attention(
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
+    The result has the shape and dtype of `query`.
+
     Args:
         query: float array of shape `(rows, length, heads, head_dim)`.
         key, value: float arrays of shape
             `(rows, length, kv_heads, head_dim)`.
-        segment_ids, positions, prefix_ids: int arrays of shape
-            `(rows, length)`, as in `attention_scope`.
+        segment_ids, positions, prefix_ids: as in `attention_scope`.
         scale: float, multiplied with the scores.
         sliding_window: int or `None`; a token sees this many tokens, itself
             included.
         soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
-
-    Returns:
-        An array of the shape and dtype of `query`.
     """
     if tpu_attention.is_supported(query, prefix_ids):
         return tpu_attention.splash_attention(
@@ -161,10 +157,8 @@ def attention_weights(
 ):
     """Computes the attention weights of `segment_attention`.
 
-    Returns:
-        A float32 array of shape `(rows, heads, length, length)`, a row for
-        each query: 0 where the query does not see the key, and 0 everywhere
-        for padding.
+    They are float32 of shape `(rows, heads, length, length)`, a row for each
+    query: 0 where the query does not see the key, and for padding.
     """
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -250,13 +244,9 @@ def _masked_scores(
 class KeyValues:
     """The keys and values of one layer, for many sequences.
 
-    Keys are stored with the head dimension before the tokens. The product of
-    one query with them then reads memory in order, which is five times as
-    fast on a CPU.
-
-    Attributes:
-        keys: array of shape `(slots, kv_heads, head_dim, tokens)`.
-        values: array of shape `(slots, kv_heads, tokens, head_dim)`.
+    Keys have the shape `(slots, kv_heads, head_dim, tokens)`, values
+    `(slots, kv_heads, tokens, head_dim)`. The product of one query with the
+    keys then reads memory in order, which is five times as fast on a CPU.
     """
 
     keys: jax.Array
@@ -297,11 +287,8 @@ class KeyValues:
     def fill(self, slots, keys, values):
         """Writes prompts to some slots, starting at the first column.
 
-        Args:
-            slots: int array of shape `(prompts,)`; a prompt whose slot is
-                out of range is ignored.
-            keys, values: arrays of shape
-                `(prompts, tokens, kv_heads, head_dim)`.
+        Both arrays are `(prompts, tokens, kv_heads, head_dim)`. A prompt
+        whose slot is out of range is ignored.
         """
         tokens = keys.shape[1]
         keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)
@@ -342,7 +329,7 @@ def decoding_scope(lengths, step, past, recent):
         recent: list of `KeyValues`, one for each layer, of the tokens after
             those of `past`. A token is written to the same column in all
             slots, which is cheap, and not to the end of each sequence. The
-            items of the list are replaced by ones with the new token.
+            list's items are replaced by ones with the new token.
     """
     layers = iter(range(len(past)))
 

@@ -23,10 +23,8 @@ CHUNK = 2**26
 def fill(variable, read):
     """Assigns a variable, reading the slice of each device separately.
 
-    Args:
-        variable: `keras.Variable`.
-        read: function from a tuple of slices, one for each axis of the
-            variable, to that part of its value as a numpy array.
+    `read` is a function from a tuple of slices, one for each axis of the
+    variable, to that part of its value as a numpy array.
     """
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
     layout = sharding.layout_of(variable)
@@ -55,15 +53,9 @@ def fill(variable, read):
 
 
 def to_host(array):
-    """Copies a `jax.Array` that may span many processes to the host.
+    """Copies a `jax.Array` that may span many processes to all hosts.
 
     Unlike with `numpy.asarray`, JAX does not cache the copy.
-
-    Args:
-        array: `jax.Array`, or anything that `numpy.asarray` takes.
-
-    Returns:
-        A numpy array, the same in all processes.
     """
     if not isinstance(array, jax.Array):
         return np.asarray(array)
@@ -82,11 +74,7 @@ def to_host(array):
 
 
 def _by_index(target, shape):
-    """Groups devices by the part they hold.
-
-    Returns:
-        A dict `{((start, stop), ...): devices}`.
-    """
+    """Groups devices by the part they hold, `((start, stop), ...)`."""
     found = {}
     for device, index in target.devices_indices_map(shape).items():
         bounds = zip(index, shape)
@@ -153,8 +141,7 @@ def on_first(write, arrays=()):
     """Writes in the first process what all processes help to gather.
 
     Args:
-        write: function without arguments, called in the first process. It
-            consumes `arrays`.
+        write: function called in the first process. It consumes `arrays`.
         arrays: iterator whose items all processes gather together; the other
             processes consume it and drop the items.
 
@@ -183,11 +170,9 @@ def on_first(write, arrays=()):
 
 
 class ValueScope(keras.StatelessScope):
-    """A scope that computes the value of a variable when it is read.
+    """A scope in which a variable's value is `make(variable)`.
 
-    Args:
-        make: function from a `keras.Variable` to an array. Variables that it
-            reads itself have their own values.
+    Variables that `make` reads itself have their own values.
     """
 
     def __init__(self, make):

@@ -29,7 +29,6 @@ class FullTeacher:
         source: int32 array of shape `(rows * length,)`: for each token of
             the student, the flat index of the teacher's hidden state that
             predicts it.
-        split: `models/sharding.py:Split` of the kernel, or `None`.
     """
 
     head: Head
@@ -49,11 +48,9 @@ class FullTeacher:
 class TopTeacher:
     """A teacher of which only the top-k tokens are known.
 
-    Args:
-        ids: int32 array of shape `(rows * length, k)`: for each token of the
-            student, the teacher's most probable tokens at that position.
-        logps: float32 array of shape `(rows * length, k)`, their
-            log-probabilities at the temperature of the loss.
+    For each token of the student, `ids` (int32) are the teacher's most
+    probable tokens at that position and `logps` (float32) their
+    log-probabilities at the loss's temperature, `(rows * length, k)`.
     """
 
     ids: jax.Array
@@ -74,13 +71,8 @@ jax.tree_util.register_dataclass(TopTeacher, ["ids", "logps"], [])
 def without_kernels(teachers):
     """Separates teachers from their kernels, to be split by rows.
 
-    Args:
-        teachers: sequence of `FullTeacher` and `TopTeacher`.
-
-    Returns:
-        `(teachers, kernels, splits)`: a tuple of teachers whose arrays all
-        have a leading `rows` axis, and for the `FullTeacher`s the lists of
-        kernels and of their `Split`s.
+    Returns the teachers, whose arrays all have a leading `rows` axis, and
+    for the `FullTeacher`s the lists of kernels and of their `Split`s.
     """
     full = [t for t in teachers if isinstance(t, FullTeacher)]
     rest = tuple(
@@ -93,15 +85,7 @@ def without_kernels(teachers):
 
 
 def with_kernels(teachers, kernels):
-    """Gives teachers their kernels back; undoes `without_kernels`.
-
-    Args:
-        teachers: tuple returned by `without_kernels`, or some rows of it.
-        kernels: list of arrays, one for each `FullTeacher`.
-
-    Returns:
-        A tuple of teachers.
-    """
+    """Gives teachers their kernels back; undoes `without_kernels`."""
     kernels, found = iter(kernels), []
     for teacher in teachers:
         if isinstance(teacher, FullTeacher):
@@ -133,8 +117,7 @@ def divergence_sum(
         weights: pair of float32 arrays of shape `(slots,)`, `by_divergence`
             and `by_logp`, in the order of `tokens`; `by_logp` may be `None`.
         teachers: sequence of `FullTeacher` and `TopTeacher`.
-        teacher_weights: float32 array of shape `(teachers, slots)`, in the
-            order of `tokens`.
+        teacher_weights: float32 array of shape `(teachers, slots)`.
         divergence: function from float32 log-probabilities of the student
             and of the teacher, both `(tokens, outcomes)`, to `(tokens,)`;
             differentiable in the first argument.
@@ -142,17 +125,15 @@ def divergence_sum(
             compared. Log-probabilities of tokens are at temperature 1.
         tail: bool; in addition to a teacher's top tokens, the rest of the
             vocabulary is one more outcome.
-        needs: names out of `models/token_divergence.py:COMPANIONS` to return
-            in addition to `divergences`.
+        needs: names out of `COMPANIONS` to return with `divergences`.
 
     Returns:
         `(sum, values)`; the sum has gradients with respect to `hidden` and,
         if `head.trainable`, to `kernel`. `values` is a dict of float32 arrays
         of shape `(rows * length,)` without gradients, 0 for tokens that were
-        not selected: `divergences`, `per_token_logps`, `agrees` (1 where the
-        most probable tokens of teacher and student are the same) and
-        `teacher_per_token_logps`. With several teachers the last two are
-        means weighted by `teacher_weights`.
+        not selected. `agrees` is 1 where the most probable tokens of teacher
+        and student are the same. With several teachers, it and
+        `teacher_per_token_logps` are means weighted by `teacher_weights`.
     """
     total, values, _ = _sweep(
         head, hidden, kernel, tokens, weights, teachers, teacher_weights,

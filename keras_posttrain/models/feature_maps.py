@@ -13,12 +13,7 @@ class FeatureMap(keras.layers.Layer):
     """Brings the layers that a feature loss compares to one shape.
 
     With `matching="projection"` the map is a learned kernel for each pair of
-    layers; other settings have no weights.
-
-    Args:
-        loss: `HiddenStateLoss` or `AttentionLoss`.
-        student, teacher: `Policy`s.
-        seed: int, the seed of the learned kernels' initial values.
+    layers, initialized by `seed`; other settings have no weights.
     """
 
     def __init__(self, loss, student, teacher, *, seed=0, name=None):
@@ -67,9 +62,6 @@ class FeatureMap(keras.layers.Layer):
 
     def features(self, student, teacher):
         """Maps the captured activations of both models to one shape.
-
-        Args:
-            student, teacher: `ActivationCapture`s, filled.
 
         Returns:
             A dict of two float32 arrays of shape
@@ -120,15 +112,7 @@ class FeatureMap(keras.layers.Layer):
 
 
 def feature_maps(losses, student, teacher):
-    """Makes the maps of feature losses.
-
-    Args:
-        losses: tuple of `HiddenStateLoss`es and `AttentionLoss`es.
-        student, teacher: `Policy`s.
-
-    Returns:
-        A list of `FeatureMap`s, one a loss.
-    """
+    """Makes the `FeatureMap` of each feature loss."""
     maps = [
         FeatureMap(loss, student, teacher, name=f"feature_map_{i}")
         for i, loss in enumerate(losses)
@@ -139,12 +123,7 @@ def feature_maps(losses, student, teacher):
 
 
 def capture_of(maps, side):
-    """Returns the `ActivationCapture` of one side; `None` without maps.
-
-    Args:
-        maps: list of `FeatureMap`s.
-        side: int, 0 for the student, 1 for the teacher.
-    """
+    """Returns a side's `ActivationCapture`: 0 student, 1 teacher."""
     if not maps:
         return None
     hidden = {x for m in maps if not m.of_attention for x in m.layers_of(side)}
@@ -158,13 +137,8 @@ def capture_of(maps, side):
 def layer_pairs(loss, student_layers, teacher_layers):
     """Returns the pairs `(student layer, teacher layer)` to compare.
 
-    Args:
-        loss: a feature loss; `layers="auto"` spreads all layers of the
-            student evenly over the teacher's and pairs the last ones.
-        student_layers, teacher_layers: ints, the numbers of layers.
-
-    Returns:
-        Tuple of pairs of ints from 0.
+    `layers="auto"` spreads all layers of the student evenly over the
+    teacher's and pairs the last ones.
     """
     if loss.layers == "auto":
         step = teacher_layers / student_layers
@@ -188,11 +162,7 @@ def layer_pairs(loss, student_layers, teacher_layers):
 
 
 def pooling(size, pooled):
-    """Returns the matrix that averages `size` features in `pooled` bins.
-
-    Bins begin and end as those of adaptive average pooling do, so that they
-    overlap where the sizes do not divide.
-    """
+    """Returns the matrix of adaptive average pooling to `pooled` features."""
     matrix = np.zeros((size, pooled), np.float32)
     for i in range(pooled):
         start, stop = i * size // pooled, -(-(i + 1) * size // pooled)

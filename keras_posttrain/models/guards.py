@@ -20,12 +20,7 @@ def check_dtype(dtype):
 
 
 def check_model(causal_lm, sequence_length):
-    """Rejects models and lengths that cannot be trained.
-
-    Args:
-        causal_lm: the object that the user passed as the model.
-        sequence_length: int, the most tokens of a row.
-    """
+    """Rejects models and lengths (tokens of a row) that cannot be trained."""
     if not isinstance(causal_lm, keras_hub.models.CausalLM):
         raise ValueError(
             "A task is made of a KerasHub `CausalLM`; use "

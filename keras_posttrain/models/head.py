@@ -31,8 +31,6 @@ class Head:
         transposed: bool, whether the kernel has the shape
             `(vocabulary, hidden)`, as a tied embedding, and not
             `(hidden, vocabulary)`.
-        soft_cap: float or `None`, the cap of the final logits.
-        temperature: float that divides the logits after the cap.
         chunk_size: int or `None`, tokens per chunk. By default a chunk has
             about 2**23 logits.
         trainable: bool, whether the kernel gets a gradient.
@@ -54,10 +52,7 @@ class Head:
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def columns(self, logits, targets):
-        """Returns the targets' columns in these logits.
-
-        They are out of range for targets in another device's part.
-        """
+        """Finds targets' columns; out of range if another device has them."""
         if self.axis is None:
             return targets
         return targets - jax.lax.axis_index(self.axis) * logits.shape[-1]
@@ -77,13 +72,8 @@ class Head:
     def logits(self, hidden, kernel):
         """Computes logits and the derivative of the soft cap.
 
-        Args:
-            hidden: float array of shape `(tokens, hidden_dim)`.
-            kernel: float array.
-
-        Returns:
-            `(logits, slope)`, float32 arrays of shape
-            `(tokens, vocabulary)`; `slope` is `None` without a soft cap.
+        Both are float32 of shape `(tokens, vocabulary)`; the derivative is
+        `None` without a soft cap.
         """
         axis = 1 if self.transposed else 0
         logits = jax.lax.dot_general(
@@ -121,15 +111,11 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens to project, moved to the first `count` slots.
+    """The tokens to project, moved to the first `count` of all slots.
 
-    Attributes:
-        index: int32 array of shape `(slots,)`: flat indices of the selected
-            tokens; slots from `count` on are unused.
-        source: int32 array of shape `(slots,)`: flat indices of the hidden
-            states that predict them.
-        targets: int32 array of shape `(slots,)`: their token ids.
-        count: int32 scalar, the number of selected tokens.
+    The int32 arrays of shape `(slots,)` have, for each token, its flat index,
+    the flat index `source` of the hidden state that predicts it, and its id
+    in `targets`.
     """
 
     index: jax.Array
@@ -146,15 +132,10 @@ jax.tree_util.register_dataclass(
 def select_tokens(token_ids, mask, predicted_by=None):
     """Selects the tokens of a batch whose `mask` is true.
 
-    Args:
-        token_ids: int array of shape `(rows, length)`.
-        mask: bool array of shape `(rows, length)`.
-        predicted_by: int array of shape `(rows, length)` or `None`: the
-            column of the hidden state that predicts the token; by default
-            the column before it. Then the first column is never selected.
-
-    Returns:
-        `Tokens` with `rows * length` slots.
+    All arrays have the shape `(rows, length)`; there are `rows * length`
+    slots. `predicted_by` has the column of the hidden state that predicts
+    each token. By default it is the column before the token, and the first
+    column is never selected.
     """
     rows, length = token_ids.shape
     columns = jnp.arange(length, dtype="int32")[None]
@@ -243,7 +224,7 @@ def _sweep(
     extras,
     by_entropy=None,
 ):
-    """Loops over the chunks once.
+    """Loops over the chunks once; returns dicts of values and gradients.
 
     Args:
         head, hidden, kernel, tokens, extras: as in `token_values`.
@@ -254,9 +235,6 @@ def _sweep(
             d(loss)/d(log-probability).
         by_entropy: with such a function, d(loss)/d(entropy) of each slot, or
             `None`.
-
-    Returns:
-        `(values, gradients)`, dicts of arrays.
     """
     slots = tokens.index.shape[0]
     size = head.chunk(head.vocabulary_size(kernel), slots)
@@ -323,14 +301,12 @@ def _sweep(
 
 
 def token_values(head, hidden, kernel, tokens, *, extras=()):
-    """Computes log-probabilities and optional values without gradients.
+    """Computes log-probabilities and the values in `extras`, no gradients.
 
     Args:
-        head: `Head`.
         hidden: float array of shape `(rows * length, hidden_dim)`.
         kernel: float array, `(vocabulary, hidden_dim)` or its transpose.
-        tokens: `Tokens`.
-        extras: tuple of names out of `EXTRAS` to compute too.
+        extras: names out of `EXTRAS`.
 
     Returns:
         A dict of float32 arrays of shape `(rows * length,)`, 0 for tokens
@@ -348,22 +324,14 @@ def token_values(head, hidden, kernel, tokens, *, extras=()):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def token_logps(head, hidden, kernel, tokens, probe, extras=()):
-    """Computes log-probabilities and entropies with gradients.
+    """Computes `token_values` with gradients of logps and entropies.
 
     The forward pass stores the derivative of each log-probability with
     respect to its hidden state, so that the backward pass of the hidden
     states needs no logits. They are recomputed only if the head is trained
     or the loss has a gradient through the entropies. Entropies that are only
-    reported make the backward pass no slower.
-
-    Args:
-        head, hidden, kernel, tokens: as in `token_values`.
-        probe: float32 array of shape `(slots,)`, zeros.
-        extras: as in `token_values`.
-
-    Returns:
-        The dict of `token_values`; `per_token_logps` and `entropies` have
-        gradients.
+    reported make the backward pass no slower. `probe` has the shape
+    `(slots,)` and is zero.
     """
     del probe
     return token_values(head, hidden, kernel, tokens, extras=extras)
@@ -435,16 +403,8 @@ def token_loss_sum(
     hidden states and that of the kernel: three matrix products with the
     vocabulary in total.
 
-    Args:
-        head, hidden, kernel, tokens: as in `token_values`.
-        weights: float32 array of shape `(slots,)`, the weight of each
-            selected token, in the order of `tokens`.
-        token_loss: elementwise function of log-probabilities.
-        extras: as in `token_values`.
-
-    Returns:
-        `(sum of weights * token_loss, values)`; `values` is the dict of
-        `token_values` and has no gradient.
+    The float32 `weights`, `(slots,)`, are in the order of `tokens`. Returns
+    the sum and the dict of `token_values`, which has no gradient.
     """
     values = token_values(head, hidden, kernel, tokens, extras=extras)
     return _weighted_sum(values, tokens, weights, token_loss), values

@@ -139,14 +139,8 @@ class DropoutKeys:
     """The random keys of the dropout masks of one step.
 
     A mask depends only on the step, the layer, the sequence and the token's
-    position in it: not on rows, packing or micro-batches.
-
-    Attributes:
-        step_key: a JAX key of the seed and the step.
-        sequences: int32 array of shape `(tokens,)`, the sequence of each
-            token.
-        positions: int32 array of shape `(tokens,)`, the position of each
-            token in its sequence.
+    position in it: not on rows, packing or micro-batches. `step_key` is a JAX
+    key of the seed and the step; the int32 arrays have the shape `(tokens,)`.
     """
 
     step_key: jax.Array
@@ -169,9 +163,7 @@ class DropoutKeys:
 class Pair:
     """An adapted layer: how its kernel's axes map to those of a matrix.
 
-    Args:
-        name: str, the layer's Hugging Face name.
-        layer: a built Keras `Dense` or `EinsumDense`.
+    `layer` is a built `Dense` or `EinsumDense`, `name` Hugging Face's name.
     """
 
     def __init__(self, name, layer):
@@ -364,16 +356,11 @@ class Adapter(keras.layers.Layer):
             self._dropout = None
 
     def merged_kernel(self, i, factors=None, kernel=None):
-        """Computes the kernel of an adapted layer with the adapter added.
+        """Computes the kernel of layer `i` of `pairs` with the adapter added.
 
-        Args:
-            i: int, the index of the layer in `pairs`.
-            factors: pair of arrays to use as `A` and `B`, or `None` for the
-                adapter's.
-            kernel: array to add to, or `None` for the layer's.
-
-        Returns:
-            An array of the kernel's shape and dtype.
+        `factors` are arrays to use as `A` and `B` instead of the adapter's,
+        `kernel` one to add to instead of the layer's. The result has the
+        kernel's shape and dtype.
         """
         pair = self.pairs[i]
         if kernel is None:
@@ -427,7 +414,6 @@ class Adapter(keras.layers.Layer):
         For the kernel of an adapted layer the adapter is added, and those
         below it.
         """
-
         added = {}
         for adapter in self.stack:
             for i, pair in enumerate(adapter.pairs):
@@ -444,14 +430,10 @@ class Adapter(keras.layers.Layer):
         return values
 
     def save(self, directory, base_name=None):
-        """Writes `adapter_config.json` and `adapter_model.safetensors`.
+        """Writes an adapter that PEFT and vLLM load, with its base's name.
 
         A stack of adapters is written as one, whose rank is the sum of
         theirs.
-
-        Args:
-            directory: str or path to write to. PEFT and vLLM can load it.
-            base_name: str or `None`, recorded as the base model's name.
         """
         directory = pathlib.Path(directory)
         lora = self.saved_lora
@@ -541,12 +523,8 @@ class Adapter(keras.layers.Layer):
     def load(self, directory):
         """Loads the weights of a PEFT adapter of equal rank and layers.
 
-        Args:
-            directory: str or path of a PEFT adapter.
-
-        Raises:
-            ValueError: if the adapter has another method, rank or set of
-                layers. No weight is changed then.
+        If the adapter has another method, rank or set of layers, it raises a
+        `ValueError` and changes no weight.
         """
         if self.below is not None:
             raise ValueError(

@@ -48,15 +48,12 @@ class Policy:
     called, so that a `keras.StatelessScope` can set the weights.
 
     Args:
-        causal_lm: a KerasHub `CausalLM`.
-        adapter: `Adapter` attached to it, or `None`.
         remat: `"none"` stores all activations for the backward pass.
             `"full"` stores the input of each decoder layer and recomputes
-            the rest, except for sums over devices that share a layer, which
-            are stored too.
+            the rest, except for sums over devices that share a layer.
         chunk_size: int or `None`, tokens per chunk of the head.
-        num_layers: int or `None`, run only the first decoder layers, as a
-            plan does; `None` for all.
+        num_layers: int or `None`: run only the first decoder layers, as a
+            plan does.
     """
 
     def __init__(
@@ -130,8 +127,7 @@ class Policy:
                 prompt.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
-            capture: `ActivationCapture` or `None`, filled with the
-                activations that it names.
+            capture: `ActivationCapture` to fill, or `None`.
 
         Returns:
             A float array of shape `(rows, length, hidden_dim)`.
@@ -181,11 +177,10 @@ class Policy:
         return self.backbone.layer_norm(x)
 
     def prefill(self, batch):
-        """Computes the keys and values of prompts.
+        """Computes the keys, rotated, and values of prompts.
 
-        Returns:
-            A list of pairs `(keys, values)`, one for each layer, of shape
-            `(rows * length, kv_heads, head_dim)`. Keys are rotated.
+        Returns a pair for each layer, both of shape
+        `(rows * length, kv_heads, head_dim)`.
         """
         kept = []
         scope = attention_scope(
@@ -197,11 +192,8 @@ class Policy:
     def decode(self, token_ids, lengths, step, past, recent):
         """Computes the logits of the next token of each sequence.
 
-        Args:
-            token_ids: int array of shape `(slots,)`, the last token of each
-                sequence.
-            lengths, step, past, recent: as in
-                `models/attention.py:decoding_scope`.
+        `token_ids` has the shape `(slots,)`, the last token of each sequence.
+        The other arguments are those of `attention.py:decoding_scope`.
 
         Returns:
             `(logits, recent)`: a float32 array of shape
@@ -318,16 +310,14 @@ class Policy:
         """Computes log-probabilities and more for the tokens of `mask`.
 
         Args:
-            batch: as in `hidden_states`.
+            batch, dropout_key: as in `hidden_states`.
             mask: bool array of shape `(rows, length)`.
             needs: names of the values to return, out of `per_token_logps`,
                 `correct`, `entropies` and `collision_entropies`.
             temperature: float that divides the logits.
-            dropout_key: as in `hidden_states`.
             differentiable: bool, whether `per_token_logps` and `entropies`
                 have gradients.
-            hidden: array returned by `hidden_states`, if it has been
-                computed already.
+            hidden: result of `hidden_states`, if computed already.
 
         Returns:
             A dict of float32 arrays of shape `(rows, length)`, 0 outside
@@ -363,13 +353,8 @@ class Policy:
     def top_tokens(self, batch, mask, k, temperature=1.0):
         """Computes the top-k tokens at the positions of `mask`.
 
-        Args:
-            batch, mask, temperature: as in `token_outputs`.
-            k: int, the number of tokens.
-
-        Returns:
-            A dict of `top_ids` (int32) and `top_logps` (float32) of shape
-            `(rows, length, k)`, best first, 0 as in `token_outputs`.
+        Returns a dict of `top_ids` (int32) and `top_logps` (float32) of
+        shape `(rows, length, k)`, best first, 0 as in `token_outputs`.
         """
         hidden = self._flat(batch, None)
         head, kernel, split = self._projection(hidden, temperature)
@@ -387,15 +372,9 @@ class Policy:
     ):
         """Sums a weighted elementwise loss of log-probabilities.
 
-        Args:
-            batch: as in `hidden_states`.
-            weights: float array of shape `(rows, length)`; tokens of weight
-                0 are not projected.
-            token_loss: elementwise function of log-probabilities.
-            needs, dropout_key: as in `token_outputs`.
-
-        Returns:
-            `(sum, outputs)`. Only the sum has gradients.
+        Tokens of weight 0 in `weights`, `(rows, length)`, are not projected.
+        Returns the sum and the dict of `token_outputs`; only the sum has
+        gradients.
         """
         axis, extras = self._shared_axis(batch), _extras(needs)
         hidden = self._flat(batch, dropout_key)
@@ -415,19 +394,16 @@ class Policy:
         return total, {name: values[name] for name in needs}
 
     def teacher(self, batch, source=None, hidden=None):
-        """Returns this model's distributions, to distill a student.
+        """Returns this model as a `FullTeacher`, without gradients.
 
         Args:
-            batch: as in `hidden_states`, the input of this model; its rows
-                correspond to those of the student's batch.
+            batch: this model's input; its rows correspond to those of the
+                student's batch.
             source: int array of shape `(rows, length)` or `None`: for each
                 token of the student, the column of this model's hidden state
                 that predicts it. By default both read the same batch, and it
                 is the column of the student's hidden state.
             hidden: as in `token_outputs`.
-
-        Returns:
-            A `models/divergence_head.py:FullTeacher`, without gradients.
         """
         hidden = jax.lax.stop_gradient(self._flat(batch, None, hidden))
         head, kernel, split = self._projection(hidden)
@@ -455,22 +431,20 @@ class Policy:
     ):  # fmt: skip
         """Sums weighted divergences from teachers and log-probabilities.
 
+        Arguments that are not listed are those of `token_outputs` and of
+        `divergence_head.py:divergence_sum`.
+
         Args:
-            batch: as in `hidden_states`.
             weights: pair of float arrays of shape `(rows, length)`, the
                 weights of the divergences and of the log-probabilities; the
                 second may be `None`. Tokens where both are 0 are not
                 projected.
-            teachers: sequence of `FullTeacher` and `TopTeacher`.
             teacher_weights: float array of shape
                 `(teachers, rows, length)`, or `None` for 1 everywhere.
-            divergence, temperature, tail: as in
-                `models/divergence_head.py:divergence_sum`.
-            dropout_key, hidden: as in `token_outputs`.
             needs: names of the values to return, out of `divergences`,
                 `per_token_logps`, `agrees` and `teacher_per_token_logps`.
-            mask: bool array of shape `(rows, length)` or `None`: further
-                tokens to project, in addition to those with a weight.
+            mask: bool array of shape `(rows, length)` or `None`: tokens to
+                project in addition to those with a weight.
 
         Returns:
             `(sum, outputs)`: the sum, which has gradients, and a dict of

@@ -28,10 +28,7 @@ def _own_folder(preset):
 
 
 def load_causal_lm(preset, *, dtype=None, load_weights=True):
-    """Loads a model as `hf/loading.py:load_causal_lm` does.
-
-    It also loads what `save_to_preset` wrote.
-    """
+    """Loads what `hf/loading.py` does, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
     kwargs = {"dtype": dtype, "load_weights": load_weights}
     if own is not None and (own / CONFIG).exists():
@@ -41,13 +38,7 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
 
 
 def load_tokenizer(preset):
-    """Loads the tokenizer of a preset.
-
-    Returns:
-        A `Tokenizer`, read from the directory's tokenizer files or converted
-        from KerasHub's tokenizer; `None` if a Hugging Face directory or a
-        saved preset has no tokenizer.
-    """
+    """Loads a preset's `Tokenizer` or converts KerasHub's; `None` without."""
     own = _own_folder(preset)
     directory = own or directories.resolve(preset)
     if directory is not None:
@@ -63,21 +54,13 @@ def load_tokenizer(preset):
 def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
     """Writes a KerasHub preset that this library loads without loss.
 
-    Tensors are fetched from the devices, and kernels merged, one at a time.
+    An adapter is merged. Tensors are fetched from the devices one at a time.
     With several processes all of them must call this; the first one writes.
+    A directory that is not empty raises a `ValueError`.
 
     KerasHub can load the preset too, but its config has no field for some
     settings (`causal_lm.kpt_repairs` lists them). They are stored in a
     separate folder that only this library reads.
-
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        directory: str or path, new or empty.
-        adapter: `Adapter` to merge, or `None`.
-        tokenizer: `Tokenizer` or `None`.
-
-    Raises:
-        ValueError: if the directory is not empty.
     """
     directory = pathlib.Path(directory)
     device_transfer.on_first(lambda: _check_new(directory))
@@ -127,10 +110,7 @@ def _order_of_saving(causal_lm):
 
 
 def _keep_tied(backbone, directory):
-    """Adds `tie_word_embeddings` to the saved configs of a Llama.
-
-    `LlamaBackbone.get_config` of KerasHub 0.32 omits it.
-    """
+    """Adds `tie_word_embeddings`, which KerasHub 0.32 omits for a Llama."""
     if not isinstance(backbone, keras_hub.models.LlamaBackbone):
         return
     tied = backbone.token_embedding.tie_weights

@@ -23,9 +23,6 @@ class ScoreHead(keras.layers.Layer):
     It has no bias, which would cancel in every comparison of two scores. The
     weights are float32.
 
-    Args:
-        hidden_dim: int, features of a hidden state.
-
     Call arguments:
         hidden: float array of shape `(rows, length, hidden_dim)`.
         segment_ids: int array of shape `(rows, length)`.
@@ -85,11 +82,7 @@ def add_to_adapter(directory, tensor):
 
 
 def split_adapter(directory, without):
-    """Copies an adapter directory to `without`, leaving out the head.
-
-    Returns:
-        The head's tensor, or `None` if the adapter has none.
-    """
+    """Copies an adapter except for its head, which it returns, or `None`."""
     config, tensors = adapter_files.read_peft(directory)
     tensor = tensors.pop(adapter_files.PREFIX + TENSOR, None)
     # PEFT lists both names whichever of them the model has.
@@ -131,10 +124,7 @@ def add_to_export(directory, tensor):
 
 
 def _rewrite(directory, tensor):
-    """Rewrites the single weight file of a model with the head added.
-
-    Tensors are copied one at a time.
-    """
+    """Rewrites a model's only weight file with the head, tensor by tensor."""
     tensors = checkpoint_files.Reader(directory)
     shapes = {**tensors.shapes, TENSOR: tensor.shape}
     dtypes = {**tensors.dtypes, TENSOR: tensor.dtype.name}

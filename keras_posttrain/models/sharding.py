@@ -22,11 +22,7 @@ from keras_posttrain.models.linear import sublayers
 
 
 def layout_of(variable):
-    """Returns the layout of a variable under Keras's distribution.
-
-    Returns:
-        A `keras.distribution.TensorLayout`; `None` without a distribution.
-    """
+    """Returns a variable's `TensorLayout`; `None` without a distribution."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return None
@@ -39,13 +35,7 @@ def factor_layouts(pair):
     The rows of `A` are split like the kernel's inputs and the columns of `B`
     like its outputs, so that the products need no more communication than the
     layer itself. An axis of a factor may combine several axes of the kernel;
-    it is split if one of them is.
-
-    Args:
-        pair: `models/lora.py:Pair`.
-
-    Returns:
-        `(layout of A, layout of B)`, both `None` without a distribution.
+    it is split if one of them is. Without a distribution both are `None`.
     """
     layout = layout_of(pair.layer.kernel)
     if layout is None:
@@ -71,8 +61,7 @@ GATHERED = "kpt_gathered"
 def data_axis():
     """Returns the mesh and its axis of rows, `(jax mesh, name, size)`.
 
-    Without a distribution, or if the axis has one device, it returns
-    `(None, None, 1)`.
+    If there is one device along the axis, these are `(None, None, 1)`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -84,12 +73,10 @@ def data_axis():
 
 
 def axes():
-    """Returns the mesh with both of its axes.
+    """Returns `(jax mesh, axis of rows, its size, other axis, its size)`.
 
-    Returns:
-        `(jax mesh, axis of rows, its size, other axis, its size)`. On a mesh
-        of one axis the other axis is `None` with size 1. Without a
-        distribution the mesh is `None`.
+    On a mesh of one axis the other axis is `None` with size 1. Without a
+    distribution the mesh is `None`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -116,11 +103,9 @@ def shard_rows(x):
 class Stages:
     """An axis of a mesh divided into two, for communication in two stages.
 
-    Args:
-        mesh: `jax.sharding.Mesh` of the same devices in the same order.
-        names: tuple of the names of the two axes, the outer one first.
-        to_gather: bool, whether gathering uses two stages too; scattering
-            always does.
+    `mesh` has the same devices in the same order. `names` are those of the
+    two axes, the outer one first. Scattering always uses two stages,
+    gathering only if `to_gather` is set.
     """
 
     mesh: jax.sharding.Mesh
@@ -128,11 +113,9 @@ class Stages:
     to_gather: bool
 
     def groups(self):
-        """Returns the groups of devices that communicate in each stage.
+        """Returns two lists of groups of devices: inner axis, outer axis.
 
-        Returns:
-            A pair of lists of lists of indices along the original axis: the
-            groups along the inner axis and those along the outer one.
+        A group is a list of indices along the original axis.
         """
         outer, inner = (self.mesh.shape[name] for name in self.names)
         places = np.arange(outer * inner).reshape(outer, inner)
@@ -149,13 +132,8 @@ MAX_CHIPS_PER_STAGE = 32
 def two_stages(mesh, name):
     """Divides an axis of the mesh that is too long for one collective.
 
-    Args:
-        mesh: `jax.sharding.Mesh`.
-        name: str, one of its axes.
-
-    Returns:
-        `Stages`, whose inner axis is along one axis of the TPUs' network; or
-        `None`, if one stage is enough or the devices are not TPUs.
+    Returns `Stages`, whose inner axis is along one axis of the TPUs' network;
+    or `None`, if one stage is enough or the devices are not TPUs.
     """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     if mesh.shape[name] <= MAX_CHIPS_PER_STAGE or not is_tpu:
@@ -179,13 +157,10 @@ def two_stages(mesh, name):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The layout of a weight on the mesh.
+    """The layout of a weight: for each axis, an axis of the mesh or `None`.
 
-    Args:
-        axes: tuple of names of axes of the mesh, or `None`, one for each
-            axis of the weight.
-        to_save_memory: frozenset of the names over which the weight is split
-            only to save memory: it is gathered along them for use.
+    The weight is split over the axes `to_save_memory` only for that purpose:
+    it is gathered along them for use.
     """
 
     axes: tuple
@@ -195,9 +170,8 @@ class Split:
 def split_of(variable):
     """Returns the `Split` of a variable; `None` without a distribution.
 
-    Weights are split to save memory over the data axis, or over the axes that
-    the distribution's method `gathered_axes(variable)` returns, if it has
-    one.
+    Weights are split to save memory over the data axis, or over the axes of
+    the distribution's `gathered_axes(variable)`, if it has this method.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
@@ -213,14 +187,9 @@ def split_of(variable):
 def gather(variables, dtype):
     """Returns functions that gather weights split only to save memory.
 
-    Args:
-        variables: list of `keras.Variable`.
-        dtype: the dtype of the activations. Weights of a wider dtype are
-            cast to it before they are sent.
-
-    Returns:
-        A list with, for each variable, a function of its array, or `None` if
-        it is not split to save memory.
+    The list has, for each variable, a function of its array, or `None` if it
+    is not split to save memory. Weights wider than `dtype`, that of the
+    activations, are cast to it before they are sent.
     """
     return [_gather(split_of(variable), dtype) for variable in variables]
 
@@ -256,11 +225,11 @@ class _GatherLayouts:
     """The sequence of layouts of a gathered weight and of its gradient.
 
     Args:
-        gathered: tuple of layouts of the weight, the last of them for use.
-        scattered: tuple of layouts of the gradient with the axis `place`
-            moved to the front.
+        gathered: layouts of the weight, the last of them for use.
+        scattered: layouts of the gradient with the axis `place` moved to the
+            front.
         place: int, the axis of the weight that is split over rows.
-        kept: tuple of layouts of the gradient, the last that of the variable.
+        kept: layouts of the gradient, the last that of the variable.
     """
 
     gathered: tuple
@@ -314,18 +283,11 @@ SUMMED = "kpt_summed"
 
 
 def layers_with_summed_outputs(layer):
-    """Finds the linear layers whose outputs are sums over devices.
+    """Lists the linear layers in `layer` whose outputs are sums over devices.
 
     Each device along the mesh's other axis has a part of such a layer's
     inputs. Examples are the output projections of attention and feed-forward
-    layers.
-
-    Args:
-        layer: a Keras layer, built.
-
-    Returns:
-        A list of the Keras layers inside `layer`, empty on a mesh of one
-        axis.
+    layers. There are none on a mesh of one axis.
     """
     *_, model, size = axes()
     if size == 1:
@@ -370,13 +332,8 @@ def _named(call):
 def shared_axis(split, rows):
     """Returns the axis over which a kernel stays split in `over_rows`.
 
-    Args:
-        split: `Split` of the kernel, or `None`.
-        rows: int, the rows of the batch.
-
-    Returns:
-        The name of the mesh's axis other than that of rows, if the kernel is
-        split over it to divide the work; else `None`.
+    It is the mesh's axis other than that of rows, if the kernel is split over
+    it to divide the work; else `None`.
     """
     mesh, _, size, model, model_size = axes()
     if split is None or model_size == 1 or rows % size:
@@ -393,19 +350,15 @@ def over_rows(function, kernels, splits, *rows, shared=None):
     their gradients are summed once.
 
     Args:
-        function: function of a list of kernels and of pytrees of arrays with
-            a leading `rows` axis. It returns `(sums, values)`: scalars, which
-            are added up over devices, and arrays with a leading `rows` axis.
+        function: returns `(sums, values)`: scalars, which are added up over
+            devices, and arrays with a leading `rows` axis.
         kernels: list of arrays.
         splits: list with the `Split` of each kernel, or `None` if it is not
             split.
-        *rows: pytrees of arrays.
+        *rows: pytrees of arrays with a leading `rows` axis.
         shared: name returned by `shared_axis`, or `None`. Along this axis
             each device keeps its part of the kernels, and `function` has to
             combine the results.
-
-    Returns:
-        `(sums, values)`.
     """
     kernels, rows = synchronize_gradients((kernels, rows))
     mesh, name, size = data_axis()
@@ -456,12 +409,6 @@ def synchronize_gradients(arrays):
     Only the update uses the gradient of the head's kernel. XLA would keep its
     float32 sum over chunks (2 GiB for Llama-3) on every device during the
     backward pass of all layers, and scatter it afterwards.
-
-    Args:
-        arrays: a pytree of arrays.
-
-    Returns:
-        The same pytree.
     """
     leaves, structure = jax.tree.flatten(arrays)
     return jax.tree.unflatten(structure, _synchronize(*leaves))
@@ -531,18 +478,11 @@ def _axes_among(names, split):
 
 
 def shard_embedded(x, embeddings):
-    """Splits embedded tokens over the data axis.
+    """Splits embedded tokens `(tokens, ..., hidden_dim)` over the data axis.
 
     If each device has some columns of the embedding, it looks up these
     columns for all tokens and sends them to the tokens' devices. The bytes
     sent are those of the activations and do not depend on the vocabulary.
-
-    Args:
-        x: array of shape `(tokens, ..., hidden_dim)`.
-        embeddings: `keras.Variable` of shape `(vocabulary, hidden_dim)`.
-
-    Returns:
-        `x` with the layout of activations.
     """
     mesh, name, size = data_axis()
     if mesh is None or x.shape[0] % size:

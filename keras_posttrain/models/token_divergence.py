@@ -41,11 +41,7 @@ class _Distribution:
         return self._log_total(1.0)
 
     def logps(self, logits=None):
-        """Returns log-probabilities at the temperature.
-
-        Args:
-            logits: some of the logits, or `None` for all.
-        """
+        """Returns log-probabilities of these logits, by default of all."""
         logits = self.logits if logits is None else logits
         return self._scaled(logits, self.temperature) - self.log_total
 
@@ -63,11 +59,7 @@ def map_blocks(function, rows):
     """Applies `function` to the rows of a chunk, on a CPU in small blocks.
 
     The function reads the logits about ten times; those of a small block
-    stay in the CPU's cache.
-
-    Args:
-        function: function of a pytree of arrays with a leading axis.
-        rows: pytree of arrays with a leading `tokens` axis.
+    stay in the CPU's cache. All arrays have a leading `tokens` axis.
     """
     size, block = rows[0].shape[0], BLOCK
     if jax.default_backend() != "cpu" or size % block or size == block:
@@ -85,7 +77,6 @@ def compare(soft_cap, settings, names, gradients, rows):
         settings: `(divergence, temperature, tail, needs)`, as in
             `models/divergence_head.py:divergence_sum`.
         names: names of the values to return.
-        gradients: bool, whether to compute the gradient.
         rows: `(logits, teachers, targets, weights, shares)`: the student's
             logits; for each teacher its logits, or `(ids, logps)` of its
             top tokens; the token ids; the pair of weights of divergences and
@@ -163,11 +154,9 @@ def _gradient(student, parts, targets, by_logp):
     """Computes d(sum) / d(logits).
 
     Args:
-        student: `_Distribution`.
         parts: list of `(ids, by_logps)`, cotangents of the log-probabilities
             at the temperature: of the tokens `ids`, or of all if `ids` is
             `None`.
-        targets: int32 array of shape `(tokens,)`.
         by_logp: float32 array of shape `(tokens,)` or `None`, the cotangent
             of the targets' log-probabilities.
     """

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 def top_tokens(head, hidden, kernel, tokens, k):
     """Computes the `k` most probable tokens and their log-probabilities.
 
-    Returns:
-        A dict of `top_ids` (int32) and `top_logps` (float32) of shape
-        `(rows * length, k)`, best first, 0 for tokens not selected.
+    Returns a dict of `top_ids` (int32) and `top_logps` (float32) of shape
+    `(rows * length, k)`, best first, 0 for tokens not selected.
     """
     slots = tokens.index.shape[0]
     size = head.chunk(head.vocabulary_size(kernel), slots)

@@ -22,10 +22,7 @@ PRECISIONS = (None, "default", "bfloat16", "fastest")
 def is_supported(query, prefix_ids=None):
     """Returns whether the kernel supports these arrays on the devices used.
 
-    Args:
-        query: float array of shape `(rows, length, heads, head_dim)`.
-        prefix_ids: as in `models/attention.py:attention_scope`; must be
-            `None`, as the kernel has no shared prefixes.
+    There must be no shared prefixes.
     """
     length, head_dim = query.shape[1], query.shape[3]
     # The kernel's compiler rejects products of 16-bit numbers of any other
@@ -58,15 +55,8 @@ def splash_attention(
     """Computes `models/attention.py:segment_attention` by a TPU kernel.
 
     The tokens of a segment are adjacent and in the order of their positions.
-    A mask that is causal by column is therefore causal by position.
-
-    Args:
-        query, key, value, segment_ids, scale, sliding_window, soft_cap: as
-            in `segment_attention`.
-        interpret: bool, whether to run the kernel without a TPU, for tests.
-
-    Returns:
-        An array of the shape and dtype of `query`.
+    A mask that is causal by column is therefore causal by position. With
+    `interpret`, for tests, the kernel runs without a TPU.
     """
     # The kernel does not scale the scores.
     query = (query * jnp.asarray(scale, "float32")).astype(query.dtype)

@@ -25,7 +25,6 @@ class ValueHead(keras.layers.Layer):
         lora: `LoRA`, to train an adapter of that model instead of its
             weights, or `None`.
         sequence_length: int, the most tokens of a row.
-        remat: str, as in `Policy`.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class ValueHead(keras.layers.Layer):
                 sequences share a prompt.
             hidden: float array of shape `(rows, length, hidden_dim)`, the
                 policy's hidden states. Unused with a separate model.
-            dropout_key: as in `Policy.hidden_states`.
 
         Returns:
             A float32 array of shape `(rows, length)`, aligned with the

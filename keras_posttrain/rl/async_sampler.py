@@ -27,20 +27,17 @@ class AsyncSampler:
 
     One thread samples, in order, and as many threads score as there are
     rollouts in flight. When the engine gets new weights, sampling is
-    interrupted and continues with them. Rollout `n` begins when `n - k`
-    rollouts have been trained on, so no token is sampled from weights that
-    are more than `k` rollouts old when it is trained on.
+    interrupted and continues with them. Rollout `n` begins when
+    `n - max_staleness` rollouts have been trained on, so no token is sampled
+    from weights that are more than `max_staleness` rollouts old when it is
+    trained on.
 
     Where groups are resampled, sampling depends on rewards: the thread that
     samples scores too.
 
     Args:
-        engine: `Rollout` that has weights.
-        max_staleness: int, `k`.
         sample: function of the number of steps before to a `Round`.
-        score: function of a `Round` to a scored one.
         num_steps: function of a `Round`, its optimizer steps.
-        step: int, steps of the run before.
         resamples: bool, whether `score` samples again.
     """
 
@@ -81,8 +78,7 @@ class AsyncSampler:
     def sync(self, trained=True):
         """Gives the engine the new weights, whatever it is doing.
 
-        Args:
-            trained: bool, whether a rollout has been trained on since.
+        `trained` says whether a rollout has been trained on since.
         """
         engine = self._engine
         self._trained += trained

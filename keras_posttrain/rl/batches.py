@@ -6,14 +6,8 @@ from keras_posttrain.data.batches.layout import MAX_SEQUENCES, BatchLayout
 def rollout_layout(*, num_generations, share_prefix=False, **settings):
     """Makes the layout of sampled completions.
 
-    Args:
-        num_generations: int, completions a prompt.
-        share_prefix: bool, whether a packed row holds a prompt once for the
-            completions of it that it holds.
-        **settings: the other arguments of `BatchLayout`.
-
-    Returns:
-        A `BatchLayout` of `Group`s.
+    With `share_prefix` a packed row holds a prompt once for the completions
+    of it that it holds. `settings` are the other ones of `BatchLayout`.
     """
     most = MAX_SEQUENCES
     if share_prefix:

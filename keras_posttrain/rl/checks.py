@@ -64,14 +64,7 @@ def staleness(max_staleness):
 
 @contextlib.contextmanager
 def loss_of_run(loss, max_staleness, old_log_probs, set_loss):
-    """Sets the loss for samples of earlier weights, for the time of a run.
-
-    Args:
-        loss: `Loss`, that of the task.
-        max_staleness: int, as in `RolloutTask.fit`.
-        old_log_probs: str, as in `RolloutTask.compile`.
-        set_loss: function of a loss.
-    """
+    """Sets the loss for samples of earlier weights, for the time of a run."""
     new = corrected(loss, old_log_probs) if max_staleness else loss
     if new is loss:
         yield
@@ -119,9 +112,7 @@ def whole_distribution(top_k, top_p, min_p):
 def evaluation(training, num_generations, temperature, answer=None):
     """Checks the settings of an evaluation and returns its temperature.
 
-    Args:
-        training: float, the temperature of training.
-        num_generations, temperature, answer: as in `RolloutTask.evaluate`.
+    `training` is the temperature of training.
     """
     checks.positive_int("num_generations", num_generations)
     if isinstance(temperature, str) and temperature == "auto":
@@ -278,13 +269,7 @@ def token_budget(packing, sequence_length, longest):
 
 
 def room(sequence_length, max_length, max_completion_length):
-    """Returns the most tokens of a prompt, and a text that says why.
-
-    Args:
-        sequence_length: int, tokens a row may hold.
-        max_length: int or `None`, the model's context.
-        max_completion_length: int.
-    """
+    """Returns the most tokens of a prompt, and a text that says why."""
     limits = [("sequence_length", sequence_length)]
     if max_length is not None:
         limits.append(("the model's context", max_length))
@@ -302,16 +287,7 @@ def room(sequence_length, max_length, max_completion_length):
 
 
 def sampling(*, tokenizer, vocabulary_size, **settings):
-    """Checks how a task samples.
-
-    Args:
-        tokenizer: `Tokenizer` or `None`.
-        vocabulary_size: int.
-        **settings: the fields of `Sampling`, as the user passed them.
-
-    Returns:
-        A `Sampling`.
-    """
+    """Makes a `Sampling` of its fields as the user passed them, checked."""
     names = (
         "num_generations",
         "max_completion_length",
@@ -333,18 +309,7 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
 
 
 def scoring(rewards, reward_weights, advantages_, loss, num_generations, **kw):
-    """Checks how a task scores completions.
-
-    Args:
-        rewards, reward_weights: as the user passed them.
-        advantages_: as the user passed `advantages`.
-        loss: `PolicyLoss`.
-        num_generations: int.
-        **kw: the other fields of `Scoring`.
-
-    Returns:
-        A `Scoring`.
-    """
+    """Makes a `Scoring` of its fields as the user passed them, checked."""
     names = reward_settings(rewards, kw["timeout"], kw["on_error"])
     not_negative("max_resamples", kw["max_resamples"])
     kind = advantages(advantages_, loss, num_generations)

@@ -38,12 +38,9 @@ class Round:
         prompts: list of `Prompt`s that its steps are for; empty at the end
             of an epoch.
         taken: int, prompts of the epoch that were taken for it and before.
-        sampler: `Sampler`.
-        completions: list of lists of the engine's completions, one a prompt
-            that was sampled from.
+        completions: the engine's, one list a prompt that was sampled from.
         groups: list of `Group`s to train on, once scored.
         sampled: list of all `Group`s, including those that were replaced.
-        metrics: dict of floats.
     """
 
     step: int
@@ -58,12 +55,9 @@ class Round:
 
 @dataclasses.dataclass
 class Collection:
-    """The batches and metrics of one rollout.
+    """The batches of a rollout, one an optimizer step, and its metrics.
 
-    Attributes:
-        batches: list of dicts of arrays, one an optimizer step.
-        metrics: dict of floats.
-        table: dict of lists, the rows that `CompletionsLog` writes.
+    `table` holds the columns that `CompletionsLog` writes.
     """
 
     batches: list
@@ -74,10 +68,7 @@ class Collection:
 class ForwardPass:
     """Outputs of the policy and of the reference for complete batches.
 
-    Args:
-        step: `TrainStep`, whose policy, mask and micro-batches are used.
-        reference: `FrozenPolicy` or `None`.
-        temperature: float, divides the reference's logits.
+    `temperature` divides the reference's logits.
     """
 
     def __init__(self, step, reference=None, temperature=1.0):
@@ -88,12 +79,7 @@ class ForwardPass:
     def policy(self, batch, needs=("per_token_logps",)):
         """Computes outputs of the policy with its current weights.
 
-        Args:
-            batch: dict of arrays.
-            needs: names as in `Loss.needs`.
-
-        Returns:
-            Dict of float32 arrays of shape `(rows, length)`.
+        Returns the float32 arrays `(rows, length)` that `needs` names.
         """
         step = self.step
 
@@ -134,15 +120,9 @@ class ForwardPass:
 class Collector:
     """Turns prompts into the batches of a rollout.
 
-    Args:
-        generate: function of a list of `Request`s to completions.
-        sampling: `Sampling`.
-        scoring: `Scoring`.
-        tokenizer: `Tokenizer` or `None`.
-        layout: `BatchLayout` of the batch of one step.
-        forward: `ForwardPass`.
-        order: `PromptOrder` or `PromptStream`.
-        seed: int, of the samples.
+    `generate` is a function of a list of `Request`s to completions, and
+    `layout` the `BatchLayout` of the batch of one step. `order` is
+    a `PromptOrder` or a `PromptStream`.
     """
 
     def __init__(
@@ -169,15 +149,7 @@ class Collector:
         return batches * self.sampling.num_iterations
 
     def sample(self, prompts, step):
-        """Samples from prompts.
-
-        Args:
-            prompts: list of `Prompt`s.
-            step: int, steps of the run before.
-
-        Returns:
-            A `Round`, to be scored.
-        """
+        """Samples a `Round` from prompts, after `step` steps of the run."""
         sampler = Sampler(
             self.generate, self.sampling, self.scoring, self.tokenizer
         )

@@ -13,15 +13,7 @@ from keras_posttrain.rl.trajectory import length_metrics
 def evaluate_prompts(
     sampler, prompts, *, batch_size, correct_reward, answer, seed, step=0
 ):
-    """Computes the metrics of `RolloutTask.evaluate`.
-
-    Args:
-        sampler: `Sampler`.
-        prompts: list of `Prompt`s.
-        batch_size, correct_reward, answer, seed: as in
-            `RolloutTask.evaluate`.
-        step: int, the step of the run, for messages.
-    """
+    """Computes the metrics of `RolloutTask.evaluate`."""
     scoring, many = sampler.scoring, sampler.sampling.num_generations
     groups = []
     for first in range(0, len(prompts), batch_size):

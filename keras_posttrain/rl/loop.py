@@ -22,19 +22,13 @@ from keras_posttrain.training.step import counters
 
 
 class RolloutRun:
-    """One call of `fit` on prompts.
+    """One call of `fit` on prompts, of a `model` as in `RowRun`.
 
     Args:
-        model: compiled `keras.Model` with a `compiled_train_step`, as
-            `compile_step` returns it, and a `fingerprint`.
-        step: `TrainStep`.
         frozen: dict by name of `FrozenPolicy`s that checkpoints hold.
-        state: `RunState`.
-        engine: `kpt.rollout.Rollout`.
         order: `PromptOrder` or `PromptStream`, the data of the run.
         collector: function of `generate`, a function of requests to
             completions, to a `Collector`.
-        settings: `RunSettings`.
         validate: function without arguments to a dict of floats, or `None`.
     """
 
@@ -187,14 +181,7 @@ class RolloutRun:
         return round if round.prompts else None
 
     def sample(self, step):
-        """Samples from the next prompts.
-
-        Args:
-            step: int, steps of the run before.
-
-        Returns:
-            A `Round`, without prompts at the end of the epoch.
-        """
+        """Samples a `Round`, without prompts at the end of the epoch."""
         while prompts := self.order.take(self.order.batch_size):
             after = step + self.collector.num_steps(len(prompts))
             steps = range(step + 1, after + 1)
@@ -338,11 +325,7 @@ class RolloutRun:
 
 
 class Means:
-    """Running means of an epoch, on the host.
-
-    Args:
-        sums: dict by name of `[sum, count]`.
-    """
+    """Running means of an epoch, on the host: `[sum, count]` by name."""
 
     def __init__(self, sums=()):
         self.sums = dict(sums)

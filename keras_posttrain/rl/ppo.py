@@ -30,16 +30,10 @@ class TokenAdvantages:
     whitened: bool
 
     def __call__(self, batches, kl):
-        """Returns advantages and returns of tokens.
+        """Returns lists of advantages and returns, `(rows, length)` a batch.
 
-        Args:
-            batches: list of dicts of arrays, with `rewards` and
-                `old_values`, all of a rollout.
-            kl: list of as many float arrays of shape `(rows, length)`, or
-                of `None`.
-
-        Returns:
-            `(advantages, returns)`, lists of arrays `(rows, length)`.
+        `batches`, with `rewards` and `old_values`, are all of a rollout; `kl`
+        has an array `(rows, length)` or `None` for each.
         """
         pairs = [self._of_batch(*pair) for pair in zip(batches, kl)]
         advantages, returns = zip(*jax.tree.map(np.asarray, pairs))
@@ -69,8 +63,7 @@ class TokenAdvantages:
 class PPOCollector(Collector):
     """Turns prompts into batches with values, advantages and returns.
 
-    Args:
-        as in `Collector`; `scoring.advantages` is a `TokenAdvantages`.
+    `scoring.advantages` is a `TokenAdvantages`.
     """
 
     def _fill(self, batches, trajectories, rewards):

@@ -15,10 +15,7 @@ from keras_posttrain.rollout.rollout import Request
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling, as passed to `compile`.
-
-    Attributes are the arguments of `kpt.GRPOTask.compile`.
-    """
+    """Settings of sampling, the arguments of `kpt.GRPOTask.compile`."""
 
     num_generations: int = 1
     max_completion_length: int = 256
@@ -37,17 +34,13 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-    """Settings of scoring, as passed to `compile`.
+    """Settings of scoring, as passed to `kpt.GRPOTask.compile`.
 
     Attributes:
         rewards: tuple of reward functions; none if nothing is scored.
-        names: tuple of their names.
         weights: float array, one a function, or `None` for 1 each.
         advantages: function of rewards, or `None`.
         kl_in_reward: bool, whether `advantages` subtracts a KL divergence.
-        max_resamples, timeout, on_error: as `max_resamples`,
-            `reward_timeout` and `on_reward_error` of
-            `kpt.GRPOTask.compile`.
     """
 
     rewards: tuple = ()
@@ -81,15 +74,9 @@ class Scoring:
 class Sampler:
     """Turns prompts into groups of scored trajectories.
 
-    Args:
-        generate: function of a list of `Request`s to the engine's
-            completions, a list of lists.
-        sampling: `Sampling`.
-        scoring: `Scoring`.
-        tokenizer: `Tokenizer`, or `None`: rewards then receive ids.
-
-    Attributes:
-        seconds: dict, the time spent on sampling and on rewards.
+    Without a `tokenizer` rewards receive ids. `generate` computes from a list
+    of `Request`s the engine's completions, a list of lists; `seconds` is the
+    time spent on sampling and on rewards.
     """
 
     def __init__(self, generate, sampling, scoring, tokenizer=None):
@@ -120,15 +107,9 @@ class Sampler:
         return completions
 
     def score(self, prompts, completions, step=0):
-        """Scores completions.
+        """Scores what `sample` returned; returns one `Group` a prompt.
 
-        Args:
-            prompts: list of `Prompt`s.
-            completions: list of lists, as `sample` returns it.
-            step: int, the step of the run, for messages.
-
-        Returns:
-            A list of `Group`s, one a prompt.
+        Messages name the `step` of the run.
         """
         start = time.perf_counter()
         texts = [

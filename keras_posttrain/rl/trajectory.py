@@ -7,19 +7,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trajectory:
-    """The tokens that follow a prompt.
+    """The tokens that follow a prompt, in arrays of shape `(tokens,)`.
 
     A completion is a trajectory of one turn. Tokens that the policy did not
     sample, such as a tool's output, have mask 0.
 
     Attributes:
-        token_ids: int32 array of shape `(tokens,)`.
-        mask: float32 array of shape `(tokens,)`, the weight of each token in
-            the loss.
-        per_token_logps: float32 array of shape `(tokens,)`, the engine's
-            log-probabilities, or `None` where it reports none.
-        token_versions: int array of shape `(tokens,)`, the version of the
-            weights that sampled each token.
+        token_ids: int32.
+        mask: float32, the weight of each token in the loss.
+        per_token_logps: float32, the engine's log-probabilities, or `None`
+            where it reports none.
+        token_versions: int, the version of the weights that sampled each.
         finish_reason: str, see `kpt.rollout.Completion`.
     """
 
@@ -38,8 +36,6 @@ class Group:
     """The trajectories of one prompt.
 
     Attributes:
-        prompt: `Prompt`.
-        trajectories: list of `Trajectory`s.
         texts: list of the rewards' inputs: strings or messages, or ids
             without a tokenizer.
         rewards: float array of shape `(trajectories, functions)`, NaN where
@@ -55,10 +51,7 @@ class Group:
 def from_completion(completion, mask_truncated=False):
     """Returns the trajectory of one `kpt.rollout.Completion`.
 
-    Args:
-        completion: `kpt.rollout.Completion`.
-        mask_truncated: bool, whether one that was cut by length carries no
-            loss.
+    With `mask_truncated` one that was cut by length carries no loss.
     """
     ids = np.array(completion.token_ids, np.int32)
     masked = mask_truncated and completion.finish_reason == "length"

@@ -15,14 +15,8 @@ def generate_whole(engine, requests, wait):
     recomputed with the new weights. The log-probability of a token is that
     under the weights that sampled it.
 
-    Args:
-        engine: `Rollout`.
-        requests: list of `Request`s that have seeds.
-        wait: function called after each interruption; it returns when the
-            engine may sample again.
-
-    Returns:
-        A list with, for each request, the list of its `Completion`s.
+    The requests must have seeds. `wait` is called after each interruption and
+    returns when the engine may sample again.
     """
     parts = [[[] for _ in range(r.num_generations)] for r in requests]
     # Requests that are still to be sampled, each with the places of its

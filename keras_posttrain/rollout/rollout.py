@@ -175,8 +175,8 @@ class Rollout(keras.callbacks.Callback):
             A list with, for each request, the list of its `Completion`s.
 
         Raises:
-            ValueError: for an invalid request; the message names its index.
-                Nothing is sampled then.
+            ValueError: for an invalid request, named by its index, before
+                anything is sampled.
         """
         self._need_task()
         requests = check_requests(
@@ -254,11 +254,7 @@ class Rollout(keras.callbacks.Callback):
         raise NotImplementedError
 
     def metrics(self):
-        """Returns metrics of the engine to log with those of the run.
-
-        Returns:
-            A dict from names to floats.
-        """
+        """Returns metrics to log with the run's, a dict of floats by name."""
         return {}
 
     def _generate(self, requests, on_tokens, progress):
@@ -319,18 +315,10 @@ def _need(holds, expected, **received):
 
 
 def check_requests(requests, vocabulary_size, max_length=None):
-    """Checks requests.
+    """Checks requests and returns them as a list.
 
-    Args:
-        requests: list of `Request`s.
-        vocabulary_size: int.
-        max_length: int or `None`, the most tokens of a sequence.
-
-    Returns:
-        The requests, as a list.
-
-    Raises:
-        ValueError: names the request, the field and its value.
+    A `ValueError` names the request, the field and its value. `max_length` is
+    the most tokens of a sequence, or `None`.
     """
     if isinstance(requests, Request):
         raise ValueError(
@@ -442,10 +430,7 @@ def _check_fits(what, tokens, new_tokens, max_length):
 def ready_engine(engine, model, running=False):
     """A scope in which an engine samples from a model's present weights.
 
-    Args:
-        engine: `Rollout`.
-        model: as in `Rollout.set_model`.
-        running: bool, whether a run keeps the engine ready already.
+    `running` says that a run keeps the engine ready already.
     """
     if running:
         yield

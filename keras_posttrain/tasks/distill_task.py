@@ -285,9 +285,7 @@ class DistillTask(Task):
     def _make_teachers(self, of_step=False):
         """Creates the teachers that run in this process, once per run.
 
-        Args:
-            of_step: bool, whether the step reads them, which it does not with
-                a cache.
+        With `of_step` only those that the step reads: with a cache, none.
         """
         if of_step and self.teacher_cache is not None:
             return
@@ -435,11 +433,10 @@ class DistillTask(Task):
                 `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
             batch_size: int, rows of one optimizer step; with `on_policy`
                 prompts of one rollout.
-            epochs: int.
             packing: `False`, `True` to put several sequences of a batch in a
                 row of `sequence_length` tokens, or an int, the tokens of
                 such a row. It changes no result.
-            **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
+            epochs, **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
                 `kpt.GRPOTask.fit`. `validation_data` has completions in
                 either case.
 
@@ -604,8 +601,7 @@ class DistillTask(Task):
 
         Args:
             dataset: rows with completions, as in `fit`.
-            batch_size: int, rows at once.
-            **kwargs: see `kpt.SFTTask.evaluate`.
+            batch_size, **kwargs: see `kpt.SFTTask.evaluate`.
 
         Returns:
             A dict of floats: `loss` and the loss's metrics.

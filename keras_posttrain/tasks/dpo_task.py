@@ -206,12 +206,10 @@ class DPOTask(PreferenceTask):
         """Computes the loss and metrics of rows, as means over all rows.
 
         Before training the reference is the policy itself, unless the task
-        has another.
+        has another. A batch is of `batch_size` pairs (labelled completions).
 
         Args:
-            dataset: as in `fit`.
-            batch_size: int, pairs (labelled completions) at once.
-            **kwargs: see `kpt.SFTTask.evaluate`.
+            dataset, **kwargs: see `kpt.SFTTask.evaluate`.
 
         Returns:
             A dict of floats: `loss` and the loss's metrics.

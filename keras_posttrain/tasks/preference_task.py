@@ -58,7 +58,7 @@ class PreferenceTask(Task):
             dataset: as in `kpt.SFTTask.fit`.
             batch_size: int, pairs (labelled completions) of one optimizer
                 step.
-            epochs: int.
+            epochs, **kwargs: see `kpt.SFTTask.fit`.
             packing: `True` to put several pairs of a batch in a row that has
                 room for `sequence_length` tokens and for any one pair, or an
                 int for rows of that many tokens. It does not change results.
@@ -66,7 +66,6 @@ class PreferenceTask(Task):
                 room for two completions of `sequence_length` tokens.
             share_prefix: bool, whether the prompt of a pair is computed once
                 for both completions. It does not change results.
-            **kwargs: see `kpt.SFTTask.fit`.
 
         Returns:
             A Keras `History` of the means over each epoch.

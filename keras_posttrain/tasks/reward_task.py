@@ -137,11 +137,7 @@ class RewardTask(PreferenceTask):
         )
 
     def load_adapter(self, path):
-        """Loads the weights of a PEFT adapter, and of its head if present.
-
-        Args:
-            path: str or path of a PEFT adapter directory.
-        """
+        """Loads a PEFT adapter directory, and its head if present."""
         with tempfile.TemporaryDirectory() as without:
             tensor = score_head.split_adapter(path, without)
             super().load_adapter(without)
@@ -149,11 +145,7 @@ class RewardTask(PreferenceTask):
             self.score_head.take(tensor, path)
 
     def export(self, path, **kwargs):
-        """Exports a Hugging Face checkpoint for sequence classification.
-
-        Args:
-            path, **kwargs: as in `kpt.SFTTask.export`.
-        """
+        """Exports a sequence classification model, as `kpt.SFTTask.export`."""
         super().export(path, **kwargs)
         tensor = self.score_head.tensor()
         device_transfer.on_first(

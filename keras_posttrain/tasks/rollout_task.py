@@ -33,16 +33,12 @@ from keras_posttrain.training.weights import ModelWeights
 class RolloutTask(Task):
     """Base class of tasks that train on samples of the policy.
 
-    `kpt.GRPOTask` and `kpt.PPOTask` are such tasks. Rows are `{"prompt"}`, a
-    string or a list of messages, or `{"prompt_ids"}`; all other columns are
-    passed to the rewards.
+    `kpt.GRPOTask`, where rows and arguments are explained, and `kpt.PPOTask`
+    are such tasks.
 
     A step with all-zero advantages, because the rewards of each group are
     equal, is skipped: momentum, weight decay and the KL term change no
     weight either. It counts as `skipped`.
-
-    Args:
-        causal_lm, tokenizer, reference, **kwargs: see `kpt.GRPOTask`.
     """
 
     auto_learning_rates = (1e-5, 1e-6)
@@ -513,10 +509,8 @@ class RolloutTask(Task):
     def example_advantages(self, batch, count, logps):
         """Adds advantages to the batch of `example_batch`.
 
-        Args:
-            batch: `data/batches/assembly.py:Batch`.
-            count: int, the number of its sequences.
-            logps: list of float arrays, 0 for each token of a completion.
+        `batch` is a `data/batches/assembly.py:Batch` of `count` sequences;
+        `logps` has a float array for each, 0 for each token.
         """
         del logps
         batch.put_sequences("advantages", np.ones(count, "float32"))

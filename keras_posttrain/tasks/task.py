@@ -165,9 +165,6 @@ class Task(keras.Model):
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
-        Returns:
-            The task.
-
         Raises:
             ValueError: where the preset is unknown, or its model cannot be
                 built faithfully; the message names the field.
@@ -268,16 +265,13 @@ class Task(keras.Model):
         raise NotImplementedError
 
     def prepare(self, dataset, name="dataset", **overrides):
-        """Turns rows into examples.
+        """Turns rows into examples, and returns `(examples, report)`.
 
         Args:
             dataset: what the user passed.
             name: str, the argument's name, for messages.
             **overrides: settings of the task to replace, such as
                 `truncation`.
-
-        Returns:
-            `(examples, report)`.
         """
         raise NotImplementedError
 
@@ -444,23 +438,14 @@ class Task(keras.Model):
     def begin_run(self, datasets, batch_size, callbacks):
         """Prepares a run before its batches are made.
 
-        Args:
-            datasets: the examples to train on and those to evaluate, as
-                `prepare` returned them.
-            batch_size: int.
-            callbacks: list of `keras.callbacks.Callback`s.
+        `datasets` are the examples to train on and those to evaluate, as
+        `prepare` returned them.
         """
 
     def make_batches(self, examples, batch_size, **kwargs):
-        """Batches the examples that `prepare` returned.
+        """Makes a `BatchAdapter` of the examples that `prepare` returned.
 
-        Args:
-            examples: list of `Example`s.
-            batch_size: int.
-            **kwargs: see `BatchAdapter`.
-
-        Returns:
-            A `BatchAdapter`.
+        `kwargs` are other arguments of `BatchAdapter`.
         """
         micro = self.micro_batch_size if self.compiled else None
         return BatchAdapter(
@@ -586,8 +571,7 @@ class Task(keras.Model):
 
         Args:
             state: as in `train_step`.
-            gradients: list of arrays like `state["trainable"]`.
-            logs: dict of scalars as `loss_and_gradients` returns it.
+            gradients, logs: as `loss_and_gradients` returns them.
 
         Returns:
             `(logs, state)`, as `train_step` does.
@@ -597,11 +581,8 @@ class Task(keras.Model):
     def test_step(self, state, batch):
         """Computes loss and metrics of a batch, without gradients or dropout.
 
-        Args:
-            state, batch: as in `train_step`.
-
-        Returns:
-            `(logs, state)` with `metrics` replaced.
+        Takes what `train_step` does, and returns `(logs, state)` with
+        `metrics` replaced.
         """
         return self._step.evaluate(state, batch)
 
@@ -631,8 +612,7 @@ class Task(keras.Model):
     def using_weights(self, trainable, frozen):
         """Opens a scope in which the task's variables have these values.
 
-        Args:
-            trainable, frozen: lists of arrays, those of a step's `state`.
+        `trainable` and `frozen` are lists of arrays, as in a step's `state`.
         """
         return ModelWeights.of(self).scope(trainable, frozen)
 
@@ -644,8 +624,7 @@ class Task(keras.Model):
     def fingerprint(self):
         """Returns the settings that must match for a run to be resumed.
 
-        Returns:
-            Dict fit for JSON. A subclass adds its own.
+        They are a dict fit for JSON, to which a subclass adds its own.
         """
         weights = ModelWeights.of(self)
         return run_state.fingerprint(
@@ -667,8 +646,7 @@ class Task(keras.Model):
     def make_step(self, weights=None):
         """Builds the `TrainStep` from the task's current parts.
 
-        Args:
-            weights: `ModelWeights`, or `None` for those of the task.
+        `weights` are `ModelWeights`, by default those of the task.
         """
         loss = self.objective
         return TrainStep(
@@ -710,11 +688,7 @@ class Task(keras.Model):
         return 1
 
     def filled_rows(self, batch_size, packing=False):
-        """Counts the rows that a full batch fills.
-
-        Args:
-            batch_size: int.
-            packing: as in `fit`.
+        """Counts the rows that a full batch of `batch_size` fills.
 
         Returns:
             `(rows, rows of an example)`; rows are `None` where that depends
@@ -764,9 +738,7 @@ class Task(keras.Model):
     def row_settings(self, name, **overrides):
         """Makes the `RowSettings` of a dataset.
 
-        Args:
-            name: str, the argument that the rows were passed as.
-            **overrides: settings to replace.
+        `name` is the argument that the rows were passed as.
         """
         settings = {
             "tokenizer": self.tokenizer,
@@ -809,13 +781,9 @@ class Task(keras.Model):
     def _run_rows(self, program, rows, batch_size):
         """Runs a program on rows, of which none may be dropped or cut.
 
-        Args:
-            program: function of the trainable and the frozen weights and a
-                batch to a dict of arrays, `(rows, ...)`.
-            rows, batch_size: as in `log_probs`.
-
-        Returns:
-            An iterable of `(Example, dict of its arrays)`.
+        `program` computes from the trainable and the frozen weights and a
+        batch a dict of arrays, `(rows, ...)`. Returns an iterable of
+        `(Example, dict of its arrays)`.
         """
         checks.own_adapter(self.policy)
         examples, _ = self.prepare(
@@ -1005,11 +973,7 @@ class Task(keras.Model):
             num_slots: int, sequences sampled at once, on all chips.
             num_tokens: int, the token capacity of each slot.
 
-        Returns:
-            A `kpt.distribution.Plan`.
-
-        Raises:
-            ValueError: as in `plan`.
+        Returns a `kpt.distribution.Plan` and raises as `plan` does.
         """
         self._assert_compile_called("plan_decode")
         return decode_plan.make_plan(
@@ -1022,9 +986,8 @@ class Task(keras.Model):
         """Builds a batch of the longest rows that `fit` may see, for `plan`.
 
         Args:
-            batch_size: int, as in `fit`.
+            batch_size, packing, share_prefix: as in `fit`.
             prompt_length: int or `None`, as in `plan`.
-            packing, share_prefix: as in `fit`.
 
         Returns:
             Dict of numpy arrays.
@@ -1044,10 +1007,9 @@ class Task(keras.Model):
     def companion_models(self):
         """Returns the models that the step compares with, for `plan`.
 
-        Returns:
-            Dict by role (`"reference"`, `"teachers"`) of lists of presets,
-            KerasHub `CausalLM`s, `None` for the policy, and the
-            `FrozenPolicy`s of a run that has begun.
+        They are a dict by role (`"reference"`, `"teachers"`) of lists of
+        presets, KerasHub `CausalLM`s, `None` for the policy, and the
+        `FrozenPolicy`s of a run that has begun.
         """
         return {}
 
@@ -1060,13 +1022,10 @@ class Task(keras.Model):
         self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
-        """Loads the weights of a PEFT adapter.
+        """Loads the weights of a PEFT adapter directory.
 
         An uncompiled task without an adapter gets one with the settings of
         the file.
-
-        Args:
-            path: str or path of a PEFT adapter directory.
         """
         if self.adapter is None:
             if self.compiled:
@@ -1131,11 +1090,7 @@ class Task(keras.Model):
         )
 
     def save_to_preset(self, path):
-        """Writes a KerasHub preset with the adapter merged.
-
-        Args:
-            path: str or path of a new directory.
-        """
+        """Writes a KerasHub preset, adapter merged, to a new directory."""
         checks.own_adapter(self.policy)
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer

@@ -16,13 +16,7 @@ def loss_and_gradients(step, state, batch, key):
     The first pass is forward only, a micro-batch at a time, and keeps what
     the loss reads: a few numbers per token. The loss is computed once, on all
     of them. The second pass takes its derivatives back through the model, a
-    micro-batch at a time.
-
-    Args:
-        step: `TrainStep`.
-        state: dict with `trainable` and `frozen`, lists of arrays.
-        batch: dict of arrays, the full batch.
-        key: JAX key of the seed and the step, or `None` for no dropout.
+    micro-batch at a time. `key` is as in `LossTerms.__call__`.
 
     Returns:
         `(loss, gradients, metrics)`: a scalar, float32 arrays like

@@ -17,11 +17,9 @@ def as_list(callbacks):
 
 
 def ordered(callbacks, verbose):
-    """Adds the run's own callbacks and sorts all.
+    """Adds the run's own callbacks and sorts all, checkpoints last.
 
-    Returns:
-        A list. Checkpoints come last: they save what the others count at the
-        end of an epoch.
+    They save what the others count at the end of an epoch.
     """
     own = [Divergence()]
     if processes.count() > 1:

@@ -29,12 +29,10 @@ class FrozenPolicy:
         kind: `"model"` for a separate model; `"off"` for the trained policy
             with the adapter off, which takes no memory; `"copy"` for a copy
             of what is trained.
-        variables: list of `keras.Variable`s that take `values`.
-        values: list of arrays.
+        variables: list of `keras.Variable`s that take `values`, arrays.
         weights: `ModelWeights` of the trained policy, unless `kind` is
             `"model"`.
-        role: str, the argument that users pass it as: `"reference"` or
-            `"teacher"`.
+        role: `"reference"` or `"teacher"`, the argument that users pass it as.
     """
 
     def __init__(
@@ -53,9 +51,8 @@ class FrozenPolicy:
     def using(self, values, trainable, frozen):
         """Opens a scope in which `self.policy` has the frozen weights.
 
-        Args:
-            values: list of arrays for `self.variables`.
-            trainable, frozen: lists of arrays, those of the trained policy.
+        `values` are arrays for `self.variables`; `trainable` and `frozen`
+        those of the trained policy.
         """
         with TRACING, contextlib.ExitStack() as stack:
             if self.kind == "off":
@@ -73,17 +70,10 @@ class FrozenPolicy:
     def logps(
         self, values, trainable, frozen, rows, mask=None, temperature=1.0
     ):
-        """Returns log-probabilities of the tokens of some rows.
+        """Computes log-probabilities of the tokens of some rows.
 
-        Args:
-            values, trainable, frozen: as in `using`.
-            rows: dict of arrays.
-            mask: bool array of shape `(rows, length)`, or `None` for all
-                tokens with loss.
-            temperature: float, divides the logits.
-
-        Returns:
-            A float32 array of shape `(rows, length)`, 0 outside `mask`.
+        They are float32 `(rows, length)` and 0 outside `mask`, bools of that
+        shape, by default all tokens with loss. For the weights see `using`.
         """
         if mask is None:
             mask = rows["completion_mask"] != 0
@@ -129,12 +119,7 @@ class FrozenPolicy:
         return model_identity(causal_lm, adapter)
 
     def check(self, length, packing):
-        """Raises a `ValueError` where the model cannot read the rows.
-
-        Args:
-            length: int, the most tokens of a row.
-            packing: bool, whether sequences share a row.
-        """
+        """Raises a `ValueError` where the model cannot read the rows."""
         longest = guards.max_length(self.policy.causal_lm)
         if longest is not None and length > longest:
             raise ValueError(
@@ -152,23 +137,14 @@ class FrozenPolicy:
 
 
 class Untracked:
-    """Holds a model that Keras must not track as a sublayer.
-
-    Args:
-        value: what a user passed as a companion model.
-    """
+    """Holds a model that Keras must not track as a sublayer."""
 
     def __init__(self, value):
         self.value = value
 
 
 def model_identity(causal_lm, adapter=None):
-    """Returns a dict that identifies a model's weights and settings.
-
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        adapter: `Adapter` whose weights count too, or `None`.
-    """
+    """Returns a dict that identifies the weights and settings of a model."""
     variables = list(causal_lm.variables)
     if adapter is not None:
         variables += adapter.variables
@@ -182,14 +158,9 @@ def model_identity(causal_lm, adapter=None):
 
 
 def make_reference(model, policy, weights, moves=False):
-    """Returns the reference of a run.
+    """Returns the reference of a run, by default a `frozen_policy`.
 
-    Args:
-        model: a preset, a KerasHub `CausalLM`, or `None` for the policy.
-        policy, weights, moves: as in `frozen_policy`.
-
-    Returns:
-        A `FrozenPolicy`.
+    `model` is a preset, a KerasHub `CausalLM`, or `None` for the policy.
     """
     if model is None:
         return frozen_policy(policy, weights, moves=moves)
@@ -205,15 +176,9 @@ def make_reference(model, policy, weights, moves=False):
 def frozen_policy(policy, weights, *, role="reference", moves=False):
     """Freezes the policy as it is now.
 
-    Args:
-        policy: `Policy` that is going to be trained.
-        weights: its `ModelWeights`.
-        role: see `FrozenPolicy`.
-        moves: bool, whether it is going to be updated, which needs a copy.
-
-    Returns:
-        A `FrozenPolicy`: the policy with the adapter off where the adapter
-        is 0 now, else a copy of what is trained of the model.
+    It becomes the policy with the adapter off where the adapter is 0 now,
+    else a copy of what is trained. One that is going to be updated (`moves`)
+    needs a copy.
     """
     if policy.adapter and policy.adapter.is_zero and not moves:
         return FrozenPolicy(policy, "off", role=role, weights=weights)
@@ -230,16 +195,9 @@ def frozen_policy(policy, weights, *, role="reference", moves=False):
 
 
 def frozen_model(model, policy, *, role="reference", same_tokens=True):
-    """Freezes another model.
+    """Freezes another model, a preset or a KerasHub `CausalLM`.
 
-    Args:
-        model: a preset or a KerasHub `CausalLM`.
-        policy: `Policy` that is trained.
-        role: see `FrozenPolicy`.
-        same_tokens: bool, whether it must have the policy's vocabulary.
-
-    Returns:
-        A `FrozenPolicy` of kind `"model"`.
+    With `same_tokens` it must have the vocabulary of the trained `policy`.
     """
     if isinstance(model, (str, os.PathLike)):
         dtype = policy.backbone.dtype_policy
@@ -266,10 +224,8 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
 def frozen_shapes(model, policy, weights, *, role="reference"):
     """Returns the `FrozenPolicy` that a run would have, without its values.
 
-    Args:
-        model: a preset, a KerasHub `CausalLM`, `None` for the policy, or the
-            `FrozenPolicy` of a run that has begun.
-        policy, weights, role: as in `frozen_policy`.
+    `model` is as in `make_reference`, or the `FrozenPolicy` of a run that has
+    begun.
     """
     if isinstance(model, FrozenPolicy):
         return FrozenPolicy(

@@ -19,13 +19,11 @@ class FrozenCache:
     """Arrays of a frozen model by row, in a directory.
 
     Args:
-        directory: str or path.
         header: dict, what the arrays depend on: `FrozenPolicy.identity` and
             settings. A directory with another header is refused.
         kind: str, that of the `FrozenPolicy`, or `"served"`.
 
     Attributes:
-        rows: `RowCache`.
         computed: int, rows that were not there before.
     """
 
@@ -51,7 +49,6 @@ class FrozenCache:
             compute: function of a list of items that yields a dict of arrays
                 for each.
             message: str, printed before the progress bar.
-            verbose: bool, whether to show a progress bar.
         """
         processes.check_equal({"rows that the cache lacks": sorted(missing)})
         if verbose:
@@ -71,12 +68,8 @@ class FrozenCache:
 def run_rows(program, batches):
     """Runs a program over batches of one sequence per row.
 
-    Args:
-        program: function of a batch to a pytree of arrays, `(rows, ...)`.
-        batches: `BatchAdapter`.
-
-    Yields:
-        For each example its part of the pytree; padding rows are left out.
+    `program` computes from a batch a pytree of arrays, `(rows, ...)`. Yields
+    for each example its part of them; padding rows are left out.
     """
     for batch in batches.get_jax_iterator():
         found = processes.fetch(program(batch))
@@ -86,12 +79,7 @@ def run_rows(program, batches):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Part of a sequence that a frozen model scores.
-
-    Args:
-        token_ids: int32 array of shape `(tokens,)`, the sequence.
-        start: int, the first token of the part; it reaches to the end.
-    """
+    """The part of a sequence that a frozen model scores, from `start` on."""
 
     token_ids: np.ndarray
     start: int
@@ -122,10 +110,8 @@ def completions_by_key(examples):
 def completion_logps(reference, weights, batches):
     """Returns a `compute` of `FrozenCache.fill`: log-probabilities of `Span`s.
 
-    Args:
-        reference: `FrozenPolicy`.
-        weights: `ModelWeights` of the trained policy.
-        batches: function of a list of `Example`s to a `BatchAdapter`.
+    `weights` are of the trained policy; `batches` is a function of a list of
+    `Example`s to a `BatchAdapter`.
     """
     program = jax.jit(reference.logps)
     state = reference.values, *weights.values()

@@ -13,14 +13,7 @@ def complete(
     stop_token_ids="auto", seed=None, return_token_ids=False, on_text=None,
     verbose=0, **sampling,
 ):  # fmt: skip
-    """Completes prompts: see `Task.generate`.
-
-    Args:
-        engine: `Rollout` with a model.
-        tokenizer: `Tokenizer` or `None`.
-        prompts, **sampling: as in `Task.generate`, like the others.
-        template_kwargs: dict of variables for the chat template.
-    """
+    """Completes prompts: see `Task.generate`."""
     prompts, one = _as_list(prompts)
     ids = [
         _prompt_ids(tokenizer, template_kwargs, i, p)
@@ -63,13 +56,7 @@ def complete(
 def complete_rows(engine, tokenizer, examples, max_tokens):
     """Completes rows greedily, to be compared with their own completions.
 
-    Args:
-        engine, tokenizer: as in `complete`.
-        examples: list of `Example`s.
-        max_tokens: int, the most new tokens.
-
-    Returns:
-        List of dicts with `prompt`, `completion` and `reference`, str.
+    Returns a list of dicts of `prompt`, `completion` and `reference`, texts.
     """
     cut = []
     for example in examples:
@@ -129,13 +116,7 @@ def _prompt_ids(tokenizer, template_kwargs, row, prompt):
 
 
 class _TextStream:
-    """Turns new tokens into new text.
-
-    Args:
-        tokenizer: `Tokenizer`.
-        num_generations: int, the samples of a prompt.
-        on_text: `f(index, text)`.
-    """
+    """Turns new tokens into new text, for the `on_text` of `Task.generate`."""
 
     def __init__(self, tokenizer, num_generations, on_text):
         self.tokenizer, self.on_text = tokenizer, on_text

@@ -15,14 +15,8 @@ from keras_posttrain.training.step import counters
 class RowRun:
     """One call of `fit` on rows.
 
-    Args:
-        model: compiled `keras.Model` with a `compiled_train_step`, as
-            `compile_step` returns it, and a `fingerprint`.
-        step: `TrainStep`.
-        state: `RunState`.
-        data: `BatchAdapter`, the batches of the run.
-        validation: `BatchAdapter` or `None`.
-        settings: `RunSettings`.
+    `model` is compiled, and has a `compiled_train_step` that `compile_step`
+    returned and a `fingerprint`.
     """
 
     # A checkpoint may be taken after every step.
@@ -68,9 +62,8 @@ class RowRun:
     def train_function(self, program):
         """Returns the function that Keras calls for each batch.
 
-        Args:
-            program: the model's `compiled_train_step`. It is made before
-                Keras empties the variables.
+        `program` is the model's `compiled_train_step`, made before Keras
+        empties the variables.
         """
         model, state = self.model, self.state
 
@@ -155,12 +148,7 @@ class RowRun:
 
 
 def test_function(model, step):
-    """Returns the function that Keras calls for each batch of an evaluation.
-
-    Args:
-        model: compiled `keras.Model` with a pure `test_step`.
-        step: `TrainStep`.
-    """
+    """Returns the function that Keras calls for each batch it evaluates."""
 
     def run(metrics, trainable, held, batch):
         state = dict(trainable=trainable, metrics=metrics, **held)

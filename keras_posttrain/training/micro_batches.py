@@ -11,13 +11,10 @@ from keras_posttrain.training import padding
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Cuts batches into micro-batches.
+    """Cuts batches into micro-batches of `size` examples; `None` is all.
 
-    Args:
-        size: int or `None`, examples of a micro-batch; `None` for the full
-            batch at once.
-        rows_together: function of a batch, how many neighbouring rows are
-            one example, which is never split.
+    `rows_together` computes from a batch how many neighbouring rows are one
+    example, which is never split.
     """
 
     size: int | None = None

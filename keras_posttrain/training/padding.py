@@ -13,13 +13,8 @@ from keras_posttrain.models import sharding
 def micro_rows(micro_batch_size, together=1):
     """Returns rows that pass through the model at once.
 
-    Args:
-        micro_batch_size: int, examples.
-        together: int, rows of an example, which is never split.
-
-    Returns:
-        Int: at least those of `micro_batch_size` examples, rounded up to the
-        same number on each device.
+    At least those of `micro_batch_size` examples of `together` rows each,
+    rounded up to the same number on each device.
     """
     return _up(micro_batch_size * together, _multiple(together))
 
@@ -27,14 +22,8 @@ def micro_rows(micro_batch_size, together=1):
 def row_multiple(micro_batch_size, rows=None, together=1):
     """Computes the number that the rows of a batch are a multiple of.
 
-    Args:
-        micro_batch_size: int or `None`, examples.
-        rows: int or `None`, rows that a full batch fills, if known: one that
-            fits a micro-batch has no room for a second.
-        together: int, rows of an example, which is never split.
-
-    Returns:
-        Int.
+    `rows` are those that a full batch fills, if known: a batch that fits a
+    micro-batch has no room for a second. An example has `together` rows.
     """
     if micro_batch_size is None:
         return _multiple(together)
@@ -45,10 +34,7 @@ def row_multiple(micro_batch_size, rows=None, together=1):
 def describe(micro_batch_size, rows, together=1):
     """Describes the padding rows of a batch; `None` without any.
 
-    Args:
-        micro_batch_size, together: as in `row_multiple`.
-        rows: int, rows that a full batch fills; `None` if that depends on
-            the lengths of its sequences.
+    `rows` is `None` if it depends on the lengths of a batch's sequences.
     """
     multiple = row_multiple(micro_batch_size, rows, together)
     shards = sharding.data_axis()[2]

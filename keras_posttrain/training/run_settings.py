@@ -11,14 +11,7 @@ from keras_posttrain.training import checks
 class RunSettings:
     """The arguments of `fit` that every run has, checked.
 
-    Attributes:
-        epochs: int.
-        seed: int, of the order, the samples and dropout.
-        callbacks: list of `keras.callbacks.Callback`s, those of the user.
-        verbose: as in `fit`; 0 in every process but the first.
-        skip_steps: frozenset of ints, steps that are left out.
-        max_staleness: int, as in `RolloutTask.fit`.
-        micro_batch_size: int or `None`.
+    `verbose` is 0 in every process but the first.
     """
 
     epochs: int
@@ -31,13 +24,7 @@ class RunSettings:
 
     @classmethod
     def of(cls, policy, packing, *, callbacks, verbose, skip_steps, **given):
-        """Checks and completes what a user passed to `fit`.
-
-        Args:
-            policy: `Policy`.
-            packing: as in `fit`.
-            callbacks, verbose, skip_steps, **given: the attributes.
-        """
+        """Checks and completes what a user passed to `fit`."""
         callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()
         checks.positive_int("epochs", given["epochs"])
@@ -60,14 +47,7 @@ class RunSettings:
         return callback_lib.ordered(self.callbacks, self.verbose)
 
     def agreement(self, fingerprint, data, step, callbacks):
-        """Returns settings that all processes of the run must share.
-
-        Args:
-            fingerprint: dict, that of the task.
-            data: dict, that of the data.
-            step: int, steps done.
-            callbacks: list, all callbacks of the run.
-        """
+        """Returns settings that all processes of the run must share."""
         return {
             **fingerprint,
             **{f"data {name}": value for name, value in data.items()},

@@ -17,7 +17,6 @@ class RunState:
     Attributes:
         step: int, optimizer steps done.
         logs: dict of scalars, those of the last step.
-        seed: int, of the order, the samples and dropout.
         first_step: int, steps done before this run.
         consumed: int, batches that this process has trained on since it
             began or resumed.
@@ -25,7 +24,6 @@ class RunState:
             since.
         keep_metrics: bool, whether the next epoch continues the running
             means of a checkpoint.
-        initial_epoch: int or `None`, the epoch to begin with.
         digest: int or `None`, a checksum of the frozen weights, once known.
     """
 
@@ -52,13 +50,7 @@ class RunState:
         return self.digest
 
     def restore(self, meta, epochs):
-        """Continues from the `meta` of a checkpoint.
-
-        Args:
-            meta: dict as `save` returns it, with what
-                `kpt.callbacks.Checkpoint` adds.
-            epochs: int, those of this run.
-        """
+        """Continues from the `meta` of a checkpoint, to `epochs` epochs."""
         self.step = meta["step"]
         self.first_step = meta["step"] - meta["data"]["step"]
         self.consumed, self.resumed = 0, True
@@ -70,11 +62,7 @@ class RunState:
 class Saved:
     """The variables and companions of a run, as a checkpoint holds them.
 
-    Args:
-        weights: `ModelWeights`.
-        optimizer: `keras.optimizers.Optimizer`.
-        trackers: list of `keras.metrics.Metric`s, the running means.
-        frozen: dict by name of `FrozenPolicy`s.
+    `trackers` hold the running means; `frozen` has `FrozenPolicy`s by name.
     """
 
     weights: object
@@ -115,16 +103,8 @@ class Saved:
 def fingerprint(name, policy, weights, digest, optimizer, **settings):
     """Returns settings that must match for a run to be resumed.
 
-    Args:
-        name: str, that of the task's class.
-        policy: `Policy`.
-        weights: `ModelWeights`.
-        digest: int, a checksum of the frozen weights.
-        optimizer: `keras.optimizers.Optimizer`.
-        **settings: others, fit for JSON.
-
-    Returns:
-        Dict as JSON gives it back.
+    `name` is that of the task's class, `digest` a checksum of the frozen
+    weights; `settings` are others, fit for JSON.
     """
     lora = policy.adapter.lora if policy.adapter else None
     shapes = [list(v.shape) for v in weights.trainable]
@@ -137,8 +117,8 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
         "trainable shapes (checksum)": checksum,
         "frozen weights (checksum)": digest,
         "optimizer": type(optimizer).__name__,
-        "optimizer_variables": len(optimizer.variables),
         **settings,
+        "optimizer_variables": len(optimizer.variables),
     }
     # As JSON gives it back: tuples are lists.
     return json.loads(json.dumps(found))
@@ -147,15 +127,8 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
 def check(meta, fingerprint, seed, directory, override=()):
     """Raises a `ValueError` for the checkpoint of another run.
 
-    Args:
-        meta: dict, that of the checkpoint.
-        fingerprint: dict, that of this run.
-        seed: int, that of this run.
-        directory: path of the checkpoints, for the message.
-        override: names of settings of the optimizer that may differ.
-
-    Returns:
-        Dict by name of `(theirs, ours)`, those of `override` that differ.
+    `override` names settings of the optimizer that may differ. Those that do
+    are returned, a dict by name of `(theirs, ours)`.
     """
     theirs = meta["run"]
     differing = [k for k in fingerprint if fingerprint[k] != theirs.get(k)]

@@ -32,13 +32,7 @@ POLICY_OUTPUTS = (
 class LossTerms:
     """The loss of some rows, by a policy's forward pass.
 
-    Args:
-        loss: `kpt.losses.Loss`.
-        policy: `models/policy.py:Policy`.
-        token_outputs: function of a batch, a mask of the tokens that are
-            projected on the vocabulary and the names in `loss.needs` to a
-            dict of `(rows, length)` arrays, with the keyword arguments
-            `dropout_key` and `differentiable`.
+    `token_outputs` is a function such as `Task.token_outputs`.
     """
 
     loss: object
@@ -48,16 +42,9 @@ class LossTerms:
     def __call__(self, state, rows, normalizers, key, differentiable=True):
         """Returns loss and metrics of some rows, within `ModelWeights.scope`.
 
-        Args:
-            state: dict, the state of the step.
-            rows: dict of arrays, some rows of the full batch.
-            normalizers: dict of scalars, those of the full batch.
-            key: JAX key of the seed and the step, or `None` for no dropout.
-            differentiable: bool.
-
-        Returns:
-            `(loss, metrics)`: these rows' share of the batch's loss, and the
-            metrics as `Loss.total` reports them.
+        The loss is these rows' share of the batch's; metrics are as
+        `Loss.total` reports them. `normalizers` are those of the full batch;
+        `key` is the JAX key of seed and step, or `None` for no dropout.
         """
         del state
         loss = self.loss
@@ -95,16 +82,10 @@ class TrainStep:
     and an entry for each of `companions`.
 
     Args:
-        weights: `ModelWeights`.
-        loss: `kpt.losses.Loss`.
         terms: function such as `LossTerms.__call__`.
         token_outputs: as in `LossTerms`, for losses that couple a batch.
-        optimizer: built `keras.optimizers.Optimizer`.
         masters: list of indices into `optimizer.variables`, or `None`s, as
             `optimizers.build` returns it.
-        train_trackers, test_trackers: lists of `keras.metrics.Mean`.
-        micro_batches: `MicroBatches`.
-        max_grad_norm: float or `None`.
         dropout: bool, whether an adapter drops inputs.
         companions: dict by name, each a tuple of `FrozenPolicy`s whose arrays
             the step reads: `reference`, `teachers`.
@@ -137,18 +118,9 @@ class TrainStep:
         }
 
     def loss_and_gradients(self, state, batch):
-        """Computes gradients of the loss, summed over micro-batches.
+        """Computes gradients of the loss, as `Task.loss_and_gradients`.
 
-        Args:
-            state: dict, see the class.
-            batch: dict of arrays with a leading `rows` axis.
-
-        Returns:
-            `(gradients, logs)`: a list of arrays like `state["trainable"]`,
-            float32 where there are micro-batches, and a dict of scalars:
-            `loss`, `num_tokens`, `loss_weight` (what the loss was divided
-            by) and the metrics of the loss; `has_signal` where that is
-            known.
+        The logs also have `has_signal` where that is known.
         """
         batch = self._with_reference(state, batch)
         normalizers = self.loss.normalizers(batch)
@@ -184,18 +156,8 @@ class TrainStep:
     def apply_gradients(self, state, gradients, logs):
         """Clips, applies the optimizer and records the step.
 
-        A step changes nothing and counts as `skipped` where its gradient is
-        not finite, its batch has no token with loss, or `has_signal` in the
-        logs is false.
-
-        Args:
-            state: dict, see the class.
-            gradients: list of arrays like `state["trainable"]`.
-            logs: dict of scalars as `loss_and_gradients` returns it.
-
-        Returns:
-            `(logs, state)`: scalars to report, and the state with
-            `trainable`, `optimizer` and `metrics` replaced.
+        As `Task.apply_gradients`; a step also counts as `skipped` where
+        `has_signal` in the logs is false.
         """
         logs = dict(logs)
         weight = logs.pop("loss_weight", 1.0)
@@ -220,11 +182,7 @@ class TrainStep:
         return logs, {**state, "metrics": metrics}
 
     def evaluate(self, state, batch):
-        """Returns loss and metrics of a batch, without gradients or dropout.
-
-        Returns:
-            `(logs, state)` with `metrics` replaced.
-        """
+        """Returns `(logs, state)` of a batch, without gradients or dropout."""
         batch = self._with_reference(state, batch)
         normalizers = self.loss.normalizers(batch)
 
@@ -289,7 +247,6 @@ def compile_step(train_step, shardings=None, eager=False):
         shardings: dict of lists of `jax.sharding.Sharding` by the names
             `trainable`, `optimizer` and `metrics`, or `None` without a
             distribution.
-        eager: bool, whether not to jit.
 
     Returns:
         A function `(changing, held, batch) -> (logs, changed)` of the parts
@@ -332,16 +289,9 @@ def clip(gradients, norm, max_norm):
 def apply_optimizer(optimizer, masters, state, gradients, keep):
     """Updates weights and optimizer state; keeps the old ones if not `keep`.
 
-    Args:
-        optimizer: built `keras.optimizers.Optimizer`.
-        masters: list of indices into `optimizer.variables`, or `None`: the
-            float32 copy of each trainable variable of lower precision.
-        state: dict with `trainable` and `optimizer`, lists of arrays.
-        gradients: list of arrays.
-        keep: bool scalar.
-
-    Returns:
-        `state` with both lists replaced.
+    `masters` are indices into `optimizer.variables`, or `None`: the float32
+    copy of each trainable variable of lower precision. Returns `state` with
+    `trainable` and `optimizer` replaced.
     """
     old, variables = state["trainable"], state["optimizer"]
     sources = [
@@ -361,18 +311,14 @@ def apply_optimizer(optimizer, masters, state, gradients, keep):
 
 
 def update_metrics(trackers, values, logs, weights):
-    """Adds one step to the running means of an epoch.
+    """Returns the running means of an epoch with one step added.
 
     Args:
-        trackers: list of `keras.metrics.Mean`.
         values: list of arrays, those of the trackers' variables.
         logs: dict of scalars by tracker name. A custom `train_step` may omit
             some; their trackers stay as they are.
         weights: dict of scalars by tracker name, 1 by default. A value that
             is not finite has no weight.
-
-    Returns:
-        The new list of arrays.
     """
     variables = [v for t in trackers for v in t.variables]
     mapping = list(zip(variables, values))

@@ -11,12 +11,7 @@ TRACING = threading.RLock()
 
 
 class ModelWeights:
-    """A model's variables, in the order of a step's lists of arrays.
-
-    Args:
-        trainable: list of `keras.Variable`s.
-        frozen: list of `keras.Variable`s that no step changes.
-    """
+    """A model's variables, in the order of a step's lists of arrays."""
 
     def __init__(self, trainable, frozen):
         self.trainable, self.frozen = list(trainable), list(frozen)

@@ -492,3 +492,31 @@ def test_gemma_3_takes_lists_of_parts():
     parts = [{"type": "text", "text": " Hi "}, {"type": "text", "text": "x"}]
     text = chat.render(tokenizer, [{"role": "user", "content": parts}])
     assert text == "<bos><start_of_turn>user\nHix<end_of_turn>\n"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_tools_that_a_template_leaves_out_are_an_error(name):
+    tokenizer = load(name)
+    message = "does not render tools.*tools=.'add'.*begins with"
+    for function in (chat.render, chat.render_ids, chat.encode_with_spans):
+        with pytest.raises(ValueError, match=message):
+            function(tokenizer, CONVERSATION, tools=TOOLS)
+        function(tokenizer, CONVERSATION, tools=[])
+
+
+@pytest.mark.parametrize("role", ["Assistant", "asistant", " user", "sytem"])
+def test_a_misspelt_role_is_named(role):
+    tokenizer = load("qwen3")
+    messages = [*CONVERSATION, {"role": role, "content": "a"}]
+    with pytest.raises(ValueError, match=f"Did you mean.*message 4.*{role}"):
+        chat.render(tokenizer, messages)
+
+
+def test_a_role_that_the_template_quotes_is_one():
+    template = (
+        "{% for m in messages %}{% if m.role == 'users' %}U{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load("qwen3", template)
+    messages = [{"role": "users", "content": "a"}]
+    assert chat.render(tokenizer, messages) == "Ua"

@@ -544,7 +544,20 @@ def test_weights_of_the_wrong_type_are_named(value):
         ),
         (
             {"messages": MESSAGES[:1]},
-            ["row 1", "must have a turn of the role 'assistant'"],
+            ["row 1", "none of which carries loss", "roles=['user']"],
+        ),
+        (
+            {
+                "messages": [
+                    *MESSAGES[:1],
+                    {"role": "Assistant", "content": ""},
+                ]
+            },
+            ["row 1", "Did you mean the role 'assistant'?", "message 1"],
+        ),
+        (
+            {"messages": [*MESSAGES[:1], {"role": "asistant", "content": ""}]},
+            ["row 1", "Did you mean the role 'assistant'?", "'asistant'"],
         ),
         (
             {"messages": MESSAGES, "tools": "add"},
@@ -675,3 +688,16 @@ def test_settings_that_no_rows_can_be_prepared_with(setting, part):
     settings = {"sequence_length": 8, "vocabulary_size": 9} | setting
     with pytest.raises(ValueError, match=part):
         RowSettings(None, **settings)
+
+
+def test_rows_that_are_none_are_counted(qwen2):
+    rows = [{"text": "a b"}, None, {"text": "c d"}, None]
+    examples, report = prepare(rows, qwen2)
+    assert [x.row for x in examples] == [0, 2]
+    assert (report.rows, report.kept) == (4, 2)
+    assert dict(report.dropped) == {"None": 2}
+    # A Grain dataset gives `None` for rows that it has filtered out.
+    source = grain.MapDataset.source(rows[::2])
+    kept = source.filter(lambda row: "a" in row["text"])
+    _, report = prepare(kept, qwen2)
+    assert (report.rows, report.kept) == (1, 1)

@@ -392,6 +392,18 @@ BAD_ROWS = {
         [{"token_ids": [1, 2], "completion_mask": [0, float("nan")]}],
         ["'completion_mask'", "row 0", "completion_mask[1]=nan"],
     ),
+    "weights beyond float32": (
+        [PAIR | {"weight": 1e300}],
+        ["at most 1e6", "row 0", "weight=1e+300"],
+    ),
+    "a sum of weights beyond float32": (
+        [{"token_ids": [1, 2], "completion_mask": [0, 3e38]}],
+        ["'completion_mask'", "at most 1e6", "row 0"],
+    ),
+    "a misspelt weight": (
+        [PAIR | {"wieght": 2.0}],
+        ["Did you mean the column 'weight'?", "row 0", "'wieght'"],
+    ),
     "negative weight": (
         [PAIR, PAIR | {"weight": -1}],
         ["at least 0", "row 1", "weight=-1"],
@@ -523,6 +535,9 @@ class Wrong(kpt.losses.TokenLoss):
     """A user's loss with a mistake that shows while it is traced."""
 
     def token_loss(self, logps):
+        return -logps
+
+    def total(self, batch, outputs):
         raise KeyError("a mistake in a loss")
 
 
@@ -542,6 +557,54 @@ def test_an_error_in_a_step_costs_no_weights(method):
     task.compile(loss=kpt.losses.SFTLoss())
     task.fit(ROWS, verbose=0)
     assert task.step == 1
+
+
+def test_a_loss_of_tokens_has_a_value_for_each(full):
+    class Scalar(kpt.losses.TokenLoss):
+        def token_loss(self, logps):
+            return -logps.mean()
+
+    refused(lambda: full.compile(loss=Scalar()), "`token_loss` of Scalar",
+            "its argument's shape", "(2, 3)")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.SGD(-1e-3),
+        keras.optimizers.AdamW(float("nan")),
+        keras.optimizers.AdamW(float("inf")),
+    ],
+)
+def test_learning_rates_are_finite_and_not_negative(full, optimizer):
+    refused(lambda: full.compile(optimizer), "learning rate must be a finite",
+            f"learning_rate={float(optimizer.learning_rate)}")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "mixed_float16", "fp16", 16])
+def test_dtypes_without_a_scaled_loss(dtype):
+    refused(lambda: make(dtype=dtype), "`dtype` must be one of", "bfloat16",
+            repr(dtype))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("seed", 2**40), ("seed", -1), ("seed", None), ("seed", 1.5),
+        ("seed", True), ("shuffle", "yes"), ("shuffle", 1),
+        ("verbose", "loud"), ("verbose", 7), ("skip_steps", [999]),
+        ("skip_steps", [1.5]), ("skip_steps", 3), ("skip_steps", ["1"]),
+    ],
+)  # fmt: skip
+def test_arguments_of_fit(task, name, value):
+    refused(lambda: task.fit(ROWS, **{name: value}), f"`{name}` must")
+    assert not_compiled(task)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "8"])
+def test_chunks_are_positive(value):
+    refused(lambda: make(chunk_size=value), "`chunk_size` must be a positive",
+            f"chunk_size={value!r}")  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [0, 5])

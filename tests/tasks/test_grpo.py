@@ -756,3 +756,45 @@ def test_rewards_that_fail_are_named():
     task = make(rewards=[odd, broken], on_reward_error="skip")
     fit(task)
     assert task.step == 2
+
+
+def test_averages_of_the_weights_end_a_run():
+    """As with rows, where Keras's own `fit` puts them in place."""
+    made = make(
+        optimizer=keras.optimizers.Adam(1e-3, use_ema=True, ema_momentum=0.5)
+    )
+    seen = []
+
+    class Last(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            averages = self._model.optimizer._model_variables_moving_average
+            seen.append([np.array(v.value) for v in averages])
+
+    fit(made, callbacks=[Last()])
+    for average, variable in zip(seen[-1], made.trainable_variables):
+        np.testing.assert_array_equal(average, variable.value)
+
+
+def test_a_step_without_rewards_is_called_so(capsys):
+    made = make(
+        rewards=[lambda completions: [None] * len(completions)],
+        on_reward_error="skip",
+    )
+    fit(made, verbose=2)
+    assert "since no completion was given a reward" in capsys.readouterr().out
+
+
+def test_tools_of_prompts_may_be_json():
+    """As those of rows with answers."""
+    task = kpt.GRPOTask.from_preset(MODEL, sequence_length=512)
+    task.tokenizer = task.tokenizer.with_chat_template(
+        "{{ tools | tojson }}{{ messages[0].content }}"
+    )
+    task.compile(rewards=[odd], max_completion_length=8)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    chat = [{"role": "user", "content": "Add."}]
+    (as_list,), _ = task.prepare_prompts([{"prompt": chat, "tools": tools}])
+    (as_text,), _ = task.prepare_prompts(
+        [{"prompt": chat, "tools": json.dumps(tools)}]
+    )
+    assert as_list.token_ids == as_text.token_ids

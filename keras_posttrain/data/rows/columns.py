@@ -151,7 +151,8 @@ def weight_array(value, where, column):
     bad = np.flatnonzero(~((array >= 0) & (array <= MAX_WEIGHT)))
     if bad.size:
         raise ValueError(
-            f"The column '{column}' must hold numbers from 0 to 1e6. "
+            f"The column '{column}' must hold finite numbers of at least 0 "
+            "and at most 1e6. "
             f"Received: {where}, {column}[{bad[0]}]={value[bad[0]]}."
         )
     return array
@@ -198,7 +199,8 @@ def weight(row, where):
         raise wrong_type(where, "weight", "a number", value)
     if not 0 <= value <= MAX_WEIGHT:
         raise ValueError(
-            "The column 'weight' must be a number from 0 to 1e6. "
+            "The column 'weight' must be a finite number of at least 0 and "
+            "at most 1e6. "
             f"Received: {where}, weight={value}."
         )
     return float(value)

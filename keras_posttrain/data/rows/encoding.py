@@ -239,7 +239,8 @@ def _chat(row, messages, first, kind, settings, train_on):
     if "assistant" not in turns and settings.truncation == "error":
         raise ValueError(
             "A conversation must have a turn of the role 'assistant', which "
-            f"is trained on. Received: roles={turns}."
+            f"is trained on. Received: roles={turns}, none of which carries "
+            "loss."
         )
     if kind == "prompt_completion" and train_on != "assistant":
         spans = _from_message(spans, first)

@@ -56,10 +56,11 @@ def mix(datasets, weights=None, *, repeat=False, seed=0):
             "`weights`, and ends with the first dataset that ends. Received: "
             f"{weights=}, {repeat=}, and the streams {streams}."
         )
-    seeds = np.random.SeedSequence([seed < 0, abs(seed)]).generate_state(len(opened))
+    seeds = np.random.SeedSequence([seed < 0, abs(seed)])
+    seeds = seeds.generate_state(len(opened))
     parts = [
-        _part(name, rows, int(s))
-        for (name, rows), s in zip(opened.items(), seeds)
+        _part(name, rows, int(number))
+        for (name, rows), number in zip(opened.items(), seeds)
     ]
     if weights is None:
         return grain.MapDataset.concatenate(parts)

@@ -69,15 +69,7 @@ def read_peft(directory):
 def lora_settings(config, directory):
     """Converts a PEFT `adapter_config.json` to arguments of `kpt.LoRA`.
 
-    Args:
-        config: dict, the file's content.
-        directory: str or path of the adapter.
-
-    Returns:
-        A dict.
-
-    Raises:
-        ValueError: if the adapter is not plain LoRA.
+    An adapter that is not plain LoRA raises a `ValueError`.
     """
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(

@@ -39,15 +39,9 @@ def write_json(path, content):
 
 @contextlib.contextmanager
 def replaced_directory(directory):
-    """Creates a temporary folder that replaces another one when complete.
+    """Yields an empty folder that replaces `directory` when complete.
 
-    If anything fails inside the scope, the existing folder is unchanged.
-
-    Args:
-        directory: path of the folder to replace or create.
-
-    Yields:
-        The path of an empty folder next to it.
+    If anything fails inside the scope, `directory` is unchanged.
     """
     directory = pathlib.Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -73,21 +67,14 @@ def replaced_directory(directory):
 class Reader:
     """Reads the tensors of a checkpoint, completely or in part.
 
-    The constructor only reads the headers. A file is open only while a tensor
-    is read, so that its mapped memory is released afterwards.
+    The constructor only reads the headers, into the dicts `shapes` and
+    `dtypes` by the tensors' names. A file is open only while a tensor is
+    read, so that its mapped memory is released afterwards.
 
     Args:
         directory: path of a folder with `model.safetensors`, or with shards
-            and their index.
+            and their index. If any is missing, it raises a `ValueError`.
         single: str, the name of the file of an unsharded checkpoint.
-
-    Attributes:
-        shapes: dict from the names of the tensors to their shapes.
-        dtypes: dict from the names of the tensors to the names of their
-            dtypes.
-
-    Raises:
-        ValueError: if the folder has no checkpoint or a shard is missing.
     """
 
     def __init__(self, directory, single=SINGLE):
@@ -156,14 +143,9 @@ def _dtype(code):
 def plan_shards(shapes, dtypes, max_shard_bytes):
     """Groups tensors, in order, into files of limited size.
 
-    Args:
-        shapes: dict from tensor names to shapes.
-        dtypes: dict from tensor names to names of dtypes.
-        max_shard_bytes: int; a larger tensor gets a separate file.
-
-    Returns:
-        A dict from file names to lists of tensor names. Each list is in the
-        order of safetensors: by dtype, then by name.
+    Returns lists of tensor names by file name, each in the order of
+    safetensors: by dtype, then by name. A tensor above the limit gets a
+    separate file.
     """
     groups = [[]]
     room = max_shard_bytes
@@ -193,14 +175,7 @@ def _sizes(shapes, dtypes):
 
 
 def write_tensors(directory, shards, shapes, dtypes, arrays):
-    """Writes a checkpoint with one tensor in memory at a time.
-
-    Args:
-        directory: path of an existing folder.
-        shards: dict returned by `plan_shards`.
-        shapes, dtypes: dicts from tensor names, as in `plan_shards`.
-        arrays: iterator of numpy arrays, in the order of `shards`.
-    """
+    """Writes a checkpoint with one tensor in memory at a time, in order."""
     directory, arrays = pathlib.Path(directory), iter(arrays)
     sizes = _sizes(shapes, dtypes)
     for file, names in shards.items():

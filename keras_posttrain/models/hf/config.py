@@ -105,9 +105,9 @@ class Settings:
             `hidden_size`, `intermediate_size`.
         epsilon: float, added to the mean square in every norm.
         activation: str, Hugging Face's name of the gate's activation.
-        rope: tuple of dicts, one for each layer, see `rope.rope_parameters`.
-        windows: tuple of ints or `None`, one for each layer: the number of
-            tokens a token attends to, including itself.
+        rope: a dict for each layer, see `rope.rope_parameters`.
+        windows: for each layer the number of tokens a token attends to,
+            including itself, or `None`.
         query_scalar: number; scores are divided by its square root.
         attention_soft_cap: float or `None`, the cap of attention scores.
         final_soft_cap: float or `None`, the cap of logits.
@@ -126,19 +126,11 @@ class Settings:
 
 
 def from_config(config, family):
-    """Reads a Hugging Face config.
+    """Reads a Hugging Face config of a family.
 
-    Args:
-        config: dict, the content of `config.json`.
-        family: the `Family` of its `model_type`.
-
-    Returns:
-        A pair `(settings, notes)`: `Settings`, and a list of str about the
-        fields that were ignored.
-
-    Raises:
-        ValueError: if KerasHub's layers cannot represent the model; it names
-            the field and its value.
+    Returns `Settings`, and a list of notes on the fields that were ignored.
+    If KerasHub's layers cannot represent the model, a `ValueError` names the
+    field and its value.
     """
     notes = []
     unknown = sorted(set(config) - READ - HARMLESS)
@@ -267,20 +259,10 @@ def _pattern(config, family, num_layers, size):
 
 
 def to_config(settings, family):
-    """Converts `Settings` to a Hugging Face config.
+    """Converts `Settings` to the fields of a Hugging Face config.
 
-    The settings of rotary embeddings are written in the formats of
-    transformers 5 and 4, so that all readers find them.
-
-    Args:
-        settings: `Settings`.
-        family: the `Family` of the model.
-
-    Returns:
-        A dict of the fields that affect the forward pass.
-
-    Raises:
-        ValueError: if the family's config has no field for a setting.
+    Rotary embeddings are written as in transformers 5 and 4, so that all
+    readers find them. A setting without a field raises a `ValueError`.
     """
     config = {
         "model_type": family.model_type,

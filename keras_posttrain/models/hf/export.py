@@ -22,22 +22,14 @@ MARK = "exported_by"
 def hf_config(causal_lm, *, dtype=None, tokenizer=None):
     """Builds the Hugging Face `config.json` of a model.
 
-    Args:
-        causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`. If
-            it was loaded from a Hugging Face directory, fields that do not
-            affect the forward pass (token ids, lengths) are copied from that
-            directory's config.
-        dtype: str, the dtype of the weights. Defaults to the embedding's.
-        tokenizer: an object whose attributes `bos_token_id`, `eos_token_id`
-            and `pad_token_id` are used if the model was not loaded from a
-            Hugging Face directory.
+    If the model was loaded from a Hugging Face directory, fields that do not
+    affect the forward pass (token ids, lengths) are copied from that
+    directory's config; otherwise token ids are the attributes `bos_token_id`,
+    `eos_token_id` and `pad_token_id` of `tokenizer`. `dtype` names the dtype
+    of the weights, by default the embedding's.
 
-    Returns:
-        A dict.
-
-    Raises:
-        ValueError: if the family is unknown, or its config has no field for
-            a setting of the model.
+    An unknown family, or a setting of the model for which its config has no
+    field, raises a `ValueError`.
     """
     family = known_family(causal_lm)
     found = layer_patches.read_settings(causal_lm, family)
@@ -119,18 +111,14 @@ def export(
     one writes.
 
     Args:
-        causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
         directory: path to write to. It must not exist, be empty, or be an
             earlier export, which is replaced.
         dtype: str, `"float32"`, `"bfloat16"` or `"float16"`. Defaults to the
             dtype of each variable.
-        max_shard_bytes: int; larger checkpoints are split into files of at
-            most this size.
+        max_shard_bytes: int, the most bytes of a file of several tensors.
         values: function from a `keras.Variable` to the array to write for
-            it, such as a kernel with its adapter merged. Defaults to the
-            variable's value.
-        tokenizer: an object with `save(directory)`, to write the tokenizer's
-            files.
+            it, such as a kernel with its adapter merged.
+        tokenizer: an object with `save(directory)`.
 
     Raises:
         ValueError: if the directory has other content, or the model cannot

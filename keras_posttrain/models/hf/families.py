@@ -14,7 +14,6 @@ class Family:
     """The KerasHub layers of one Hugging Face model type.
 
     Args:
-        model_type: str, as in `config.json`.
         architecture: str, the Hugging Face class of the language model.
         keras_name: str; `keras_hub.models` has `<keras_name>Backbone` and
             `<keras_name>CausalLM`.
@@ -208,12 +207,7 @@ _BY_BACKBONE = {
 
 
 def family_of(causal_lm):
-    """Returns the `Family` of a built KerasHub `CausalLM`, or `None`.
-
-    Returns:
-        A `Family`, or `None` if the table has none. Such a model has no
-        Hugging Face names, and so no LoRA and no export.
-    """
+    """Returns a model's `Family`; without one it has no LoRA or export."""
     backbone = causal_lm.backbone
     if isinstance(backbone, keras_hub.models.GemmaBackbone):
         norms = (backbone.use_post_ffw_norm, backbone.use_post_attention_norm)

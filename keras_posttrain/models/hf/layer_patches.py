@@ -32,11 +32,7 @@ ACTIVATIONS = {
 
 
 def norms_of(causal_lm, family):
-    """Returns the norms of the decoder layers and the final norm, by name.
-
-    Returns:
-        A dict from Hugging Face module names to KerasHub layers.
-    """
+    """Returns the decoder's norms by Hugging Face name, the final one too."""
     found = {}
     for i, layer in enumerate(causal_lm.backbone.transformer_layers):
         for name, path in family.modules.items():
@@ -47,18 +43,10 @@ def norms_of(causal_lm, family):
 
 
 def read_settings(causal_lm, family):
-    """Reads the settings that the built layers compute with.
+    """Reads the `Settings` that the built layers compute with.
 
-    Args:
-        causal_lm: a built KerasHub `CausalLM`.
-        family: its `Family`.
-
-    Returns:
-        The `Settings` that reproduce the model.
-
-    Raises:
-        ValueError: if layers differ in a setting that Hugging Face stores
-            once for all of them.
+    If layers differ in a setting that Hugging Face stores once for all of
+    them, it raises a `ValueError`.
     """
     backbone = causal_lm.backbone
     head_dim = getattr(backbone, "head_dim", None)
@@ -117,16 +105,7 @@ def _one(what, values):
 
 
 def apply_settings(causal_lm, family, settings):
-    """Changes the built layers so that they follow the settings.
-
-    Args:
-        causal_lm: a built KerasHub `CausalLM`.
-        family: its `Family`.
-        settings: the `Settings` to apply.
-
-    Returns:
-        A list of str, a line for each setting that was changed.
-    """
+    """Makes the built layers follow the settings; returns notes on changes."""
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
     changed = {}
@@ -176,10 +155,8 @@ def set_query_scalar(attention, scalar):
     """Makes a Gemma attention layer divide scores by `scalar ** 0.5`.
 
     After the layer is built, its `head_dim` is used only for this scale, also
-    under `attention_scope`; sizes are taken from the arrays.
-
-    Returns:
-        bool, whether the layer was changed.
+    under `attention_scope`; sizes are taken from the arrays. Returns whether
+    the layer was changed.
     """
     normalize = attention.query_head_dim_normalize
     if normalize and attention.head_dim == scalar:
@@ -194,11 +171,7 @@ def set_query_scalar(attention, scalar):
 
 
 def set_rope(attention, family, parameters):
-    """Replaces the rotary layer if its parameters differ.
-
-    Returns:
-        bool, whether the layer was changed.
-    """
+    """Replaces the rotary layer if its parameters differ; true if it did."""
     old = getattr(attention, family.rotary)
     if parameters_of(old) == parameters:
         return False
@@ -238,8 +211,7 @@ def _unlocked_tracker(layer):
 def set_tied(causal_lm, tied):
     """Ties or unties the head, even if the constructor cannot.
 
-    Returns:
-        A list of str, empty or one line.
+    Returns a list of notes on the change, empty or of one line.
     """
     backbone = causal_lm.backbone
     embedding = backbone.token_embedding
@@ -274,11 +246,7 @@ def window_of(layer, family):
 
 
 def set_window(layer, family, window):
-    """Sets the attention window of a decoder layer; `None` for no limit.
-
-    Returns:
-        bool, whether the layer was changed.
-    """
+    """Sets a layer's window (`None`: no limit); returns whether it changed."""
     old = window_of(layer, family)
     attention = getattr(layer, family.attention)
     if old != window:
@@ -301,10 +269,8 @@ def _set_mask_window(layer, window):
 
     KerasHub's Qwen layers apply the window in the attention, but not in the
     branch that JAX always uses (`ops.dot_product_attention`). It is therefore
-    applied to the mask that the decoder layer computes.
-
-    Returns:
-        bool, whether the layer was changed.
+    applied to the mask that the decoder layer computes. Returns whether the
+    layer was changed.
     """
     name = "_compute_self_attention_mask"
     mask_function = vars(layer).get(name)

@@ -31,19 +31,11 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     KerasHub's converters, which ignore some fields of the config. The model's
     attribute `kpt_repairs` lists the settings that had to be corrected on
     KerasHub's built layers. `kpt_source` is a dict with the `path` and
-    `config` of the source, or `None`.
+    `config` of the source, or `None`. There is no preprocessor.
 
-    Args:
-        preset: str or path, see `directories.resolve`.
-        dtype: str or `keras.DTypePolicy`. Defaults to Keras's default.
-        load_weights: bool; `False` leaves the weights random.
-
-    Returns:
-        A `keras_hub.models.CausalLM` without a preprocessor.
-
-    Raises:
-        ValueError: if the preset is not found, or KerasHub's layers cannot
-            represent the model.
+    `preset` is that of `directories.resolve`. Without `load_weights`, weights
+    are random. A `ValueError` is raised if KerasHub's layers cannot represent
+    the model.
     """
     path = directories.resolve(preset)
     config = None
@@ -96,16 +88,7 @@ def _build(family, settings, dtype, load_weights):
 
 
 def load_saved(path, config, *, dtype=None, load_weights=True):
-    """Loads a KerasHub preset that has a Hugging Face config next to it.
-
-    Args:
-        path: path of a directory that `presets.save_to_preset` wrote.
-        config: dict, the config stored there.
-        dtype, load_weights: as in `load_causal_lm`.
-
-    Returns:
-        A `keras_hub.models.CausalLM`.
-    """
+    """Loads what `presets.save_to_preset` wrote, with its `config`."""
     family = FAMILIES[config["model_type"]]
     settings, notes = from_config(config, family)
     causal_lm, more = _build(family, settings, dtype, load_weights)
@@ -217,11 +200,7 @@ def _head(checkpoint):
 
 
 def _tied_as_stored(settings, config, checkpoint):
-    """Corrects `settings.tied` by the tensors of the checkpoint.
-
-    Returns:
-        `(settings, notes)`.
-    """
+    """Returns settings tied as the checkpoint is, and notes."""
     head = _head(checkpoint)
     embedding = _prefix(checkpoint) + EMBEDDING
     if settings.tied and head and embedding in checkpoint.names:
@@ -254,10 +233,7 @@ def _load_weights(causal_lm, checkpoint):
     """Loads every weight, reading the slice of each device separately.
 
     Names, shapes and dtypes are checked first, so that an error leaves no
-    partly loaded model.
-
-    Returns:
-        A list of str: a line if some tensors of the checkpoint were not used.
+    partly loaded model. Returns notes on tensors that were not used.
     """
     found = _named(causal_lm, checkpoint)
     for name, tensor in found.items():
@@ -307,13 +283,7 @@ def repair(causal_lm):
     the norm epsilon (in Qwen 3's query and key norms and in all blocks of
     Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
     vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
-    is not changed.
-
-    Args:
-        causal_lm: a built KerasHub `CausalLM`.
-
-    Returns:
-        A list of str, a line for each repair; also stored as `kpt_repairs`.
+    is not changed. Returns a line for each repair; also in `kpt_repairs`.
     """
     done = getattr(causal_lm, "kpt_repairs", None)
     if done is not None:

@@ -36,19 +36,16 @@ def rope_parameters(config, layer_type=None):
 
     Configs store them in `rope_scaling` and `rope_theta` (up to
     transformers 4) or in `rope_parameters` (transformers 5), which has an
-    entry for each type of layer if these differ.
+    entry for each type of layer if these differ. Defaults of the config must
+    be filled in.
+
+    Returns a dict of `rope_type`, `rope_theta` and the fields of that type. If
+    one of them is missing, or the rotation depends on more than the position,
+    it raises a `ValueError`.
 
     Args:
-        config: dict, a Hugging Face `config.json` with defaults filled in.
         layer_type: `"full_attention"` or `"sliding_attention"` in a family
             with two types of layers (Gemma 3), else `None`.
-
-    Returns:
-        A dict of `rope_type`, `rope_theta` and the fields of that type.
-
-    Raises:
-        ValueError: if the rotation depends on more than the position, or a
-            field of its type is missing.
     """
     if layer_type is None:
         found = _shared(config)
@@ -157,13 +154,8 @@ def _complete_yarn(found, config):
 def inverse_frequencies(parameters, head_dim):
     """Computes the radians per position of each pair of features.
 
-    Args:
-        parameters: dict, as `rope_parameters` returns it.
-        head_dim: int, even.
-
-    Returns:
-        A pair `(frequencies, attention_factor)`: a float32 array of shape
-        `(head_dim // 2,)`, and the factor of the cosines and sines.
+    Returns the float32 frequencies, `(head_dim // 2,)`, and the factor of the
+    cosines and sines.
     """
     theta = parameters["rope_theta"]
     exponents = np.arange(0, head_dim, 2, dtype="float32") / head_dim
@@ -223,12 +215,8 @@ class RotaryEmbedding(keras.layers.Layer):
 
     This replaces the rotary layers of KerasHub's attention layers, which do
     not support all types of `rope_scaling`. It has no variables. Angles are
-    float32, whatever the dtype of the inputs.
-
-    Args:
-        head_dim: int, the features of a head.
-        parameters: dict, as `rope_parameters` returns it.
-        **kwargs: see `keras.layers.Layer`.
+    float32, whatever the dtype of the inputs. `parameters` are those of
+    `rope_parameters`.
 
     Call arguments:
         inputs: float tensor of shape `(batch, length, heads, head_dim)` or
@@ -278,15 +266,7 @@ class RotaryEmbedding(keras.layers.Layer):
 
 
 def parameters_of(layer):
-    """Returns the parameters of a rotary layer.
-
-    Args:
-        layer: a `RotaryEmbedding`, or the rotary layer of a KerasHub
-            attention layer.
-
-    Returns:
-        A dict, as `rope_parameters` returns it.
-    """
+    """Returns the `rope_parameters` of our rotary layer or of KerasHub's."""
     if isinstance(layer, RotaryEmbedding):
         return dict(layer.parameters)
     theta = float(layer.max_wavelength)

@@ -13,11 +13,8 @@ from keras_posttrain.models.hf.families import FAMILIES, attribute, family_of
 class Tensor:
     """A weight of a KerasHub model as a tensor of a Hugging Face checkpoint.
 
-    Args:
-        name: str, the tensor's name in the checkpoint.
-        variable: `keras.Variable` of the KerasHub model.
-        axes: tuple of tuples of ints: for each axis of the tensor, the axes
-            of the variable that it combines, the slowest-varying first.
+    `axes` has, for each axis of the tensor, the axes of the variable that it
+    combines, the slowest-varying first.
     """
 
     name: str
@@ -39,18 +36,13 @@ class Tensor:
         return array.transpose(self._order).reshape(self.shape)
 
     def read(self, stored, index):
-        """Reads a part of the variable's value from a file.
-
-        It reads little more of the file than this part.
+        """Reads a part of the variable's value, and little more of the file.
 
         Args:
             stored: object that returns a part of the stored tensor for a
                 tuple of slices, such as safetensors' `PySafeSlice`.
             index: tuple of slices without steps, one for each axis of the
                 variable.
-
-        Returns:
-            A numpy array.
         """
         shape = self.variable.shape
         index = [slice(*x.indices(n)[:2]) for x, n in zip(index, shape)]
@@ -75,16 +67,8 @@ class Tensor:
 def model_tensors(causal_lm):
     """Lists the weights of a model as Hugging Face tensors.
 
-    A tied head is not listed, as it is the embedding.
-
-    Args:
-        causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
-
-    Returns:
-        A list of `Tensor`.
-
-    Raises:
-        ValueError: if the family is unknown or the weights are quantized.
+    A tied head is not listed, as it is the embedding. An unknown family or
+    quantized weights raise a `ValueError`.
     """
     family = known_family(causal_lm)
     backbone = causal_lm.backbone
@@ -109,17 +93,9 @@ def model_tensors(causal_lm):
 
 
 def linear_layers(causal_lm):
-    """Returns the linear layers of the decoder by Hugging Face name.
+    """Returns the decoder's linear layers by Hugging Face module name.
 
-    Args:
-        causal_lm: a built KerasHub `CausalLM` of a family in `FAMILIES`.
-
-    Returns:
-        A dict from names such as `"model.layers.0.self_attn.q_proj"` to the
-        KerasHub `Dense` or `EinsumDense` layers.
-
-    Raises:
-        ValueError: if the family is unknown.
+    An unknown family raises a `ValueError`.
     """
     family = known_family(causal_lm)
     return {

@@ -26,16 +26,9 @@ class BatchDecoder:
     gets the tokens of its prompt until it ends, and a row whose sample has
     ended waits for the others. Prompts of similar length share a batch.
 
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        using_weights: as in `decoding.py:using`.
-        num_slots: int, the most rows of a batch.
-        cache_bytes: int or `None`, the most bytes of the cache of keys and
-            values on a device.
-
-    Raises:
-        ValueError: if the family has no cache by position, or an incorrect
-            one.
+    A batch has at most `num_slots` rows, and its cache of keys and values at
+    most `cache_bytes` on a device. A family without a cache by position, or
+    with an incorrect one, raises a `ValueError`.
     """
 
     def __init__(self, causal_lm, using_weights, num_slots, cache_bytes=None):
@@ -48,15 +41,11 @@ class BatchDecoder:
         self._decode = jax.jit(self._decode, donate_argnums=(1, 2))
 
     def generate(self, weights, requests, emit=None, interrupted=None):
-        """Samples completions.
+        """Samples completions of requests that have seeds.
 
-        Args:
-            weights: `(trainable, frozen)`, lists of arrays.
-            requests: list of `Request`s that have seeds.
-            emit: `f(request, generation, token_ids)` or `None`, called with
-                new tokens during sampling.
-            interrupted: function or `None`: once it returns true, unfinished
-                samples are returned early.
+        `weights` is `(trainable, frozen)`, `emit` is the `on_tokens` of
+        `Rollout.generate`. Once `interrupted` returns true, unfinished
+        samples are returned early.
 
         Returns:
             A list with, for each request, a list with a tuple for each
@@ -217,10 +206,7 @@ class BatchDecoder:
     # Programs
 
     def _empty_cache(self, rows, length):
-        """Returns zeros of the shape of KerasHub's cache.
-
-        KerasHub has no public way to create a cache.
-        """
+        """Returns KerasHub's cache; it has no public way to create one."""
         build = self.causal_lm._build_cache
         # The other arguments are for images and audio.
         others = len(inspect.signature(build).parameters) - 1

@@ -27,12 +27,9 @@ PREFILL_TOKENS = 1024
 
 
 class Weights(typing.NamedTuple):
-    """The values of all variables, and whether the adapter is active.
+    """The values of the task's trainable variables and of the others.
 
-    Attributes:
-        trainable: list of arrays, of the task's trainable variables.
-        frozen: list of arrays, of its other variables.
-        adapted: bool; `False` if the adapter is in the kernels already.
+    `adapted` is false if the adapter is in the kernels already.
     """
 
     trainable: list
@@ -44,12 +41,8 @@ class Weights(typing.NamedTuple):
 def using(policy, using_weights, adapted, weights):
     """Gives a policy's variables values, and turns its adapter on or off.
 
-    Args:
-        policy: `Policy`.
-        using_weights: function from `(trainable, frozen)` to a scope in which
-            the variables have these values, such as `Task.using_weights`.
-        adapted: bool, whether the adapter is active.
-        weights: `(trainable, frozen)`, lists of arrays.
+    `using_weights` is a function from the weights, `(trainable, frozen)`, to
+    a scope in which the variables have them, such as `Task.using_weights`.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(using_weights(*weights))
@@ -59,15 +52,9 @@ def using(policy, using_weights, adapted, weights):
 
 
 def model_inputs(rows, length, num_rows):
-    """Builds the arrays of a forward pass.
+    """Builds `token_ids`, `segment_ids` and `positions` of a forward pass.
 
-    Args:
-        rows: list of lists of sequences of token ids.
-        length: int, the tokens of a row.
-        num_rows: int.
-
-    Returns:
-        A dict of `token_ids`, `segment_ids` and `positions`.
+    `rows` is a list of lists of sequences; `length` is the tokens of a row.
     """
     batch, _ = assemble(
         [[Segment(ids) for ids in row] for row in rows],
@@ -94,9 +81,6 @@ class Placement:
     """The layout of arrays: slots over the data axis, heads over the other.
 
     It follows Keras's distribution; without one there is a single device.
-
-    Args:
-        kv_heads: int, the number of key and value heads.
     """
 
     def __init__(self, kv_heads):
@@ -143,11 +127,9 @@ class Placement:
 class SlotDecoder:
     """A cache of slots with the programs that fill it and decode from it.
 
-    Args:
-        policy, using_weights: as in `using`.
-        kv_shapes: list of `(kv_heads, head_dim)`, one for each layer.
-        dtype: str, the dtype of keys and values.
-        note: `f(text)`, called with a description of every program used.
+    There is a pair `(kv_heads, head_dim)` in `kv_shapes` for each layer, and
+    `dtype` is that of keys and values. `note(text)` is called with a
+    description of every program used.
     """
 
     def __init__(self, policy, using_weights, kv_shapes, dtype, note):
@@ -206,13 +188,7 @@ class SlotDecoder:
     # Prompts
 
     def prefill(self, weights, prompts, slots):
-        """Computes prompts and writes each to its slots.
-
-        Args:
-            weights: `Weights`.
-            prompts: list of sequences of token ids.
-            slots: list of lists of ints, the slots of each prompt.
-        """
+        """Computes prompts and writes each to the slots of its list."""
         longest = max(map(len, prompts))
         room = power_of_two(max(longest, PREFILL_TOKENS))
         rows = self.placement.shards
@@ -292,18 +268,14 @@ class SlotDecoder:
     # Steps
 
     def decode(self, weights, state, floor, steps=STEPS):
-        """Decodes until few slots are active.
+        """Decodes until at most `floor` slots are active, or for `steps`.
 
         Args:
-            weights: `Weights`.
             state: dict of arrays with a leading slots axis: `token` (int32,
                 the last token, which is not in the cache yet), `length`
                 (int32, the tokens in the cache), `remaining` (int32, the most
                 new tokens), `active` (bool), and those of
                 `samples.py:Samples.settings`.
-            floor: int; decoding ends when at most this many slots are
-                active.
-            steps: int, the most steps.
 
         Returns:
             A dict of numpy arrays: `tokens` and `logps` of shape

@@ -197,8 +197,7 @@ class NativeRollout(Rollout):
     def _arrays(self):
         """Returns the weights to sample from, `(trainable, frozen)`.
 
-        If rollouts overlap with training, `trainable` is that of the last
-        `sync_weights`.
+        In overlapping runs, `trainable` is that of the last `sync_weights`.
         """
         if self._synced is None:
             return self._task_weights()
@@ -234,12 +233,7 @@ class NativeRollout(Rollout):
     # Memory
 
     def slots_for(self, tokens, samples):
-        """Returns the number of slots to use.
-
-        Args:
-            tokens: int, the tokens of a slot.
-            samples: int, the number of samples.
-        """
+        """Returns the number of slots, of `tokens` each, for some samples."""
         decoder = self._decoder
         shards = decoder.placement.shards
         budget = self.cache_bytes

@@ -19,11 +19,8 @@ def power_of_two(n, at_least=1):
 class Sample:
     """One sample of a request, with the tokens sampled so far.
 
-    Args:
-        request: int, the index of its request.
-        generation: int, the index of the sample within its request.
-        settings: `Request`.
-        key: uint32 array of shape `(2,)`, see `sample_key`.
+    `request` is its request's index, `generation` its own index within that
+    request, and `key` the result of `sample_key`.
     """
 
     request: int
@@ -50,14 +47,10 @@ class Sample:
 
 
 class Samples(list):
-    """All samples of a call, in the order of their requests.
+    """All samples of a call, in the order of their requests, which have seeds.
 
-    Args:
-        requests: list of `Request`s that have seeds.
-
-    Attributes:
-        num_stop_ids: int, the columns of the array of stop tokens.
-        truncated: bool, whether a request sets `top_k`, `top_p` or `min_p`.
+    `num_stop_ids` is the number of columns of the array of stop tokens;
+    `truncated` says if a request sets `top_k`, `top_p` or `min_p`.
     """
 
     def __init__(self, requests):
@@ -85,14 +78,10 @@ class Samples(list):
     def settings(self, rows):
         """Returns the arrays by which rows of logits are sampled.
 
-        Args:
-            rows: list with the `Sample` of each row, or `None` for an idle
-                row.
-
-        Returns:
-            A dict of arrays with a leading `rows` axis: `keys`,
-            `temperature`, `stop` (-1 where unused), and, if any request
-            truncates, `top_k`, `top_p` and `min_p`.
+        `rows` has the `Sample` of each row, or `None` for an idle row. The
+        arrays have a leading `rows` axis: `keys`, `temperature`, `stop` (-1
+        where unused), and, if any request truncates, `top_k`, `top_p` and
+        `min_p`.
         """
         count = len(rows)
         found = {

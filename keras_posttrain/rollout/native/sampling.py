@@ -17,13 +17,8 @@ INT_MAX = np.iinfo(np.int32).max
 def sample_key(seed, prompt_ids, generation):
     """Computes the random key of a sample from its identity alone.
 
-    Args:
-        seed: int.
-        prompt_ids: ints, the token ids of the prompt.
-        generation: int, the index of the sample among those of its prompt.
-
-    Returns:
-        A uint32 array of shape `(2,)`, the data of a threefry key.
+    `generation` is its index among the samples of its prompt. The key is a
+    uint32 array of shape `(2,)`, the data of a threefry key.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{int(seed)} {int(generation)} ".encode())
@@ -32,18 +27,12 @@ def sample_key(seed, prompt_ids, generation):
 
 
 def sample_keys(requests):
-    """Computes the keys of all samples.
+    """Computes a list of the keys of each request's samples.
 
     Requests with equal prompts and seeds count as one prompt with more
     samples, so that their samples differ. Tokens that were sampled before an
     interruption do not count as part of the prompt: with the same weights, a
     sample that is resumed gets the tokens it would have had.
-
-    Args:
-        requests: list of `Request`s that have seeds.
-
-    Returns:
-        A list with, for each request, a list of `num_generations` keys.
     """
     seen, keys = collections.Counter(), []
     for r in requests:
@@ -95,10 +84,9 @@ def sample(
         temperature: float32 array of shape `(rows,)`. At 0 the most probable
             token is taken (the lowest id of a tie), and truncation has no
             effect.
-        top_k: int32 array of shape `(rows,)`, the vocabulary or more for no
-            limit; or `None`.
-        top_p: float32 array of shape `(rows,)`, 1 for no limit; or `None`.
-        min_p: float32 array of shape `(rows,)`, 0 for no limit; or `None`.
+        top_k, top_p, min_p: arrays of shape `(rows,)`, int32, float32 and
+            float32, or `None`. A row has no limit if they are the size of
+            the vocabulary or more, 1 and 0.
 
     Returns:
         `(token_ids, logps)` of shape `(rows,)`, int32 and float32. `logps`

@@ -27,15 +27,10 @@ STREAMED_STEPS = 8
 class Schedule:
     """One call of `generate` by continuous batching.
 
-    Args:
-        decoder: `SlotDecoder`.
-        requests: list of `Request`s that have seeds.
-        slots_for: `f(tokens, samples)` that returns the number of slots of
-            `tokens` to use for `samples`.
-        version: int, the version of the weights.
-        is_interrupted: function that returns whether to end early.
-        on_tokens: `f(request, generation, token_ids)` or `None`.
-        progress: function called when a sample has ended, or `None`.
+    Requests have seeds. `slots_for(tokens, samples)` returns the number of
+    slots of `tokens` to use, `is_interrupted()` whether to end early.
+    `version` is that of the weights; `progress` is called when a sample has
+    ended.
     """
 
     def __init__(

@@ -17,12 +17,7 @@ SCORE_TOKENS = 2048
 
 
 class Scorer:
-    """Computes the log-probabilities of sequences, packed if possible.
-
-    Args:
-        policy, using_weights: as in `decoding.py:using`.
-        note: `f(text)`, called with a description of every program used.
-    """
+    """Computes the log-probabilities of sequences, packed if possible."""
 
     def __init__(self, policy, using_weights, note):
         self.policy, self._using_weights = policy, using_weights

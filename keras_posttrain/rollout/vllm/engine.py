@@ -390,8 +390,7 @@ class VLLMRollout(Rollout):
     def _recover(self):
         """Restarts the engine with the weights of `weight_version`.
 
-        Raises:
-            RuntimeError: if the task's weights have changed since.
+        If the task's weights have changed since, it raises a `RuntimeError`.
         """
         self._restart()
         self._push(self.weight_version)

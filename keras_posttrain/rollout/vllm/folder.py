@@ -16,10 +16,7 @@ class Folder:
 
     If a process is killed, its folder (which may have a model's weights in
     the machine's memory) is removed by the next process that creates one in
-    the same parent.
-
-    Args:
-        parent: path, or `None` for the machine's shared memory.
+    the same parent. The default parent is the machine's shared memory.
     """
 
     def __init__(self, parent=None):

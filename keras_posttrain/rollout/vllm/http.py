@@ -8,18 +8,10 @@ from keras_posttrain.rollout.vllm.jobs import EngineFailure
 
 
 def call(url, api_key, method, path, body, timeout, connections):
-    """Sends a request and returns the JSON of the answer.
+    """Sends a request with a JSON `body` and returns the JSON of the answer.
 
-    Args:
-        url: str, the server's address.
-        api_key: str or `None`.
-        method, path: str.
-        body: object that can be written as JSON, or `None`.
-        timeout: float, seconds.
-        connections: set that contains the connection while it is open.
-
-    Returns:
-        The decoded JSON; `{}` if the answer has none.
+    An empty answer is `{}`. `timeout` is in seconds; `connections` is a set
+    that contains the connection while it is open.
 
     Raises:
         EngineFailure: if there is no answer, or the server is in another

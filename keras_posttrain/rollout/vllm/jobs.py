@@ -15,22 +15,14 @@ class EngineFailure(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One request to vLLM.
-
-    Args:
-        token_ids: tuple of ints.
-        params: dict, vLLM's sampling parameters.
-    """
+    """One request to vLLM: token ids and vLLM's sampling parameters."""
 
     token_ids: tuple
     params: dict
 
 
 class Result:
-    """The result of a job, complete or partial.
-
-    Args:
-        n: int, the number of samples.
+    """The result of a job of `n` samples, complete or partial.
 
     Attributes:
         token_ids: list with a list of ints for each sample.
@@ -106,8 +98,7 @@ def sampling_job(request):
 def sample_seed(request):
     """Returns the seed of a prompt's first sample; vLLM adds the index.
 
-    It depends on the prompt, so that prompts with equal seeds get different
-    random numbers.
+    Prompts with equal seeds get different random numbers.
     """
     ids = np.array(request.token_ids, "int64").tobytes()
     digest = hashlib.sha256(f"{request.seed}/".encode() + ids).digest()

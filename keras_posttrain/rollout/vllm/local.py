@@ -40,12 +40,7 @@ def threads():
 
 
 class LocalEngine:
-    """A vLLM engine in this process.
-
-    Args:
-        arguments: dict of vLLM's engine arguments.
-        timeout: float, the seconds within which a request must end.
-    """
+    """A vLLM engine in this process. A request has `timeout` seconds."""
 
     def __init__(self, arguments, timeout):
         self.arguments, self.timeout = arguments, timeout
@@ -137,13 +132,10 @@ class LocalEngine:
     # Sampling
 
     def run(self, jobs, on_tokens=None, interrupted=None):
-        """Runs jobs and yields `(key, Result)` when one ends.
+        """Runs a dict of jobs and yields `(key, Result)` when one ends.
 
-        Args:
-            jobs: dict of `Job`s.
-            on_tokens: `f(key, generation, token_ids)` or `None`.
-            interrupted: function or `None`. Once it returns true, unfinished
-                jobs are yielded too.
+        `on_tokens` gets `(key, generation, token_ids)`. Once `interrupted`
+        returns true, unfinished jobs are yielded too.
         """
         # See `_make`.
         from vllm import SamplingParams
@@ -193,8 +185,7 @@ class LocalEngine:
 def engine_failures(what):
     """Converts errors of vLLM inside the scope to `EngineFailure`s.
 
-    Args:
-        what: str, the operation, for the message.
+    `what` is the operation, for the message.
     """
     try:
         yield

@@ -18,19 +18,14 @@ POLL_SECONDS = 0.2
 
 
 def watch(parent, command):
-    """Runs a command until it ends or the parent process does.
+    """Runs a command until it ends or the process `parent` does.
 
     The command is terminated, and killed after `STOP_SECONDS`: vLLM's server
     may wait forever for an engine that has ended before it. This process must
     lead a process group, in which the command's processes are.
 
-    Args:
-        parent: int, the id of the process that started this one.
-        command: list of str.
-
-    Returns:
-        int, the exit status of the command; 128 plus the signal's number if
-        a signal ended it.
+    Returns the exit status of the command, or 128 plus the number of the
+    signal that ended it.
     """
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
@@ -47,12 +42,7 @@ def watch(parent, command):
 
 
 def end(process):
-    """Ends a process of this script with all processes of its group.
-
-    Args:
-        process: `subprocess.Popen` of this script, started with
-            `start_new_session=True`.
-    """
+    """Ends a process of this script, a group's leader, and its group."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -67,9 +57,6 @@ def kill(group):
 
     Python's resource tracker gets some time after the others, as it removes
     the shared memory that they leave.
-
-    Args:
-        group: int, the id of the process group.
     """
     for pid, command in _running(group):
         if b"resource_tracker" not in command:

@@ -30,15 +30,11 @@ MODULE = "kpt_vllm_worker"
 
 
 class ServerEngine:
-    """A vLLM server, running at an address or started by this object.
+    """A vLLM server, running at `url` or started by this object.
 
-    Args:
-        arguments: dict of vLLM's engine arguments, to start a server.
-        timeout: float, the most seconds for an answer.
-        folder: path of a folder that the server can read.
-        python: str or `None`, the interpreter to start a server with.
-        url: str or `None`, the address of a running server.
-        api_key: str or `None`, the key of that server.
+    To start one, it needs vLLM's engine arguments and the interpreter
+    `python`. The server must be able to read `folder`. It has at most
+    `timeout` seconds for an answer.
     """
 
     def __init__(self, arguments, timeout, folder, python, url, api_key):
@@ -206,14 +202,9 @@ class ServerEngine:
     # Sampling
 
     def run(self, jobs, on_tokens=None, interrupted=None):
-        """Runs jobs and yields `(key, Result)` when one ends.
+        """Runs jobs as `LocalEngine.run` does.
 
-        Args:
-            jobs: dict of `Job`s.
-            on_tokens: `f(key, generation, token_ids)` or `None`, called with
-                the tokens of a sample when its job has ended.
-            interrupted: function or `None`. Once it returns true, unfinished
-                jobs are yielded too.
+        `on_tokens` gets the tokens of a sample when its job has ended.
         """
         most = max([job.params["n"] for job in jobs.values()], default=1)
         workers = max(1, min(IN_FLIGHT // most, len(jobs)))

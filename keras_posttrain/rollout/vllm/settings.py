@@ -58,13 +58,7 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
 
 
 def check_task(adapter, lora, on_tpu):
-    """Checks the settings against the task.
-
-    Args:
-        adapter: the argument of `VLLMRollout`.
-        lora: `LoRA` of the task, or `None`.
-        on_tpu: bool, whether vLLM runs in this process on TPUs.
-    """
+    """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
     if jax.process_count() > 1:
         raise ValueError(
             "`VLLMRollout` serves one process; with several use "
@@ -124,15 +118,8 @@ def dtype(name):
 def arguments(directory, weights, *, max_length, cache_bytes, lora):
     """Returns vLLM's engine arguments.
 
-    Args:
-        directory: path of the folder with the model's config.
-        weights: `Weights`.
-        max_length: int, the most tokens of a prompt and its completion.
-        cache_bytes: the argument of `VLLMRollout`.
-        lora: `LoRA` of the adapter that vLLM gets, or `None`.
-
-    Returns:
-        A dict.
+    The folder `directory` has the model's config; `lora` is that of the
+    adapter that vLLM gets, or `None`.
     """
     found = {
         "model": str(directory),
@@ -164,10 +151,7 @@ def arguments(directory, weights, *, max_length, cache_bytes, lora):
 
 
 def _cache_bytes(weights, max_length):
-    """Returns the size of the cache on a CPU.
-
-    vLLM's default would be nearly all memory.
-    """
+    """Returns the cache's size on a CPU; vLLM would take nearly all memory."""
     kinds = ("k_proj.weight", "v_proj.weight")
     shapes = weights.shapes()
     size = sum(s[0] for name, s in shapes.items() if name.endswith(kinds))

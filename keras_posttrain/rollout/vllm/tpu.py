@@ -41,11 +41,7 @@ def is_here():
 
 
 def check():
-    """Checks that Keras was imported with support for Flax NNX.
-
-    Raises:
-        RuntimeError: says which environment variable to set.
-    """
+    """Checks that Keras was imported with support for Flax NNX."""
     if not keras.config.is_nnx_enabled():
         raise RuntimeError(
             "In a process with TPUs vLLM runs KerasHub's model by Flax. Set "
@@ -59,12 +55,7 @@ def write_model(causal_lm, directory, dtype):
     """Writes the config and the preset that KerasHub's vLLM model reads.
 
     KerasHub's `setup_vllm_model` does this only for a named preset with a
-    tokenizer.
-
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        directory: path of a folder, new or empty.
-        dtype: str, the engine's dtype.
+    tokenizer. `dtype` is the engine's.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -152,22 +143,13 @@ class TPUEngine(LocalEngine):
 
 
 def write_state(worker, arrays):
-    """Replaces the weights of a worker's model runner.
+    """Replaces the weights of tpu-inference's `TPUWorker`; returns the bytes.
 
     The cache of keys and values belongs to the old weights. It is freed
     first, which makes room for both sets of weights, and recreated at the
-    end.
-
-    Args:
-        worker: tpu-inference's `TPUWorker`.
-        arrays: iterable of `(path, array)`, one for each variable of the
-            KerasHub model.
-
-    Returns:
-        int, the bytes written.
-
-    Raises:
-        ValueError: if a variable of the engine is missing.
+    end. `arrays` has `(path, array)` of each variable of the KerasHub model;
+    if one of the engine's variables is not among them, it raises a
+    `ValueError`.
     """
     runner, given = worker.model_runner, {}
     worker.delete_kv_cache()
@@ -205,9 +187,7 @@ def _variables(state):
 def _job(job):
     """Adapts a job to tpu-inference.
 
-    Raises:
-        ValueError: for settings under which its log-probabilities would
-            differ from ours.
+    A `ValueError` names settings whose log-probabilities would differ.
     """
     params = job.params
     cut = params.get("top_k") or params.get("min_p")

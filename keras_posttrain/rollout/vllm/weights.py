@@ -31,12 +31,8 @@ MAX_SHARD_BYTES = 5 * 2**30
 class Weights:
     """The weights of a model as Hugging Face tensors, computed one at a time.
 
-    Args:
-        causal_lm: a KerasHub `CausalLM`.
-        adapter: `Adapter` attached to it, or `None`.
-        dtype: str, the engine's dtype.
-        merged: bool, whether the adapter is added to the kernels; if not,
-            they are those of the base.
+    `dtype` is the engine's. If `merged`, the adapter is added to the kernels;
+    else they are those of the base.
     """
 
     def __init__(self, causal_lm, adapter, dtype, merged):
@@ -92,12 +88,8 @@ class Weights:
     def check(self, expected):
         """Checks that an engine's model has the same weights.
 
-        Args:
-            expected: dict from names to shapes, those of the engine.
-
-        Raises:
-            ValueError: names weights that only one of them has, or whose
-                shapes differ.
+        `expected` has the shapes of the engine's weights by name. A
+        `ValueError` names weights that only one has, or whose shapes differ.
         """
         own = self.shapes()
         if self.is_tied:
@@ -141,9 +133,7 @@ def room_for_rank(rank):
 class Probe:
     """A sequence whose log-probabilities identify the weights of an engine.
 
-    Args:
-        policy, using_weights: as in `native/decoding.py:using`.
-        length: int, the most tokens of the sequence.
+    It has at most `length` tokens.
     """
 
     def __init__(self, policy, using_weights, length):
@@ -155,13 +145,9 @@ class Probe:
         self._run = jax.jit(self._logps, static_argnums=0)
 
     def __call__(self, weights):
-        """Computes the log-probabilities under the trainer's weights.
+        """Computes the trainer's log-probabilities, float32 `(tokens,)`.
 
-        Args:
-            weights: `(trainable, frozen)`, lists of arrays.
-
-        Returns:
-            A float32 array of shape `(tokens,)`; the first is 0.
+        The first is 0.
         """
         length, adapter = len(self.token_ids), self.policy.adapter
         batch = model_inputs([[self.token_ids]], length, Placement(1).shards)
@@ -179,8 +165,7 @@ class Probe:
 def compare(found, expected, dtype):
     """Returns the largest difference of a probe's log-probabilities.
 
-    Raises:
-        RuntimeError: if it exceeds the tolerance; shows both numbers.
+    If it exceeds the tolerance, a `RuntimeError` shows both numbers.
     """
     gap = np.abs(np.asarray(found, "float64") - expected)
     worst = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))

@@ -23,10 +23,7 @@ class RolloutWorkerExtension:
         over the tokens that top-k, top-p and min-p keep. Those of a prompt's
         tokens are always before the temperature. Here both are at the
         request's temperature (at 1 if that is 0) and over the full
-        vocabulary.
-
-        Returns:
-            A dict with `device`, the type of device.
+        vocabulary. Returns a dict with the type of `device`.
         """
         runner = self.model_runner
         if not getattr(runner, "_kpt_prepared", False):
@@ -106,13 +103,10 @@ class RolloutWorkerExtension:
 
 
 def share_cpu(threads):
-    """Limits torch's use of a CPU in the trainer's process.
+    """Limits torch's use of a CPU in the trainer's process to `threads`.
 
     If KerasHub has imported vLLM already, it is too late for environment
     variables.
-
-    Args:
-        threads: int, torch's threads.
     """
     import torch
 

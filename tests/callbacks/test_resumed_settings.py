@@ -1,0 +1,105 @@
+"""A run resumes with its own settings, or with others that are asked for."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, random_rows, read_log, weights
+
+ROWS = random_rows(8, seed=5)
+
+
+def run(directory, optimizer, epochs=1, override=(), task=None):
+    if task is None:
+        task = kpt.SFTTask.from_preset(
+            REFERENCE / "models/qwen3",
+            sequence_length=64,
+            lora=kpt.LoRA(rank=2),
+        )
+    task.compile(optimizer)
+    task.fit(
+        ROWS,
+        batch_size=4,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[
+            kpt.callbacks.Checkpoint(directory, every=1, override=override),
+            kpt.callbacks.MetricsLog(directory),
+        ],
+    )
+    return task
+
+
+def cosine(rate):
+    return keras.optimizers.schedules.CosineDecay(rate, 8)
+
+
+@pytest.mark.parametrize(
+    "optimizer, name",
+    [
+        (lambda: keras.optimizers.Adam(1e-2), "learning_rate"),
+        (lambda: keras.optimizers.Adam(1e-3, epsilon=1e-3), "epsilon"),
+        (lambda: keras.optimizers.Adam(1e-3, beta_1=0.5), "beta_1"),
+        (lambda: keras.optimizers.Adam(cosine(1e-3)), "learning_rate"),
+    ],
+)
+def test_changed_settings_of_the_optimizer_are_refused(
+    optimizer, name, tmp_path
+):
+    run(tmp_path, keras.optimizers.Adam(1e-3))
+    with pytest.raises(ValueError, match=rf"optimizer's {name} differs.*over"):
+        run(tmp_path, optimizer(), epochs=2)
+
+
+def test_a_changed_schedule_is_refused(tmp_path):
+    run(tmp_path, keras.optimizers.Adam(cosine(1e-3)))
+    with pytest.raises(ValueError, match="optimizer's learning_rate differs"):
+        run(tmp_path, keras.optimizers.Adam(cosine(1e-2)), epochs=2)
+    run(tmp_path, keras.optimizers.Adam(cosine(1e-3)), epochs=2)
+
+
+def test_a_rate_that_a_callback_has_changed_is_no_other_setting(tmp_path):
+    task = run(tmp_path, keras.optimizers.Adam(1e-3))
+    task.optimizer.learning_rate = 5e-4
+    run(tmp_path, keras.optimizers.Adam(1e-3), epochs=2)
+
+
+def test_settings_are_changed_on_purpose(tmp_path, capsys):
+    """The new rate is printed, logged, and kept by the next checkpoint."""
+    run(tmp_path, keras.optimizers.Adam(1e-3))
+    capsys.readouterr()
+    new = {"learning_rate": 1e-4, "epsilon": 1e-5}
+    run(tmp_path, keras.optimizers.Adam(**new), 2, override=list(new))
+    out = capsys.readouterr().out
+    assert "Resuming from step 2 with the optimizer's learning_rate" in out
+    assert "epsilon 1e-05 instead of 1e-07" in out
+    rates = [line["learning_rate"] for line in read_log(tmp_path)]
+    np.testing.assert_allclose(rates, [1e-3, 1e-3, 1e-4, 1e-4], rtol=1e-6)
+    run(tmp_path, keras.optimizers.Adam(**new), epochs=3)
+    assert read_log(tmp_path)[-1]["learning_rate"] == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match="optimizer's learning_rate differs"):
+        run(tmp_path, keras.optimizers.Adam(1e-3), epochs=4)
+
+
+@pytest.mark.parametrize("override", ["learning_rate", [1], [None]])
+def test_override_names_settings(override, tmp_path):
+    with pytest.raises(ValueError, match="`override` must be a list of names"):
+        kpt.callbacks.Checkpoint(tmp_path, override=override)
+
+
+def test_damaged_metadata_is_noticed(tmp_path, capsys):
+    """A step that has changed in the file is not believed."""
+    straight = run(tmp_path / "straight", keras.optimizers.Adam(1e-3), 2)
+    run(tmp_path / "run", keras.optimizers.Adam(1e-3))
+    path = tmp_path / "run/checkpoints/2/meta/metadata"
+    meta = json.loads(path.read_text())
+    meta["step"] += 1
+    path.write_text(json.dumps(meta))
+    resumed = run(tmp_path / "run", keras.optimizers.Adam(1e-3), epochs=2)
+    out = capsys.readouterr().out
+    assert "step 2 is damaged (Checksum); resuming from step 1" in out
+    for name, value in weights(straight).items():
+        np.testing.assert_array_equal(value, weights(resumed)[name])
