@@ -213,9 +213,10 @@ def check_characters(value, where, place=""):
         if bad is not None:
             raise ValueError(
                 "A text must consist of whole characters. Received: "
-                f"{where}, {place.lstrip('.')} with {value[bad]!a}, half of a "
-                f"character (a lone surrogate), at position {bad}. Remove it, "
-                "for example with text.encode('utf-8', 'ignore').decode()."
+                f"{where}{place and ', '}{place.lstrip('.')} with "
+                f"{value[bad]!a}, half of a character (a lone surrogate), at "
+                f"position {bad}. Remove it, for example with "
+                "text.encode('utf-8', 'ignore').decode()."
             )
     elif isinstance(value, dict):
         for key, item in value.items():
