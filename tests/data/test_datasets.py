@@ -277,6 +277,11 @@ def test_a_part_of_an_endless_dataset_has_an_end():
         ({"a": [1, 2], "b": [1]}, ["as many values", "'a': 2, 'b': 1"]),
         ({"text": "hello"}, ["a dict with the keys ['text']", "each row"]),
         ({"train": ROWS}, ["splits"]),
+        (ROWS[0], ["['prompt_ids', 'completion_ids', 'weight']", "each row"]),
+        (
+            {"prompt_ids": [1], "completion_ids": [2]},
+            ["a list with a dict for each row"],
+        ),
         ({"train": datasets.Dataset.from_list(ROWS)}, ["splits"]),
         (
             torch.utils.data.DataLoader(Torch()),

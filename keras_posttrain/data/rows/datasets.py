@@ -182,8 +182,9 @@ def _columns(dataset, name):
         and not isinstance(value, (str, bytes, dict))
     }
     splits = not all(sized.values()) or any(
-        hasattr(value, "column_names") or isinstance(next(iter(value)), dict)
-        for value in (columns[key] for key, size in sized.items() if size)
+        hasattr(columns[key], "column_names")
+        or _is_value(key, next(iter(columns[key])))
+        for key in sized
     )
     if not columns or len(sized) < len(columns) or splits:
         raise ValueError(
@@ -200,6 +201,12 @@ def _columns(dataset, name):
         _plain(dict(zip(columns, values)))
         for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _is_value(column, first):
+    """Returns whether the first of a column's values is part of one row's."""
+    of_tokens = str(column).endswith("_ids") or column == "completion_mask"
+    return isinstance(first, dict) or (of_tokens and not np.ndim(first))
 
 
 def _py_dataset(dataset, name):
