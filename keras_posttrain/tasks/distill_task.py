@@ -10,6 +10,7 @@ from keras_posttrain.data.batches.distillation import (
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.distill import checks as distill_checks
 from keras_posttrain.distill.collector import DistillCollector
@@ -504,6 +505,7 @@ class DistillTask(Task):
         validate = None
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
+            check_epochs(held_out, epochs)
             settings.show(report)
             held_out = self.make_batches(held_out, batch_size, shuffle=False)
             validate = functools.partial(self.evaluate, held_out)

@@ -400,7 +400,9 @@ class Task(keras.Model):
         held_out = []
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
-            settings.show(report)
+            check_epochs(held_out, epochs)
+            if not is_stream(held_out):
+                settings.show(report)
         streamed = is_stream(examples)
         check_epochs(examples, epochs)
         if not streamed:

@@ -132,6 +132,10 @@ def test_a_generator_is_refused_for_several_epochs(kind):
     task.compile(**more)
     with pytest.raises(ValueError, match="read only once.*epochs=2.*gener"):
         task.fit((row for row in rows), epochs=2)
+    if kind is not kpt.GRPOTask:
+        with pytest.raises(ValueError, match="`validation_data` can be read"):
+            held_out = (row for row in rows)
+            task.fit(rows, epochs=2, validation_data=held_out, verbose=0)
     assert task.step == 0
 
 
