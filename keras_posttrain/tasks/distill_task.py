@@ -10,8 +10,8 @@ from keras_posttrain.data.batches.distillation import (
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
-from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.data.rows.sft import prepare_sft
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distill import checks as distill_checks
 from keras_posttrain.distill.collector import DistillCollector
 from keras_posttrain.distill.prompts import (
