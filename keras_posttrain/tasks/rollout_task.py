@@ -202,8 +202,9 @@ class RolloutTask(Task):
             limit=why,
         )
         first = next(iter(prompts), None)
-        columns = [] if first is None else list(first.columns)
-        check_rewards(self.scoring.rewards, columns, f"`{name}`")
+        if first is not None:
+            columns = list(first.columns)
+            check_rewards(self.scoring.rewards, columns, f"`{name}`")
         return prompts, report
 
     # Training

@@ -363,7 +363,9 @@ class Task(keras.Model):
             batch_size: int, rows of one optimizer step; packed rows where
                 `packing`.
             epochs: int.
-            shuffle: bool; the order is sampled again for every epoch.
+            shuffle: bool; the order is sampled again for every epoch. Of
+                rows that can only be read in their order, windows of 2,048
+                are shuffled.
             seed: int, of the order and of dropout.
             packing: bool, put several sequences in a row. They do not see
                 each other.

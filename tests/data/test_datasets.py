@@ -246,6 +246,7 @@ ENDLESS = {
         .map(lambda row: row)
     ),
     "cycle": lambda: itertools.cycle(ROWS),
+    "repeat": lambda: itertools.repeat(ROWS[0]),
 }
 
 
@@ -256,6 +257,7 @@ def test_a_dataset_without_an_end_is_refused(kind):
 
 
 def test_a_part_of_an_endless_dataset_has_an_end():
+    assert len(read(itertools.repeat(ROWS[0], 3))) == 3
     endless = grain.MapDataset.source(ROWS).repeat()
     assert len(read(endless[:5])) == 5
     limited = grain.experimental.LimitIterDataset(
@@ -290,6 +292,9 @@ def test_a_part_of_an_endless_dataset_has_an_end():
         (lambda: 3, ["must return an iterable", "3 of type int"]),
         (b"abc", ["must be a list of dicts", "type bytes"]),
         ({1, 2}, ["must be a list of dicts", "type set"]),
+        (dict, ["must be a list of dicts", "<class 'dict'> of type type"]),
+        (lambda rows: rows, ["must be a list of dicts", "type function"]),
+        (pandas.Series(["a"]), ["must be a list of dicts", "type Series"]),
         (np.ones((2, 2)), ["must be a dict of columns", "row 0"]),
         ((x for x in "ab"), ["must be a dict of columns", "row 0", "'a'"]),
     ],

@@ -148,3 +148,9 @@ def test_what_cannot_be_mixed_is_named(args, parts):
         kpt.data.mix(*args)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("seed", [None, 0.5, True])
+def test_a_seed_is_an_int(seed):
+    with pytest.raises(ValueError, match="`seed` must be an int"):
+        kpt.data.mix({"a": rows(1, 2)}, seed=seed)

@@ -5,6 +5,7 @@ import json
 import grain
 import pytest
 
+from keras_posttrain.data import mix
 from keras_posttrain.data.batches import prompt_stream
 from keras_posttrain.data.batches.prompt_stream import (
     PromptStream,
@@ -25,8 +26,12 @@ def make_prompts(count=COUNT, stream=True):
     rows = [{"prompt_ids": [i + 3, 5]} for i in range(count)]
     if stream:
         rows = grain.MapDataset.source(rows).to_iter_dataset()
+    return prepare(rows)
+
+
+def prepare(rows):
     settings = RowSettings(None, sequence_length=64, vocabulary_size=100)
-    prompts, report = prepare_prompts(
+    prompts, _ = prepare_prompts(
         rows, settings, max_prompt_length=8, limit="a test"
     )
     return prompts
@@ -111,6 +116,28 @@ def test_positions_of_a_resumed_run():
     assert [p.row for p in order.take(5)] == rows[done:]
     order.use(order.taken)
     assert order.left == 0
+
+
+def test_a_mixture_of_streams_goes_on():
+    def make():
+        def rows(token):
+            return [{"prompt_ids": [token, i + 3]} for i in range(8)]
+
+        mixture = mix(
+            {"a": lambda: iter(rows(1)), "b": rows(2)}, {"a": 2, "b": 1}
+        )
+        return prompt_order(prepare(mixture), batch_size=3, seed=5)
+
+    straight = [p.token_ids for p in make().take(20)]
+    assert len(straight) > 8
+    for used in range(len(straight)):
+        order = make()
+        order.take(used + 2)
+        order.use(used)
+        state = json.loads(json.dumps(order.state()))
+        resumed = make()
+        resumed.set_state(state)
+        assert [p.token_ids for p in resumed.take(20)] == straight[used:]
 
 
 def test_what_was_used_is_not_kept():

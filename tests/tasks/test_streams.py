@@ -149,6 +149,12 @@ def test_errors_of_streams():
         task.fit(Streamed(contract.PAIRS), packing=64, verbose=0)
     task = make(kpt.GRPOTask)
     task.tokenizer = None
-    task.compile(**contract.SAMPLED, num_generations=2)
+
+    def exact(completions, answer):
+        return [1.0] * len(completions)
+
+    task.compile(**contract.SAMPLED | {"rewards": [exact]}, num_generations=2)
+    with pytest.raises(ValueError, match="needs the column 'answer'"):
+        task.fit(iter(contract.PROMPTS), verbose=0)
     with pytest.raises(ValueError, match="a stream with none"):
         task.fit(iter([]), verbose=0)

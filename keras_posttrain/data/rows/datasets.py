@@ -1,7 +1,9 @@
 """The accepted kinds of datasets, and their rows in order."""
 
 import functools
+import inspect
 import itertools
+import operator
 import sys
 
 import grain
@@ -85,9 +87,10 @@ def has_no_end(rows):
 def _repeats(iterable):
     """Returns whether an iterable of another library is endless."""
     if isinstance(iterable, Once):
-        return isinstance(
-            iterable.iterator, (itertools.cycle, itertools.count)
-        )
+        endless = (itertools.cycle, itertools.count, itertools.repeat)
+        # A `repeat` with a number of times has a length.
+        is_one = isinstance(iterable.iterator, endless)
+        return is_one and operator.length_hint(iterable.iterator, -1) < 0
     loader = getattr(iterable, "__self__", None)
     sampler = getattr(loader, "_sampler", None)
     if sampler is not None and hasattr(sampler, "__len__"):
@@ -108,6 +111,8 @@ def _open(dataset, name):
         return dataset
     if isinstance(dataset, dict):
         return _columns(dataset, name)
+    if isinstance(dataset, (type, set, bytes, bytearray)):
+        raise _unknown(dataset, name)
     module = type(dataset).__module__.split(".")[0]
     has = functools.partial(hasattr, dataset)
     if isinstance(dataset, keras.utils.PyDataset):
@@ -138,20 +143,19 @@ def _open(dataset, name):
             return rows if isinstance(rows, list) else _open(rows, name)
     if has("__arrow_c_stream__"):
         return _arrow(dataset, name)
-    is_bytes = isinstance(dataset, (bytes, bytearray))
-    if has("__getitem__") and has("__len__") and not is_bytes:
+    if has("__getitem__") and has("__len__"):
         return _Rows(dataset)
-    if (
-        has("__iter__")
-        and not is_bytes
-        and not isinstance(dataset, (set, type))
-    ):
+    if has("__iter__"):
         if iter(dataset) is dataset:
             return RowStream(Once(dataset, name), _plain)
         return RowStream(dataset.__iter__, _plain)
-    if callable(dataset) and not isinstance(dataset, type):
+    if callable(dataset) and _needs_nothing(dataset):
         return _made(dataset, name)
-    raise ValueError(
+    raise _unknown(dataset, name)
+
+
+def _unknown(dataset, name):
+    return ValueError(
         f"`{name}` must be {ACCEPTED}. Received: {name}={dataset!r:.200} of "
         f"type {type(dataset).__name__}."
     )
@@ -160,6 +164,15 @@ def _open(dataset, name):
 def _are_paths(dataset):
     is_list = isinstance(dataset, (list, tuple)) and len(dataset) > 0
     return is_list and all(map(files.is_file_name, dataset))
+
+
+def _needs_nothing(function):
+    """Returns whether a function can be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _made(make, name):
@@ -251,7 +264,11 @@ def _arrow(dataset, name):
             f"`pip install pyarrow`. Received: {name} of type "
             f"{type(dataset).__name__}."
         ) from error
-    return pyarrow.table(dataset).to_pylist()
+    try:
+        return pyarrow.table(dataset).to_pylist()
+    except pyarrow.ArrowInvalid:
+        # One column alone, such as a `Series`.
+        raise _unknown(dataset, name) from None
 
 
 class _Rows:

@@ -45,7 +45,7 @@ def mix(datasets, weights=None, *, repeat=False, seed=0):
     task.fit(rows)
     ```
     """
-    _check(datasets, weights)
+    _check(datasets, weights, seed)
     opened = {
         k: open_dataset(x, f"datasets[{k!r}]") for k, x in datasets.items()
     }
@@ -92,7 +92,9 @@ def _named(name, row):
     return MixedRow(row, name if inner is None else f"{name}/{inner}")
 
 
-def _check(datasets, weights):
+def _check(datasets, weights, seed):
+    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+        raise ValueError(f"`seed` must be an int. Received: seed={seed!r}.")
     if not isinstance(datasets, dict) or not datasets:
         raise ValueError(
             "`datasets` must be a dict of datasets by name, such as "
