@@ -495,11 +495,11 @@ class Task(keras.Model):
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
         dataset = kwargs.pop("x", dataset)
-        examples = []
+        examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
-            shown = verbose or bool(report.dropped or report.cut)
-            callback_lib.show(report, shown)
+            if not is_stream(examples):
+                _show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
@@ -520,6 +520,8 @@ class Task(keras.Model):
             # Keras does so only where nothing was raised.
             self.jax_state_sync()
             self._evaluating = False
+        if is_stream(examples):
+            _show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
@@ -1105,3 +1107,8 @@ class Task(keras.Model):
 
     def save_weights(self, *args, **kwargs):
         checks.refuse_keras_weights("save_weights")
+
+
+def _show_report(report, verbose):
+    """Prints a report, of rows that are missing in any case."""
+    callback_lib.show(report, verbose or bool(report.dropped or report.cut))

@@ -1,6 +1,7 @@
 """The order of the prompts of a stream, and resuming anywhere in it."""
 
 import json
+import threading
 
 import grain
 import pytest
@@ -138,6 +139,38 @@ def test_a_mixture_of_streams_goes_on():
         resumed = make()
         resumed.set_state(state)
         assert [p.token_ids for p in resumed.take(20)] == straight[used:]
+
+
+def test_a_position_while_a_window_is_read():
+    """Rollouts are sampled in a thread, and checkpoints made in another."""
+    may_read, reading = threading.Event(), threading.Event()
+
+    def rows():
+        for i in range(10):
+            if i == 6:
+                reading.set()
+                may_read.wait()
+            yield {"prompt_ids": [i + 3, 5]}
+
+    order = prompt_order(prepare(rows), batch_size=4, seed=5)
+    order.take(4)
+    order.use(4)
+    thread = threading.Thread(target=order.take, args=(4,))
+    thread.start()
+    reading.wait()
+    threading.Timer(0.2, may_read.set).start()
+    assert order.left > 0
+    place = order.state()["position"]
+    thread.join()
+    assert place == {
+        "epoch": 0,
+        "window": 1,
+        "taken": 0,
+        "stream": place["stream"],
+    }
+    resumed = prompt_order(prepare(rows), batch_size=4, seed=5)
+    resumed.set_state({"position": place, "data": order.fingerprint})
+    assert sorted(p.row for p in resumed.take(4)) == [4, 5, 6, 7]
 
 
 def test_what_was_used_is_not_kept():

@@ -1,6 +1,7 @@
 """The prompts of a stream in order, with a position."""
 
 import dataclasses
+import threading
 
 import numpy as np
 
@@ -57,6 +58,8 @@ class PromptStream:
             "stream": True,
         }
         self.epoch = 0
+        # A thread may take prompts while another one asks for the position.
+        self._lock = threading.RLock()
         self._begin()
 
     def _begin(self, stream=None, window=0, used=0):
@@ -94,24 +97,29 @@ class PromptStream:
     @property
     def left(self):
         """Int, prompts that are known of and not used; 0 at the end."""
-        if self._iterator is None:
-            return 1
-        known = sum(window.size for window in self._windows)
-        return known - self.used + (not self._iterator.at_end)
+        with self._lock:
+            if self._iterator is None:
+                return 1
+            known = sum(window.size for window in self._windows)
+            return known - self.used + (not self._iterator.at_end)
 
     def take(self, count):
         """Returns the next prompts of the epoch; fewer or none at its end."""
+        with self._lock:
+            found = self._next(count)
+            self.taken += len(found)
+            return found
+
+    def _next(self, count):
         found = []
         while len(found) < count:
-            at = self.taken + len(found)
-            number, place = divmod(at, WINDOW)
+            number, place = divmod(self.taken + len(found), WINDOW)
             if number >= len(self._windows) and not self._read():
                 break
             window = self._windows[number]
             if place >= window.size:
                 break
             found += window.prompts[place : place + count - len(found)]
-        self.taken += len(found)
         return found
 
     def use(self, taken):
@@ -129,26 +137,26 @@ class PromptStream:
 
     def state(self):
         """Returns the position as a dict that JSON can store."""
+        with self._lock:
+            return {"position": self._position(), "data": self.fingerprint}
+
+    def _position(self):
         number, place = divmod(self.used, WINDOW)
         if self._windows and not self.left:
             # The end of an epoch is the beginning of the next one.
-            position = {"epoch": self.epoch + 1, "window": 0, "taken": 0}
-            return self._with_data(position, None)
+            place = {"epoch": self.epoch + 1, "window": 0, "taken": 0}
+            return place | {"stream": None}
         stream = self._stream
         if number < len(self._windows):
             stream = self._windows[number].stream
         elif self._iterator is not None:
             stream = self._iterator.state
-        position = {
+        return {
             "epoch": self.epoch,
             "window": self._first + number,
             "taken": place,
+            "stream": stream,
         }
-        return self._with_data(position, stream)
-
-    def _with_data(self, position, stream):
-        position = position | {"stream": stream}
-        return {"position": position, "data": self.fingerprint}
 
     def set_state(self, state):
         """Resumes from a position."""
