@@ -173,6 +173,31 @@ def test_a_position_while_a_window_is_read():
     assert sorted(p.row for p in resumed.take(4)) == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_in_a_window_loses_none_of_its_prompts(error):
+    """A run that ends within a window is saved before that window."""
+    fails = [True]
+
+    def rows():
+        for i in range(10):
+            if i == 6 and fails:
+                raise error
+            yield {"prompt_ids": [i + 3, 5]}
+
+    order = prompt_order(prepare(rows), batch_size=4, seed=5)
+    order.take(4)
+    order.use(4)
+    with pytest.raises(error):
+        order.take(4)
+    assert order.left > 0
+    state = json.loads(json.dumps(order.state()))
+    fails.clear()
+    resumed = prompt_order(prepare(rows), batch_size=4, seed=5)
+    resumed.set_state(state)
+    for either in (resumed, order):
+        assert sorted(p.row for p in either.take(4)) == [4, 5, 6, 7]
+
+
 def test_what_was_used_is_not_kept():
     order = make_order()
     order.take(9)

@@ -1,7 +1,6 @@
 """The prompts of a stream in order, with a position."""
 
 import dataclasses
-import threading
 
 import numpy as np
 
@@ -22,11 +21,20 @@ def prompt_order(prompts, **settings):
 
 @dataclasses.dataclass
 class _Window:
-    """Prompts that are shuffled together, and the stream's state before."""
+    """Prompts that are shuffled together.
 
-    stream: object
+    Attributes:
+        prompts: list of `Prompt`s; empty once all were used.
+        size: int, how many they were.
+        before, after: the stream's state before them and after them.
+        is_last: bool, whether the epoch ends with them.
+    """
+
     prompts: list
     size: int
+    before: object
+    after: object
+    is_last: bool
 
 
 class PromptStream:
@@ -58,59 +66,62 @@ class PromptStream:
             "stream": True,
         }
         self.epoch = 0
-        # A thread may take prompts while another one asks for the position.
-        self._lock = threading.RLock()
         self._begin()
 
     def _begin(self, stream=None, window=0, used=0):
         """Starts reading an epoch at a window, from a prompt of it on."""
         self._iterator, self._stream = None, stream
-        # All that were read, and the number in the epoch of the first one.
+        # All that were read, and the number in the epoch of the first one. A
+        # window is there as a whole or not at all: a position may be asked
+        # for while a thread reads, and after an error.
         self._windows, self._first = [], window
         # Prompts of the epoch, counted from the first window.
         self.taken = self.used = used
 
+    def _after(self):
+        """Returns the stream's state after the windows that were read."""
+        return self._windows[-1].after if self._windows else self._stream
+
     def _read(self):
         """Reads the next window; returns whether there is one."""
-        if self._iterator is None:
-            iterator = iter(self.prompts)
-            if self._stream is not None:
-                iterator.set_state(self._stream)
-            self._iterator = Lookahead(iterator)
-            if self._iterator.at_end and not self.taken:
-                raise ValueError(
-                    "A stream must have prompts to sample from. Received: a "
-                    "stream with none. Check its filter, its length, and the "
-                    "report of the rows that were dropped."
-                )
-        if self._iterator.at_end:
+        if self._windows and self._windows[-1].is_last:
             return False
-        state, number = self._iterator.state, self._first + len(self._windows)
-        found = self._iterator.take(WINDOW)
+        before, ahead = self._after(), self._iterator
+        # Of one that fails no more is read.
+        self._iterator = None
+        if ahead is None:
+            iterator = iter(self.prompts)
+            if before is not None:
+                iterator.set_state(before)
+            ahead = Lookahead(iterator)
+        prompts = ahead.take(WINDOW)
+        if not prompts:
+            raise ValueError(
+                "A stream must have prompts to sample from. Received: a "
+                "stream with none. Check its filter, its length, and the "
+                "report of the rows that were dropped."
+            )
         if self.shuffle:
+            number = self._first + len(self._windows)
             seeds = [self.seed % 2**32, self.epoch + 1, number]
-            places = np.random.default_rng(seeds).permutation(len(found))
-            found = [found[i] for i in places]
-        self._windows.append(_Window(state, found, len(found)))
+            places = np.random.default_rng(seeds).permutation(len(prompts))
+            prompts = [prompts[i] for i in places]
+        self._iterator = ahead
+        self._windows.append(
+            _Window(prompts, len(prompts), before, ahead.state, ahead.at_end)
+        )
         return True
 
     @property
     def left(self):
         """Int, prompts that are known of and not used; 0 at the end."""
-        with self._lock:
-            if self._iterator is None:
-                return 1
-            known = sum(window.size for window in self._windows)
-            return known - self.used + (not self._iterator.at_end)
+        if not self._windows:
+            return 1
+        known = sum(window.size for window in self._windows)
+        return known - self.used + (not self._windows[-1].is_last)
 
     def take(self, count):
         """Returns the next prompts of the epoch; fewer or none at its end."""
-        with self._lock:
-            found = self._next(count)
-            self.taken += len(found)
-            return found
-
-    def _next(self, count):
         found = []
         while len(found) < count:
             number, place = divmod(self.taken + len(found), WINDOW)
@@ -120,6 +131,7 @@ class PromptStream:
             if place >= window.size:
                 break
             found += window.prompts[place : place + count - len(found)]
+        self.taken += len(found)
         return found
 
     def use(self, taken):
@@ -137,20 +149,17 @@ class PromptStream:
 
     def state(self):
         """Returns the position as a dict that JSON can store."""
-        with self._lock:
-            return {"position": self._position(), "data": self.fingerprint}
+        return {"position": self._position(), "data": self.fingerprint}
 
     def _position(self):
-        number, place = divmod(self.used, WINDOW)
         if self._windows and not self.left:
             # The end of an epoch is the beginning of the next one.
             place = {"epoch": self.epoch + 1, "window": 0, "taken": 0}
             return place | {"stream": None}
-        stream = self._stream
+        number, place = divmod(self.used, WINDOW)
+        stream = self._after()
         if number < len(self._windows):
-            stream = self._windows[number].stream
-        elif self._iterator is not None:
-            stream = self._iterator.state
+            stream = self._windows[number].before
         return {
             "epoch": self.epoch,
             "window": self._first + number,
