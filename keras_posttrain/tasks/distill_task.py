@@ -430,8 +430,7 @@ class DistillTask(Task):
         """Trains on rows, or on prompts with `on_policy`.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
+            dataset: as in `kpt.SFTTask.fit`.
             batch_size: int, rows of one optimizer step; with `on_policy`
                 prompts of one rollout.
             packing: `False`, `True` to put several sequences of a batch in a

@@ -117,6 +117,26 @@ def test_prompts_of_a_stream_are_validated_and_evaluated():
     assert task.data_report.rows == 3
 
 
+def test_rollouts_ahead_of_training_take_each_prompt_once(monkeypatch):
+    monkeypatch.setattr(prompt_stream, "WINDOW", 3)
+    seen = []
+
+    def record(prompts, completions):
+        seen.extend(map(tuple, prompts))
+        return [float(len(x)) for x in completions]
+
+    task = make(kpt.GRPOTask)
+    task.tokenizer = None
+    task.compile(**contract.SAMPLED | {"rewards": [record]}, num_generations=2)
+    rows = contract.PROMPTS
+    task.fit(
+        Streamed(rows), batch_size=2, epochs=2, max_staleness=2, verbose=0
+    )
+    assert task.step == 6
+    asked = sorted(tuple(row["prompt_ids"]) for row in rows)
+    assert sorted(seen) == sorted(asked * 4)
+
+
 @pytest.mark.parametrize("kind", [kpt.SFTTask, kpt.DPOTask, kpt.GRPOTask])
 def test_a_generator_is_refused_for_several_epochs(kind):
     rows = {
