@@ -148,7 +148,9 @@ print(tokenizer.decode(examples[0].token_ids, skip_special_tokens=False))
 ## Kinds of datasets
 
 `fit`, `evaluate` and `prepare` take a list of dicts or the path of a file: one
-JSON object a line in a `.jsonl`, a list in a `.json`, or a `.parquet`.
+JSON object a line in a `.jsonl`, a list in a `.json`, or a `.csv` or
+`.parquet`. Files may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A list of
+paths, or a pattern such as `"data/*.jsonl"`, is read as one dataset.
 """
 
 rows = [
@@ -161,9 +163,12 @@ file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 print(task.prepare(file)[1])
 
 """
-A Hugging Face `Dataset` can be passed directly, where that library is
-installed.
+A dict of columns is a dataset too, and so are the tables of pandas, Polars and
+PyArrow, and the datasets of torch, `tf.data` and Keras (`PyDataset`). A
+Hugging Face `Dataset` can be passed directly, where that library is installed.
 """
+
+print(task.prepare({"text": ["2 + 3 = 5", "1 + 1 = 2"]})[1])
 
 if importlib.util.find_spec("datasets"):
     import datasets
@@ -184,13 +189,50 @@ print(task.prepare(dataset)[1])
 An `IterDataset` is read during training, for data that does not fit into
 memory. It is shuffled and packed in windows, and its position is saved with a
 checkpoint. Rows are prepared as they are read, so an invalid row raises its
-error at that point, and the report is filled during training.
+error at that point, and the report is filled during training. Every task takes
+streams.
+
+Other iterables of dicts are streams as well: a Hugging Face `IterableDataset`,
+a Grain `DataLoader`, or a function that returns a generator. A run that
+resumes reads them again up to its position, without tokenizing. A generator
+itself can be read only once, for one epoch. A dataset must have an end.
 """
 
 stream = grain.MapDataset.source(rows).to_iter_dataset()
 task.compile()
 task.fit(stream, batch_size=4, packing=True, verbose=0)
 print(task.data_report)
+
+"""
+## Rows of ShareGPT and Alpaca
+
+Rows with `conversations` of `from` and `value`, and rows with `instruction`,
+`input` and `output`, are converted to messages. Where the tokenizer has no
+chat template, Alpaca's rows become text with Alpaca's own prompt. The report
+counts them, and names columns that nothing reads.
+"""
+
+turns = [
+    {"from": "human", "value": "What is 2 + 3?"},
+    {"from": "gpt", "value": "It is 5."},
+]
+print(task.prepare([{"conversations": turns, "id": 1}])[1])
+alpaca = {"instruction": "Add.", "input": "2 + 3", "output": "5"}
+print(task.prepare([alpaca])[1])
+
+"""
+## Mixtures
+
+`kpt.data.mix` makes one dataset of several, each with its share of the rows
+and with a row type of its own. It ends with the first dataset that ends;
+`repeat=True` repeats the others until every row was read.
+"""
+
+mixture = kpt.data.mix(
+    {"sums": file, "alpaca": [alpaca] * 20},
+    weights={"sums": 0.75, "alpaca": 0.25},
+)
+print(task.prepare(mixture)[1])
 
 """
 ## Rows that are too long

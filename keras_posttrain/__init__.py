@@ -25,6 +25,7 @@ with _tensorflow.deferred():
 from keras_posttrain import (
     _compilation_cache,  # noqa: E402
     callbacks,  # noqa: E402
+    data,  # noqa: E402
     distribution,  # noqa: E402
     examples,  # noqa: E402
     losses,  # noqa: E402
@@ -57,6 +58,7 @@ __all__ = [
     "Task",
     "Tokenizer",
     "callbacks",
+    "data",
     "decay_mask",
     "distribution",
     "examples",

@@ -217,7 +217,7 @@ def cacheable(examples, directory):
     if directory is not None and is_stream(examples):
         raise ValueError(
             "A teacher's answers to all rows are cached before the first "
-            "step. Received: a Grain `IterDataset` with "
+            "step. Received: a stream with "
             f"teacher_cache={str(directory)!r}. Use a Grain "
             "`MapDataset`, a list of dicts or a file."
         )

@@ -121,7 +121,8 @@ class Collector:
     """Turns prompts into the batches of a rollout.
 
     `generate` is a function of a list of `Request`s to completions, and
-    `layout` the `BatchLayout` of the batch of one step.
+    `layout` the `BatchLayout` of the batch of one step. `order` is
+    a `PromptOrder` or a `PromptStream`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class RolloutRun:
 
     Args:
         frozen: dict by name of `FrozenPolicy`s that checkpoints hold.
-        order: `PromptOrder`, the data of the run.
+        order: `PromptOrder` or `PromptStream`, the data of the run.
         collector: function of `generate`, a function of requests to
             completions, to a `Collector`.
         validate: function without arguments to a dict of floats, or `None`.
@@ -67,11 +67,12 @@ class RolloutRun:
         self._means = Means()
 
     def _epoch_size(self):
-        """Steps of an epoch; `None` where it depends on rewards."""
-        if self.collector.scoring.max_resamples:
+        """Steps of an epoch; `None` where it depends on rewards, or of a
+        stream."""
+        size, count = self.order.batch_size, self.order.num_prompts
+        if self.collector.scoring.max_resamples or count is None:
             return None
-        size = self.order.batch_size
-        whole, rest = divmod(len(self.order.prompts), size)
+        whole, rest = divmod(count, size)
         num_steps = self.collector.num_steps
         return whole * num_steps(size) + num_steps(rest)
 

@@ -11,6 +11,7 @@ from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distill import checks as distill_checks
 from keras_posttrain.distill.collector import DistillCollector
 from keras_posttrain.distill.prompts import (
@@ -429,8 +430,7 @@ class DistillTask(Task):
         """Trains on rows, or on prompts with `on_policy`.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
+            dataset: as in `kpt.SFTTask.fit`.
             batch_size: int, rows of one optimizer step; with `on_policy`
                 prompts of one rollout.
             packing: `False`, `True` to put several sequences of a batch in a
@@ -504,6 +504,7 @@ class DistillTask(Task):
         validate = None
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
+            check_epochs(held_out, epochs)
             settings.show(report)
             held_out = self.make_batches(held_out, batch_size, shuffle=False)
             validate = functools.partial(self.evaluate, held_out)
@@ -562,7 +563,9 @@ class DistillTask(Task):
         if self.on_policy < 1.0:
             examples, report = self.prepare(dataset, name)
             return (
-                prompts_of_rows(examples, self.tokenizer, most, why, name),
+                prompts_of_rows(
+                    list(examples), self.tokenizer, most, why, name
+                ),
                 report,
             )
         prompts, report = prepare_prompts(
@@ -571,6 +574,7 @@ class DistillTask(Task):
             max_prompt_length=most,
             limit=why,
         )
+        prompts = list(prompts)
         column, rows = teacher_prompts(prompts)
         if column is not None:
             # None may be left out: each goes with a prompt.

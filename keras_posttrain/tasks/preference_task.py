@@ -55,14 +55,15 @@ class PreferenceTask(Task):
         """Trains on rows.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
+            dataset: as in `kpt.SFTTask.fit`.
             batch_size: int, pairs (labelled completions) of one optimizer
                 step.
             epochs, **kwargs: see `kpt.SFTTask.fit`.
             packing: `True` to put several pairs of a batch in a row that has
                 room for `sequence_length` tokens and for any one pair, or an
                 int for rows of that many tokens. It does not change results.
+                The lengths of a stream are not known: its rows must have
+                room for two completions of `sequence_length` tokens.
             share_prefix: bool, whether the prompt of a pair is computed once
                 for both completions. It does not change results.
 
@@ -79,7 +80,7 @@ class PreferenceTask(Task):
     def make_batches(self, examples, batch_size, *, packing=False, **kwargs):
         checks.strangers(self.objective, batch_size)
         if self.share_prefix:
-            checks.prompts(examples)
+            examples = checks.prompts(examples)
         layout = self._layout(batch_size)
         if packing:
             layout = checks.packed(layout, packing, examples)

@@ -8,12 +8,11 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.data.batches.layout import Group
-from keras_posttrain.data.rows.prompts import (
-    Prompt,
-    PromptOrder,
-    prepare_prompts,
-)
+from keras_posttrain.data.batches.prompt_stream import prompt_order
+from keras_posttrain.data.rows.datasets import is_stream
+from keras_posttrain.data.rows.prompts import Prompt, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.losses import reductions
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
@@ -188,7 +187,10 @@ class RolloutTask(Task):
         return prepare_sft(dataset, settings, train_on)
 
     def prepare_prompts(self, dataset, name="dataset"):
-        """Turns rows into prompts: returns `(prompts, report)`."""
+        """Turns rows into prompts: returns `(prompts, report)`.
+
+        The prompts of a stream are a stream, which is read from its start.
+        """
         most, why = rl_checks.room(
             self.sequence_length,
             self.max_length,
@@ -200,8 +202,10 @@ class RolloutTask(Task):
             max_prompt_length=most,
             limit=why,
         )
-        columns = list(prompts[0].columns)
-        check_rewards(self.scoring.rewards, columns, f"`{name}`")
+        first = next(iter(prompts), None)
+        if first is not None:
+            columns = list(first.columns)
+            check_rewards(self.scoring.rewards, columns, f"`{name}`")
         return prompts, report
 
     # Training
@@ -227,8 +231,7 @@ class RolloutTask(Task):
         """Trains on completions that the policy samples.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset`, or the path of a `.jsonl` or `.parquet` file.
+            dataset: as in `kpt.SFTTask.fit`.
             batch_size: int, prompts per rollout.
             epochs, shuffle, seed: as in `kpt.SFTTask.fit`; the seed is also
                 that of the samples.
@@ -280,7 +283,10 @@ class RolloutTask(Task):
             micro_batch_size=self.micro_batch_size,
         )
         prompts, self.data_report = self.prepare_prompts(dataset)
-        settings.show(self.data_report)
+        streamed = is_stream(prompts)
+        check_epochs(prompts, epochs)
+        if not streamed:
+            settings.show(self.data_report)
         layout = self._layout(prompts, batch_size, packing, share_prefix)
         filled = self.filled_rows(layout.num_sequences, packs)
         settings.show(padding.describe(self.micro_batch_size, *filled))
@@ -289,6 +295,7 @@ class RolloutTask(Task):
             held_out, report = self.prepare_prompts(
                 validation_data, "validation_data"
             )
+            held_out = list(held_out)
             settings.show(report)
         rl_checks.evaluation(
             self.temperature, validation_generations, validation_temperature
@@ -309,7 +316,7 @@ class RolloutTask(Task):
             self._set_objective,
         ):
             self._make_reference(settings)
-            order = PromptOrder(
+            order = prompt_order(
                 prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
             )
             self.run = RolloutRun(
@@ -334,7 +341,11 @@ class RolloutTask(Task):
                 settings=settings,
                 validate=None if held_out is None else validate,
             )
-            return self.run.fit()
+            try:
+                return self.run.fit()
+            finally:
+                if streamed:
+                    settings.show(self.data_report)
 
     def _layout(self, prompts, batch_size, packing, share_prefix):
         """Returns the layout of the batch of one step."""
@@ -342,7 +353,10 @@ class RolloutTask(Task):
         sequences = rl_checks.minibatches(
             batch_size, sampling.num_generations, sampling.num_minibatches
         )
-        longest = max(len(p.token_ids) for p in prompts)
+        if is_stream(prompts):
+            longest = self.sequence_length - sampling.max_completion_length
+        else:
+            longest = max(len(p.token_ids) for p in prompts)
         packs = packing or share_prefix
         return rollout_layout(
             num_sequences=sequences,
@@ -434,6 +448,7 @@ class RolloutTask(Task):
         prompts = dataset
         if not _are_prepared(dataset):
             prompts, report = self.prepare_prompts(dataset)
+            prompts = list(prompts)
             shown = verbose or bool(report.dropped or report.cut)
             callback_lib.show(report, shown)
         sampling = dataclasses.replace(

@@ -7,8 +7,10 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets
@@ -350,13 +352,20 @@ class Task(keras.Model):
         """Trains on rows.
 
         Args:
-            dataset: list of dicts, Hugging Face `Dataset`, Grain
-                `MapDataset` or `IterDataset`, or the path of a `.jsonl` or
-                `.parquet` file.
+            dataset: rows: a list of dicts, a dict of columns, a pandas,
+                Polars or PyArrow table, a Hugging Face `Dataset` or
+                `IterableDataset`, a Grain `MapDataset`, `IterDataset` or
+                `DataLoader`, a `tf.data.Dataset`, a torch dataset, a
+                `keras.utils.PyDataset`, any iterable of dicts or a function
+                that returns one, or the path (or paths, or a pattern such as
+                `"data/*.jsonl"`) of `.jsonl`, `.json`, `.csv` or `.parquet`
+                files. `kpt.data.mix` makes one of several.
             batch_size: int, rows of one optimizer step; packed rows where
                 `packing`.
             epochs: int.
-            shuffle: bool; the order is sampled again for every epoch.
+            shuffle: bool; the order is sampled again for every epoch. Of
+                rows that can only be read in their order, windows of 2,048
+                are shuffled.
             seed: int, of the order and of dropout.
             packing: bool, put several sequences in a row. They do not see
                 each other.
@@ -393,8 +402,11 @@ class Task(keras.Model):
         held_out = []
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")
-            settings.show(report)
-        streamed = self.data_report.rows == 0
+            check_epochs(held_out, epochs)
+            if not is_stream(held_out):
+                settings.show(report)
+        streamed = is_stream(examples)
+        check_epochs(examples, epochs)
         if not streamed:
             settings.show(self.data_report)
         filled = self.filled_rows(batch_size, packing)
@@ -483,11 +495,11 @@ class Task(keras.Model):
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
         dataset = kwargs.pop("x", dataset)
-        examples = []
+        examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
-            shown = verbose or bool(report.dropped or report.cut)
-            callback_lib.show(report, shown)
+            if not is_stream(examples):
+                _show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
@@ -508,6 +520,8 @@ class Task(keras.Model):
             # Keras does so only where nothing was raised.
             self.jax_state_sync()
             self._evaluating = False
+        if is_stream(examples):
+            _show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
@@ -782,6 +796,7 @@ class Task(keras.Model):
             rows, "rows", train_on="all", truncation="error"
         )
         checks.positive_int("batch_size", batch_size)
+        examples = list(examples)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self).values()
         found = run_rows(lambda batch: program(*weights, batch), batches)
@@ -1092,3 +1107,8 @@ class Task(keras.Model):
 
     def save_weights(self, *args, **kwargs):
         checks.refuse_keras_weights("save_weights")
+
+
+def _show_report(report, verbose):
+    """Prints a report, of rows that are missing in any case."""
+    callback_lib.show(report, verbose or bool(report.dropped or report.cut))

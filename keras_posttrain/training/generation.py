@@ -3,6 +3,7 @@
 import numpy as np
 
 from keras_posttrain.data.chat import chat
+from keras_posttrain.data.rows.columns import check_characters
 from keras_posttrain.distribution import processes
 from keras_posttrain.rollout import Request
 from keras_posttrain.training import checks
@@ -106,6 +107,7 @@ def _prompt_ids(tokenizer, template_kwargs, row, prompt):
                 f"Received: prompt {row} with keys {sorted(prompt)}"
             )
         return prompt["prompt_ids"]
+    check_characters(prompt, f"prompt {row}")
     if isinstance(prompt, str):
         checks.need_tokenizer(tokenizer, "a text prompt")
         return tokenizer.encode(prompt, add_special_tokens=True)

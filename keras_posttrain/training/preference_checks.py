@@ -5,6 +5,7 @@ import os
 
 from keras_posttrain.data.batches.packing import fine_lengths
 from keras_posttrain.data.batches.preference import row_length
+from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.losses import (
     BradleyTerryLoss,
     KTOLoss,
@@ -71,7 +72,10 @@ def layout_arguments(policy, packing, share_prefix):
 
 def packed(layout, packing, examples):
     """Sets the length of packed rows so that every example has room."""
-    needed = row_length(layout, examples)
+    if is_stream(examples):
+        needed = layout.together * layout.sequence_length
+    else:
+        needed = row_length(layout, examples)
     if packing is True:
         budget = fine_lengths(max(layout.sequence_length, needed))[-1]
     elif packing < needed:
@@ -86,6 +90,8 @@ def packed(layout, packing, examples):
 
 
 def both_labels(loss, examples):
+    if is_stream(examples):
+        return
     labels = {example.label for example in examples}
     if len(labels) == 1:
         raise ValueError(
@@ -108,14 +114,20 @@ def strangers(loss, batch_size):
 
 
 def prompts(examples):
-    """Refuses examples of which no prompt can be shared."""
-    for example in examples:
-        if not len(example.prompt):
-            raise ValueError(
-                "With `share_prefix=True` the completions of a row must have "
-                "a prompt in common. Received: none in row "
-                f"{example.row} of the dataset. Use share_prefix=False."
-            )
+    """Refuses examples of which no prompt can be shared; returns them."""
+    if is_stream(examples):
+        return examples.map(_with_prompt)
+    return list(map(_with_prompt, examples))
+
+
+def _with_prompt(example):
+    if not len(example.prompt):
+        raise ValueError(
+            "With `share_prefix=True` the completions of a row must have "
+            "a prompt in common. Received: none in row "
+            f"{example.row} of the dataset. Use share_prefix=False."
+        )
+    return example
 
 
 def reference_packs(reference, packs):

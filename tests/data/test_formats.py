@@ -85,6 +85,78 @@ def test_masked_tokens_keep_their_weights():
     assert one(row).completion_mask.tolist() == [0, 1]
 
 
+def test_tokens_without_a_mask_all_carry_loss():
+    example = one({"token_ids": [1, 2, 3]})
+    assert example.completion_mask.tolist() == [0, 1, 1]
+    row = {"token_ids": [1, 2, 3], "completion_mask": None, "weight": 2}
+    assert one(row, train_on="all").completion_mask.tolist() == [0, 2, 2]
+    # A mask that is misspelt or missing in one row is no such row.
+    with pytest.raises(ValueError, match="mean the column 'completion_mask'"):
+        one({"token_ids": [1, 2], "completion_masks": [0, 1]})
+    rows = [
+        {"token_ids": [1, 2], "completion_mask": [0, 1]},
+        {"token_ids": [1, 2]},
+    ]
+    with pytest.raises(ValueError, match="must be of one type.*row 1"):
+        prepare(rows)
+
+
+def test_the_report_names_columns_that_nothing_reads(qwen2):
+    rows = [
+        PAIR | {"weight": 1.0, "id": 3, "wgt": 0.1, "empty": None},
+        PAIR | {"id": 4, "tools": [{}]},
+    ]
+    _, report = prepare(rows)
+    assert report.unused == {"id": 2, "wgt": 1, "tools": 1}
+    assert str(report).endswith(
+        "; columns that nothing reads: 'id', 'wgt', 'tools'"
+    )
+    rows = [{"text": "a", **{f"c{i}": i for i in range(10)}}]
+    assert str(prepare(rows, qwen2)[1]).endswith("'c6', 'c7', ...")
+    rows = [{"messages": MESSAGES, "tools": None, "weight": 1}]
+    assert "nothing reads" not in str(prepare(rows, qwen2)[1])
+
+
+@pytest.mark.parametrize(
+    "row, place",
+    [
+        ({"text": "ab\ud83dc"}, "text with '\\ud83d'"),
+        (
+            {
+                "messages": [
+                    *MESSAGES[:3],
+                    {"role": "assistant", "content": "\udc00"},
+                ]
+            },
+            "messages[3].content with '\\udc00'",
+        ),
+        (
+            {"prompt": "a", "completion": "\udcffb"},
+            "completion with '\\udcff'",
+        ),
+    ],
+)
+def test_half_a_character_is_named(row, place, qwen2):
+    """What JSON's \\ud83d without its other half becomes."""
+    with pytest.raises(ValueError) as error:
+        prepare([row], qwen2)
+    for part in ("row 0 of `dataset`", place, "lone surrogate", "position"):
+        assert part in str(error.value)
+
+
+def test_a_row_that_is_nested_too_deeply_is_named(qwen2):
+    deep = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    rows = [
+        {"messages": MESSAGES, "tools": [deep]},
+        {"messages": MESSAGES, "tools": "[" * 100_000},
+    ]
+    for row in rows:
+        with pytest.raises(ValueError, match="row 0 of `dataset`"):
+            prepare([row], qwen2)
+
+
 def test_the_weight_of_a_row_multiplies_its_mask():
     example = one(PAIR | {"weight": 0.25})
     assert example.completion_mask.tolist() == [0, 0, 0.25, 0.25, 0.25]
@@ -574,7 +646,8 @@ def test_nothing_left_is_an_error():
     "name, content, message",
     [
         ("missing.jsonl", None, "missing.jsonl"),
-        ("rows.csv", "a,b", "rows.csv"),
+        ("rows.txt", "a,b", "rows.txt"),
+        ("rows.csv", "a,b", "at least one row"),
         ("rows.jsonl", '{"text": "a"}\n{"text": ', "line 2"),
         ("rows.json", '{"text": "a"}', "with a dict"),
         ("rows.json", '{"text": "a"}\n{"text": "b"}', "is `.jsonl`"),

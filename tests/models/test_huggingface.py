@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import keras_hub
 import numpy as np
@@ -192,6 +193,24 @@ def test_resolve_of_the_hub(reference, tmp_path, monkeypatch):
     assert (found / "model.safetensors").is_file()
     assert load_causal_lm("hf://them/llama").kpt_source["path"] == str(found)
     assert directories.resolve("hf://us/keras") is None
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch, caplog):
+    """One try, and what is cached is used; nothing listens at port 9."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(ValueError) as error:
+        directories.resolve("hf://them/llama")
+    for part in ("'hf://them/llama'", "127.0.0.1:9", "cannot be reached"):
+        assert part in str(error.value)
+    snapshot = tmp_path / "models--them--llama" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0" * 40)
+    assert directories.resolve("hf://them/llama") == snapshot
+    assert time.monotonic() - begin < 2 and not caplog.messages
 
 
 def test_resolve_refuses(tmp_path):

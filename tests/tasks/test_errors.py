@@ -453,6 +453,16 @@ def test_all_rows_are_too_long(task):
 # generate
 
 
+def test_generate_refuses_half_a_character(task):
+    message = [{"role": "user", "content": "a\ud83d"}]
+    refused(lambda: task.generate("a\ud83d"), "prompt 0 with '\\ud83d'")
+    refused(
+        lambda: task.generate(["a", message]),
+        "prompt 1, [0].content with '\\ud83d'",
+        "at position 1",
+    )
+
+
 @pytest.mark.parametrize(
     "prompts, kwargs, parts",
     [

@@ -7,10 +7,16 @@ import dataclasses
 import numpy as np
 
 from keras_posttrain.data.batches import packing as packing_lib
+from keras_posttrain.data.rows.distillation_example import DistillationExample
 from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.rows.preference import Preference
 
 # How many positions are kept; more than are ever prefetched.
 KEPT = 64
+# The examples that a position may hold.
+EXAMPLES = {
+    kind.__name__: kind for kind in (Example, DistillationExample, Preference)
+}
 
 
 class History:
@@ -41,7 +47,7 @@ class Position:
         batch: int, batches of that window before the position.
         stream: Grain's state of the stream at the window's start, `None` at
             the stream's start.
-        carried: tuple of `Example`s that earlier windows left over.
+        carried: tuple of examples that earlier windows left over.
     """
 
     epoch: int = 0
@@ -60,7 +66,7 @@ class Stream:
     does not matter, a window is one batch.
 
     Args:
-        examples: Grain `IterDataset` of `Example`s.
+        examples: Grain `IterDataset` of `Example`s or `Preference`s.
         settings: dict of `batch_size`, `packing`, `shuffle`, `seed` and
             `sequence_length`.
         build: function of a list of rows to a batch.
@@ -101,26 +107,12 @@ class Stream:
 
     def to_json(self, position):
         """Returns a position as a dict that JSON can store."""
-        carried = [
-            {
-                "row": int(example.row),
-                "token_ids": _to_text(example.token_ids),
-                "completion_mask": _to_text(example.completion_mask),
-            }
-            for example in position.carried
-        ]
+        carried = [_to_json(example) for example in position.carried]
         return vars(position) | {"carried": carried}
 
     def from_json(self, state):
         """Returns the position of a dict of `to_json`."""
-        carried = tuple(
-            Example(
-                _from_text(entry["token_ids"], np.int32),
-                _from_text(entry["completion_mask"], np.float32),
-                entry["row"],
-            )
-            for entry in state["carried"]
-        )
+        carried = tuple(map(_from_json, state["carried"]))
         return Position(**(state | {"carried": carried}))
 
     def batches(self, position, step, skip):
@@ -128,7 +120,7 @@ class Stream:
         iterator = iter(self.examples)
         if position.stream is not None:
             iterator.set_state(position.stream)
-        ahead = _Lookahead(iterator)
+        ahead = Lookahead(iterator)
         if ahead.at_end and not position.carried:
             raise ValueError(
                 "A stream must have examples to train on. Received: a stream "
@@ -174,7 +166,7 @@ class Stream:
         return rows
 
 
-class _Lookahead:
+class Lookahead:
     """An iterator that reads one example ahead to know its end.
 
     `state` is the iterator's state before the example that was read ahead.
@@ -201,9 +193,29 @@ class _Lookahead:
         return taken
 
 
-def _to_text(array):
-    return base64.b64encode(array.tobytes()).decode("ascii")
+def _to_json(value):
+    """Returns an example, or a value of one, as what JSON can store."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {f.name: _to_json(getattr(value, f.name)) for f in fields} | {
+            "kind": type(value).__name__
+        }
+    if isinstance(value, np.ndarray):
+        data = base64.b64encode(value.tobytes()).decode("ascii")
+        return {"dtype": value.dtype.name, "data": data}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
-def _from_text(text, dtype):
-    return np.frombuffer(base64.b64decode(text), dtype)
+def _from_json(value):
+    """Returns the value that `_to_json` stored."""
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "dtype" in value:
+        return np.frombuffer(base64.b64decode(value["data"]), value["dtype"])
+    kind = EXAMPLES[value["kind"]]
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: _from_json(value[name]) for name in names})

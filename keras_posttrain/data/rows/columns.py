@@ -1,6 +1,7 @@
 """The columns of a row: the row types, and checks of values."""
 
 import difflib
+import functools
 
 import numpy as np
 
@@ -11,10 +12,27 @@ KINDS = {
     "prompt_completion": ("prompt", "completion"),
     "token_pairs": ("prompt_ids", "completion_ids"),
     "masked_tokens": ("token_ids", "completion_mask"),
+    # All of them carry loss.
+    "tokens": ("token_ids",),
 }
+# Row types without messages: nothing renders tools.
+TOKENISED = ("token_pairs", "masked_tokens", "tokens")
 OPTIONAL = ("weight", "tools")
 # Sums of larger ones would leave float32.
 MAX_WEIGHT = 1e6
+
+
+class MixedRow(dict):
+    """A row of a mixture of datasets.
+
+    Args:
+        row: dict.
+        source: string, the name of the dataset that it is from.
+    """
+
+    def __init__(self, row, source):
+        super().__init__(row)
+        self.source = source
 
 
 def describe(needed):
@@ -44,6 +62,8 @@ def row_kind(row, where):
     complete = [
         kind for kind, needed in KINDS.items() if given.issuperset(needed)
     ]
+    if "masked_tokens" in complete:
+        complete.remove("tokens")
     types = ", ".join(map(describe, KINDS))
     if len(complete) > 1:
         raise ValueError(
@@ -58,18 +78,33 @@ def row_kind(row, where):
             f"{where} with the columns {list(map(str, row))}."
             + _suggestion(row, given)
         )
-    for column in given.difference(OPTIONAL):
-        # A misspelt optional column would be ignored.
-        near = difflib.get_close_matches(
-            str(column).lower(), OPTIONAL, 1, cutoff=0.8
-        )
-        for optional in set(near) - given:
+    optional = OPTIONAL
+    if complete == ["tokens"]:
+        optional = (*OPTIONAL, "completion_mask")
+    check_spelling(given.difference(KINDS[complete[0]]), optional, where)
+    return complete[0]
+
+
+def check_spelling(given, optional, where):
+    """Raises where an optional column is misspelt: it would be ignored."""
+    for column in set(given).difference(optional):
+        for name in set(_near(str(column).lower(), optional)) - set(given):
             raise ValueError(
-                f"Did you mean the column '{optional}'? Received: "
+                f"Did you mean the column '{name}'? Received: "
                 f"{where} with the column {column!r}. Rename it, or "
                 "remove it if it is something else."
             )
-    return complete[0]
+
+
+@functools.lru_cache
+def _near(column, names):
+    return difflib.get_close_matches(column, names, 1, cutoff=0.8)
+
+
+def read_columns(kind):
+    """Returns the columns that are read of a row type."""
+    optional = ("weight",) if kind in TOKENISED else OPTIONAL
+    return (*KINDS[kind], *optional)
 
 
 def _suggestion(row, given):
@@ -169,3 +204,27 @@ def weight(row, where):
             f"Received: {where}, weight={value}."
         )
     return float(value)
+
+
+def check_characters(value, where, place=""):
+    """Raises where a text holds half a character, which has no UTF-8."""
+    if isinstance(value, str):
+        bad = next((i for i, c in enumerate(value) if _is_half(c)), None)
+        if bad is not None:
+            raise ValueError(
+                "A text must consist of whole characters. Received: "
+                f"{where}{place and ', '}{place.lstrip('.')} with "
+                f"{value[bad]!a}, half of a character (a lone surrogate), at "
+                f"position {bad}. Remove it, for example with "
+                "text.encode('utf-8', 'ignore').decode()."
+            )
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_characters(item, where, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            check_characters(item, where, f"{place}[{i}]")
+
+
+def _is_half(character):
+    return "\ud800" <= character <= "\udfff"

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from keras_posttrain.data.chat import alignment
-from keras_posttrain.data.rows import columns, datasets, encoding
+from keras_posttrain.data.rows import columns, encoding
 from keras_posttrain.data.rows.distillation_columns import (
     check_own_tokens,
     check_prompt,
@@ -54,8 +54,7 @@ def prepare_distillation(
       boundary before it.
 
     Args:
-        dataset: as of `prepare_sft`. A Grain `IterDataset` only where the
-            teacher reads what the student reads.
+        dataset: as of `prepare_sft`.
         settings: `RowSettings` of the student.
         teacher_tokenizer: a `Tokenizer` with another vocabulary, or `None`.
         teacher_length: int, the most tokens that the teacher reads of a row;
@@ -71,7 +70,7 @@ def prepare_distillation(
     Returns:
         Tuple `(examples, report)`: a list of `Example`s, which are
         `DistillationExample`s where the teacher reads other tokens or is
-        named by the row (of a Grain `IterDataset`, another one), and a
+        named by the row (of a stream, a Grain `IterDataset`), and a
         `DistillationReport`.
     """
     if (teacher_column is None) != (teacher_names is None):
@@ -91,7 +90,6 @@ def prepare_distillation(
         or settings.vocabulary_size,
         teacher_column=teacher_column,
         teacher_names=teacher_names,
-        is_stream=datasets.is_stream(dataset),
         report=DistillationReport(settings.name),
     )
     examples, report = prepare_rows(
@@ -116,13 +114,12 @@ class _Encoder:
     teacher_vocabulary_size: int
     teacher_column: str | None
     teacher_names: list | None
-    is_stream: bool
     report: DistillationReport
 
     def __post_init__(self):
         encoding.check_train_on(self.train_on)
         self.row_type = RowTypeCheck()
-        self.first_prompt = None
+        self.first_prompt, self.last = None, -1
 
     def __call__(self, index, row, where):
         kind = self.row_type(index, row, where)
@@ -140,13 +137,6 @@ class _Encoder:
             )
         build = functools.partial(Example, row=index)
         if teacher_ids is not None or teacher is not None:
-            if self.is_stream:
-                raise ValueError(
-                    "Rows with a teacher's prompt, tokenizer or name must "
-                    f"have random access. Received: {where}, a Grain "
-                    "`IterDataset`. Use a Grain `MapDataset`, a list of dicts "
-                    "or a file."
-                )
             build = functools.partial(
                 self._build, index, mask, teacher_ids, source, teacher
             )
@@ -154,6 +144,7 @@ class _Encoder:
             [(ids, mask)],
             lambda sides: build(*sides[0]),
             columns.weight(row, where),
+            (*columns.read_columns(kind), column, self.teacher_column),
         )
 
     def _build(
@@ -168,9 +159,12 @@ class _Encoder:
                 self.report.cut += len(token_ids) == len(mask)
             teacher_ids = teacher_ids[: self.teacher_limit].astype(np.int32)
             predicted = (source >= 0) & (weights != 0)
-            self.report.teacher_tokens += len(teacher_ids)
-            self.report.predicted_tokens += int(predicted.sum())
-            self.report.unpredicted_rows += not predicted.any()
+            if index > self.last:
+                # A stream is read again in each epoch.
+                self.last = index
+                self.report.teacher_tokens += len(teacher_ids)
+                self.report.predicted_tokens += int(predicted.sum())
+                self.report.unpredicted_rows += not predicted.any()
         return DistillationExample(
             token_ids, weights, index, teacher_ids, source, teacher
         )

@@ -10,7 +10,6 @@ TEACHER_PROMPTS = {
     "teacher_prompt": "prompt_completion",
     "teacher_prompt_ids": "token_pairs",
 }
-TOKENISED = ("token_pairs", "masked_tokens")
 
 
 def teacher_index(row, column, names, where):
@@ -62,7 +61,7 @@ def teacher_prompt_column(row, kind, teacher_column, where):
 
 def check_own_tokens(kind, teacher_tokenizer, train_on, where):
     """Refuses rows that the teacher cannot tokenize differently."""
-    if teacher_tokenizer is not None and kind in TOKENISED:
+    if teacher_tokenizer is not None and kind in columns.TOKENISED:
         raise ValueError(
             "A teacher with a tokenizer of its own needs rows of text: "
             "'text', 'messages', or 'prompt' and 'completion'. Received: "

@@ -57,6 +57,10 @@ def encode_row(row, kind, settings, train_on, where):
         return _token_pairs(row, train_on, where)
     if kind == "masked_tokens":
         return _masked_tokens(row, train_on, where)
+    if kind == "tokens":
+        _check_part(train_on, kind, where)
+        ids = columns.int_array(row["token_ids"], where, "token_ids")
+        return ids, mask_after(0, len(ids))
     encoded = encode_text(row, kind, settings, train_on, where)
     return encoded.token_ids, encoded.mask
 
@@ -88,7 +92,8 @@ def encode_text(row, kind, settings, train_on, where):
 
 def _check_part(train_on, kind, where):
     """Raises where rows without messages have no part `train_on`."""
-    parts = ("all",) if kind == "text" else ("completion", "all")
+    whole = kind in ("text", "tokens")
+    parts = ("all",) if whole else ("completion", "all")
     if train_on not in ("auto", *parts):
         raise ValueError(
             f"Rows with {columns.describe(kind)} can be trained on "
@@ -202,7 +207,7 @@ def tools_of(row):
         # Tables without free-form dicts store them as JSON.
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             pass
     if not tools:
         return None

@@ -62,6 +62,10 @@ class DataReport:
         tokens: int, tokens of the kept rows.
         loss_tokens: int, those of them with a weight in the loss.
         longest: int, tokens of the longest row before it was cut.
+        converted: dict of formats, such as `"ShareGPT"`, to numbers of rows
+            that were converted from them.
+        unused: dict of columns that nothing reads to numbers of rows.
+        sources: dict of the names of mixed datasets to numbers of rows.
     """
 
     name: str = "dataset"
@@ -72,6 +76,9 @@ class DataReport:
     tokens: int = 0
     loss_tokens: int = 0
     longest: int = 0
+    converted: dict = dataclasses.field(default_factory=collections.Counter)
+    unused: dict = dataclasses.field(default_factory=collections.Counter)
+    sources: dict = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def loss_share(self):
@@ -82,12 +89,25 @@ class DataReport:
         return (
             f"{self.describe_rows('rows')}; {self.tokens:,} tokens, "
             f"{self.loss_tokens:,} with loss ({self.loss_share:.1%}); "
-            f"longest row {self.longest:,} tokens"
+            f"longest row {self.longest:,} tokens" + self.describe_columns()
         )
+
+    def describe_columns(self):
+        """Returns where rows came from and what of them is not read."""
+        text = ""
+        if self.sources:
+            text += f"; mixed of {_numbers(self.sources)}"
+        for format, count in self.converted.items():
+            text += f"; {count:,} converted from {format}'s format"
+        if self.unused:
+            names = ", ".join(map(repr, list(self.unused)[:8]))
+            more = ", ..." if len(self.unused) > 8 else ""
+            text += f"; columns that nothing reads: {names}{more}"
+        return text
 
     def describe_rows(self, noun):
         """Returns the numbers of rows as a text that calls them `noun`."""
-        reasons = ", ".join(f"{n:,} {why}" for why, n in self.dropped.items())
+        reasons = _numbers(self.dropped)
         dropped = sum(self.dropped.values())
         return (
             f"{self.name}: {self.rows:,} {noun}, {self.kept:,} kept, "
@@ -95,3 +115,7 @@ class DataReport:
             + (f" ({reasons})" if reasons else "")
             + f", {self.cut:,} cut"
         )
+
+
+def _numbers(counts):
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())

@@ -6,13 +6,14 @@ import os
 
 import numpy as np
 
-from keras_posttrain.data.rows import columns, datasets, encoding
+from keras_posttrain.data.rows import columns, encoding
 from keras_posttrain.data.rows.examples import DataReport, completion_example
 from keras_posttrain.data.rows.preference_columns import (
     PAIRS,
     completion_columns,
     label_of,
     margin_of,
+    read_columns,
     row_columns,
     without_prompt,
 )
@@ -109,7 +110,7 @@ def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
     `{"prompt_ids", "completion_ids", "label"}`.
 
     Args:
-        dataset: as of `prepare_sft`, but no Grain `IterDataset`.
+        dataset: as of `prepare_sft`.
         settings: `RowSettings`. `sequence_length` is the most tokens of a
             prompt and a completion.
         labelled: bool, whether rows are labelled, not pairs.
@@ -117,13 +118,9 @@ def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
             with the same tokens.
 
     Returns:
-        `(examples, report)`: a list of `Preference`s and a `DataReport`.
+        `(examples, report)`: a list of `Preference`s (of a stream a Grain
+        `IterDataset`) and a `DataReport`.
     """
-    if datasets.is_stream(dataset):
-        raise ValueError(
-            f"`{settings.name}` must have rows that can be counted. Received: "
-            "a Grain `IterDataset`. Pass a `MapDataset`, a list, or a file."
-        )
     encode = _Encoder(settings, labelled, share_prompt)
     report = DataReport(settings.name)
     return prepare_rows(
@@ -153,7 +150,9 @@ class _Encoder:
         build = functools.partial(
             _preference, index=index, label=label, margin=margin
         )
-        return EncodedRow(sides, build)
+        return EncodedRow(
+            sides, build, read=read_columns(needed, self.labelled)
+        )
 
     def _encode(self, row, kind, where):
         return encoding.encode_row(row, kind, self.settings, "auto", where)

@@ -32,6 +32,8 @@ def row_columns(row, labelled, where):
     ours, others = (LABELLED, PAIRS) if labelled else (PAIRS, LABELLED)
     for needed in ours:
         if given.issuperset(needed):
+            optional = set(read_columns(needed, labelled)).difference(needed)
+            columns.check_spelling(given, tuple(optional), where)
             return needed
     kind = "a label" if labelled else "a chosen and a rejected side"
     text = (
@@ -62,6 +64,13 @@ def row_columns(row, labelled, where):
             "completion a row with a label."
         )
     raise ValueError(text)
+
+
+def read_columns(needed, labelled):
+    """Returns the columns that are read of a row type."""
+    margin = () if labelled else ("margin",)
+    tools = () if any(c.endswith("_ids") for c in needed) else ("tools",)
+    return (*needed, *margin, *tools)
 
 
 def completion_columns(needed):

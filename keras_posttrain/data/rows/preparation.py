@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from keras_posttrain.data.rows import columns, datasets
+from keras_posttrain.data.rows import columns, datasets, known_formats
 
 TRUNCATIONS = ("error", "drop", "cut")
 NO_LOSS = "no token with loss"
@@ -71,11 +71,13 @@ class EncodedRow:
             sequences: int64 and float32 arrays of shape `(length,)`.
         build: function of the sides within the limit to an example.
         weight: float, by which the masks are multiplied.
+        read: the columns that were read, or `None` where all are.
     """
 
     sides: list
     build: Callable
     weight: float = 1.0
+    read: tuple | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,38 +106,79 @@ class Preparation:
         messages: `Messages`.
         report: `DataReport`, filled as rows are prepared.
         limit: int, the most tokens; `None` for `settings.sequence_length`.
-        keeps_end: bool, whether a row that is cut keeps its end.
+        prompts: bool, whether rows are prompts to sample from. One that is
+            cut keeps its end.
     """
 
     def __init__(
-        self, encode, settings, messages, report, limit=None, keeps_end=False
+        self, encode, settings, messages, report, limit=None, prompts=False
     ):
         self.encode, self.settings = encode, settings
         self.messages, self.report = messages, report
         self.limit = limit or settings.sequence_length
-        kept = slice(-self.limit, None) if keeps_end else slice(self.limit)
-        self._kept = kept
+        kept = slice(-self.limit, None) if prompts else slice(self.limit)
+        self._kept, self._prompts = kept, prompts
+        # The rows of a stream are counted when they are first read.
+        self._counted = 0
 
     def __call__(self, index, row):
         report = self.report
+        if index < self._counted:
+            report = type(report)(report.name)
+        self._counted = max(self._counted, index + 1)
+        report.rows += 1
         where = f"row {index} of `{self.settings.name}`"
+        if source := getattr(row, "source", None):
+            where = f"row {index} of `{self.settings.name}`, from {source!r}"
+            report.sources[source] += 1
         try:
-            encoded = self.encode(index, row, where)
+            if row is None:
+                raise DroppedRow(EMPTY)
+            encoded = self._encoded(index, row, where, report)
             length = self._check(encoded.sides, where)
             report.longest = max(report.longest, length)
             sides = self._cut(encoded, length)
             example = encoded.build(sides)
         except DroppedRow as dropped:
-            report.rows += 1
             report.longest = max(report.longest, dropped.length)
             report.dropped[dropped.reason] += 1
             return None
-        report.rows += 1
         report.kept += 1
         report.cut += length > self.limit
         report.tokens += sum(len(ids) for ids, _ in sides)
         report.loss_tokens += sum(np.count_nonzero(m) for _, m in sides)
         return example
+
+    def _encoded(self, index, row, where, report):
+        """Returns the `EncodedRow`, of a row that is converted first."""
+        tokenizer = self.settings.tokenizer
+        try:
+            new, format = known_formats.convert(
+                row,
+                where,
+                has_template=getattr(tokenizer, "chat_template", None),
+                prompts=self._prompts,
+            )
+            if format is not None:
+                report.converted[format] += 1
+                if hasattr(row, "source"):
+                    new = columns.MixedRow(new, row.source)
+            encoded = self.encode(index, new, where)
+        except RecursionError:
+            raise ValueError(
+                "A row must not be nested so deeply. Received: "
+                f"{where} with the columns {list(map(str, row))}."
+            ) from None
+        except (UnicodeEncodeError, TypeError):
+            columns.check_characters(row, where)
+            raise
+        if encoded.read is not None:
+            report.unused.update(
+                column
+                for column, value in new.items()
+                if column not in encoded.read and value is not None
+            )
+        return encoded
 
     def _check(self, sides, where):
         """Returns the tokens of the longest side.
@@ -180,18 +223,15 @@ def prepare_rows(dataset, prepare):
     Takes a dataset and returns `(examples, report)` as `prepare_sft` does.
     """
     report = prepare.report
-    if datasets.is_stream(dataset):
-        examples = dataset.map_with_index(prepare)
+    rows = datasets.open_dataset(dataset, report.name)
+    if datasets.is_stream(rows):
+        examples = rows.map_with_index(prepare)
         return examples.filter(lambda example: example is not None), report
-    rows = datasets.read_rows(dataset, report.name)
     examples = []
     for index in range(len(rows)):
         row = rows[index]
-        if row is None:
-            # A Grain dataset gives `None` for a row that it has filtered.
-            if not datasets.is_filtered(dataset):
-                report.rows += 1
-                report.dropped[EMPTY] += 1
+        # A Grain dataset gives `None` for a row that it has filtered.
+        if row is None and datasets.is_filtered(rows):
             continue
         example = prepare(index, row)
         if example is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from keras_posttrain.data import order
 from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.template import TemplateFault
-from keras_posttrain.data.rows import columns, datasets, encoding
+from keras_posttrain.data.rows import columns, encoding
 from keras_posttrain.data.rows.examples import DataReport
 from keras_posttrain.data.rows.preparation import (
     EncodedRow,
@@ -46,7 +46,7 @@ class PromptReport(DataReport):
     def __str__(self):
         return (
             f"{self.describe_rows('prompts')}; {self.tokens:,} tokens; "
-            f"longest {self.longest:,} tokens"
+            f"longest {self.longest:,} tokens" + self.describe_columns()
         )
 
 
@@ -58,22 +58,16 @@ def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
     for reward functions.
 
     Args:
-        dataset: as of `prepare_sft`, but no Grain `IterDataset`.
+        dataset: as of `prepare_sft`.
         settings: `RowSettings`. Of prompts that are too long
             `truncation="cut"` keeps the ends.
         max_prompt_length: int, the most tokens of a prompt.
         limit: string, where that number comes from, for errors.
 
     Returns:
-        Tuple `(prompts, report)`: a list of `Prompt`s and a `PromptReport`.
+        Tuple `(prompts, report)`: a list of `Prompt`s (of a stream a Grain
+        `IterDataset`) and a `PromptReport`.
     """
-    if datasets.is_stream(dataset):
-        raise ValueError(
-            "Prompts must be rows with random access, so that a run can be "
-            f"resumed in their middle. Received: `{settings.name}`, a Grain "
-            "`IterDataset`. Use a Grain `MapDataset`, a list of dicts or a "
-            "file."
-        )
     messages = Messages(
         too_long=(
             f"A prompt must have at most {{limit}} tokens, {limit}. Received: "
@@ -93,7 +87,7 @@ def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
         messages,
         PromptReport(settings.name),
         limit=max_prompt_length,
-        keeps_end=True,
+        prompts=True,
     )
     return prepare_rows(dataset, preparation)
 
@@ -210,6 +204,11 @@ class PromptOrder:
             "num_prompts": len(prompts),
             "tokens": _hash(prompts),
         }
+
+    @property
+    def num_prompts(self):
+        """Int, prompts of an epoch."""
+        return len(self.prompts)
 
     @property
     def left(self):

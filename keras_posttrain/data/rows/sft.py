@@ -37,14 +37,15 @@ def prepare_sft(dataset, settings, train_on="auto"):
     - `{"prompt", "completion"}`, each a string or a list of messages;
     - `{"prompt_ids", "completion_ids"}`, to which nothing is added;
     - `{"token_ids", "completion_mask"}`, to which nothing is added; the mask
-      may hold weights.
+      may hold weights, and without it all tokens carry loss.
 
-    A `"weight"` of a row multiplies its mask. All rows of a dataset are of
-    one type; other columns are ignored.
+    Rows of ShareGPT's and Alpaca's formats are converted. A `"weight"` of a
+    row multiplies its mask. All rows of a dataset (of a mixture, those from
+    one dataset) are of one type; the report names the columns that nothing
+    reads.
 
     Args:
-        dataset: a list of dicts, a `datasets.Dataset`, a Grain `MapDataset`
-            or `IterDataset`, or a path to `.jsonl`, `.json` or `.parquet`.
+        dataset: any kind that `datasets.ACCEPTED` lists.
         settings: `RowSettings`.
         train_on: `"completion"` (of messages: the last assistant turn),
             `"assistant"` (all its turns), `"all"` tokens, or `"auto"`: the
@@ -53,7 +54,7 @@ def prepare_sft(dataset, settings, train_on="auto"):
 
     Returns:
         Tuple `(examples, report)`: a list of `Example`s and a `DataReport`.
-        Of a Grain `IterDataset` the examples are a Grain `IterDataset` that
+        Of a stream the examples are a Grain `IterDataset` that
         prepares rows as they are read, and the report is filled meanwhile.
     """
     encoding.check_train_on(train_on)
@@ -66,6 +67,7 @@ def prepare_sft(dataset, settings, train_on="auto"):
             [side],
             lambda sides: Example(*sides[0], index),
             columns.weight(row, where),
+            columns.read_columns(kind),
         )
 
     report = DataReport(settings.name)
@@ -75,21 +77,24 @@ def prepare_sft(dataset, settings, train_on="auto"):
 
 
 class RowTypeCheck:
-    """Checks that all rows of a dataset are of one type."""
+    """Checks that all rows of a dataset are of one type.
+
+    Of a mixture, those from one dataset.
+    """
 
     def __init__(self):
-        self.first = None
+        self.first = {}
 
     def __call__(self, index, row, where):
         """Returns the type of a row, a key of `columns.KINDS`."""
         kind = columns.row_kind(row, where)
-        if self.first is None:
-            self.first = (index, kind)
-        if kind != self.first[1]:
+        source = getattr(row, "source", None)
+        first, expected = self.first.setdefault(source, (index, kind))
+        if kind != expected:
             raise ValueError(
                 "All rows of a dataset must be of one type. Received: row "
-                f"{self.first[0]} has {columns.describe(self.first[1])}, "
-                f"{where} has {columns.describe(kind)}. Train on them as two "
-                "datasets, or turn them into one type."
+                f"{first} has {columns.describe(expected)}, "
+                f"{where} has {columns.describe(kind)}. Mix them as two "
+                "datasets with `kpt.data.mix`, or turn them into one type."
             )
         return kind

@@ -54,6 +54,7 @@ def resolve(preset):
 def _download(preset):
     # Slow to import, and only needed for downloads.
     from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     repository = preset.removeprefix("hf://").strip("/")
     if repository.count("/") != 1:
@@ -61,9 +62,36 @@ def _download(preset):
             "A preset on the Hugging Face Hub must be 'hf://owner/name'. "
             f"Received: preset={preset!r}"
         )
+    # Without the network the Hub's own client would try each file six times.
+    offline = _no_connection()
+    local = {"local_files_only": offline is not None}
     # The config comes first: it shows whether KerasHub should download the
     # rest.
-    config = pathlib.Path(hf_hub_download(repository, CONFIG))
-    if "model_type" not in read_json(config):
-        return None
-    return pathlib.Path(snapshot_download(repository, allow_patterns=PATTERNS))
+    try:
+        config = pathlib.Path(hf_hub_download(repository, CONFIG, **local))
+        if "model_type" not in read_json(config):
+            return None
+        return pathlib.Path(
+            snapshot_download(repository, allow_patterns=PATTERNS, **local)
+        )
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{preset!r} is not in the cache of the Hugging Face Hub, which "
+            f"cannot be reached. Received: {offline or error}. Connect to the "
+            "network, set HF_ENDPOINT to a mirror, or pass the path of a "
+            "directory."
+        ) from error
+
+
+def _no_connection():
+    """Returns why the Hugging Face Hub cannot be reached, or `None`."""
+    # Slow to import, and only needed for downloads.
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(
+            constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except Exception as error:  # noqa: BLE001 - of the client that is in use
+        return f"{constants.ENDPOINT}: {error}"
+    return None

@@ -1,0 +1,175 @@
+"""The prompts of a stream in order, with a position."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.data import order
+from keras_posttrain.data.batches.streaming import Lookahead
+from keras_posttrain.data.rows.datasets import is_stream
+from keras_posttrain.data.rows.prompts import PromptOrder
+
+# How many prompts are shuffled together.
+WINDOW = 2048
+
+
+def prompt_order(prompts, **settings):
+    """Makes the `PromptOrder` of a list or the `PromptStream` of a stream."""
+    kind = PromptStream if is_stream(prompts) else PromptOrder
+    return kind(prompts, **settings)
+
+
+@dataclasses.dataclass
+class _Window:
+    """Prompts that are shuffled together.
+
+    Attributes:
+        prompts: list of `Prompt`s; empty once all were used.
+        size: int, how many they were.
+        before, after: the stream's state before them and after them.
+        is_last: bool, whether the epoch ends with them.
+    """
+
+    prompts: list
+    size: int
+    before: object
+    after: object
+    is_last: bool
+
+
+class PromptStream:
+    """The prompts of a stream in order, from a position on.
+
+    The stream is read a window at a time, and its windows are shuffled. A
+    position is the stream's state at the start of a window, and how many of
+    the window's prompts were used. See `PromptOrder`, which has the same
+    methods.
+
+    Args:
+        prompts: Grain `IterDataset` of `Prompt`s.
+        batch_size: int, prompts of a rollout.
+        shuffle: bool; every epoch has another order.
+        seed: int, of the order.
+    """
+
+    # How many there are is not known.
+    num_prompts = None
+
+    def __init__(self, prompts, *, batch_size, shuffle=True, seed=0):
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.shuffle, self.seed = shuffle, seed
+        self.fingerprint = {
+            "batch_size": batch_size,
+            "shuffle": bool(shuffle),
+            "seed": int(seed),
+            "stream": True,
+        }
+        self.epoch = 0
+        self._begin()
+
+    def _begin(self, stream=None, window=0, used=0):
+        """Starts reading an epoch at a window, from a prompt of it on."""
+        self._iterator, self._stream = None, stream
+        # All that were read, and the number in the epoch of the first one. A
+        # window is there as a whole or not at all: a position may be asked
+        # for while a thread reads, and after an error.
+        self._windows, self._first = [], window
+        # Prompts of the epoch, counted from the first window.
+        self.taken = self.used = used
+
+    def _after(self):
+        """Returns the stream's state after the windows that were read."""
+        return self._windows[-1].after if self._windows else self._stream
+
+    def _read(self):
+        """Reads the next window; returns whether there is one."""
+        if self._windows and self._windows[-1].is_last:
+            return False
+        before, ahead = self._after(), self._iterator
+        # Of one that fails no more is read.
+        self._iterator = None
+        if ahead is None:
+            iterator = iter(self.prompts)
+            if before is not None:
+                iterator.set_state(before)
+            ahead = Lookahead(iterator)
+        prompts = ahead.take(WINDOW)
+        if not prompts:
+            raise ValueError(
+                "A stream must have prompts to sample from. Received: a "
+                "stream with none. Check its filter, its length, and the "
+                "report of the rows that were dropped."
+            )
+        if self.shuffle:
+            number = self._first + len(self._windows)
+            seeds = [self.seed % 2**32, self.epoch + 1, number]
+            places = np.random.default_rng(seeds).permutation(len(prompts))
+            prompts = [prompts[i] for i in places]
+        self._iterator = ahead
+        self._windows.append(
+            _Window(prompts, len(prompts), before, ahead.state, ahead.at_end)
+        )
+        return True
+
+    @property
+    def left(self):
+        """Int, prompts that are known of and not used; 0 at the end."""
+        if not self._windows:
+            return 1
+        known = sum(window.size for window in self._windows)
+        return known - self.used + (not self._windows[-1].is_last)
+
+    def take(self, count):
+        """Returns the next prompts of the epoch; fewer or none at its end."""
+        found = []
+        while len(found) < count:
+            number, place = divmod(self.taken + len(found), WINDOW)
+            if number >= len(self._windows) and not self._read():
+                break
+            window = self._windows[number]
+            if place >= window.size:
+                break
+            found += window.prompts[place : place + count - len(found)]
+        self.taken += len(found)
+        return found
+
+    def use(self, taken):
+        """Records that the first `taken` of the epoch have been trained on.
+
+        They may be fewer than were taken: `state` is the position after them.
+        """
+        self.used = taken
+        for window in self._windows[: taken // WINDOW]:
+            window.prompts = []
+
+    def next_epoch(self):
+        self.epoch += 1
+        self._begin()
+
+    def state(self):
+        """Returns the position as a dict that JSON can store."""
+        return {"position": self._position(), "data": self.fingerprint}
+
+    def _position(self):
+        if self._windows and not self.left:
+            # The end of an epoch is the beginning of the next one.
+            place = {"epoch": self.epoch + 1, "window": 0, "taken": 0}
+            return place | {"stream": None}
+        number, place = divmod(self.used, WINDOW)
+        stream = self._after()
+        if number < len(self._windows):
+            stream = self._windows[number].before
+        return {
+            "epoch": self.epoch,
+            "window": self._first + number,
+            "taken": place,
+            "stream": stream,
+        }
+
+    def set_state(self, state):
+        """Resumes from a position."""
+        order.check_same(self.fingerprint, state["data"])
+        position = state["position"]
+        self.epoch = position["epoch"]
+        self._begin(position["stream"], position["window"], position["taken"])

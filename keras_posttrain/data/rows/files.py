@@ -1,0 +1,292 @@
+"""The rows of files: JSON, lines of JSON, CSV and Parquet, compressed too."""
+
+import bz2
+import contextlib
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import pathlib
+import zlib
+
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# The first bytes of compressed files, whatever their names say.
+MAGIC = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+    b"\x28\xb5\x2f\xfd": None,
+}
+# The columns of a CSV file that hold no text, but JSON.
+JSON_COLUMNS = ("messages", "conversations", "tools", "weight", "margin")
+JSON_COLUMNS += ("label", "completion_mask")
+KINDS = (
+    "`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, or one of these with "
+    "`.gz`, `.bz2`, `.xz` or `.zst`"
+)
+
+
+def is_path(value):
+    return isinstance(value, (str, os.PathLike))
+
+
+def is_file_name(value):
+    """Returns whether a value of a list is a path, not a row of text."""
+    if isinstance(value, str):
+        return value.lower().endswith((*FORMATS, *COMPRESSED))
+    return isinstance(value, os.PathLike)
+
+
+def read_files(paths, name):
+    """Reads the rows of files, one after the other.
+
+    Args:
+        paths: a path, or a list of paths, each of a file or with the
+            wildcards `*`, `?`, `[...]` and `**`, whose files are sorted.
+        name: string, the dataset's name in errors.
+
+    Returns:
+        A list of rows.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+        ImportError: it needs a package that is not installed.
+    """
+    paths = [paths] if is_path(paths) else list(paths)
+    return [
+        row
+        for path in paths
+        for file in _files(pathlib.Path(path), name)
+        for row in _read(file, name)
+    ]
+
+
+def _files(path, name):
+    path = path.expanduser()
+    if path.is_file():
+        return [path]
+    found = sorted(glob.glob(str(path), recursive=True))
+    found = [pathlib.Path(file) for file in found if os.path.isfile(file)]
+    if found:
+        return found
+    text = str(path)
+    hint = ""
+    if path.is_dir():
+        hint = f" It is a directory: use '{text}/*.jsonl'."
+    elif "\n" in text or "{" in text:
+        hint = " Is it text? Pass a list with a dict for each row."
+    elif path.suffix not in (*FORMATS, *COMPRESSED):
+        hint = (
+            " A dataset of the Hugging Face Hub is loaded by "
+            "`datasets.load_dataset`."
+        )
+    raise ValueError(
+        f"`{name}` must be an existing file, {KINDS}, a pattern such as "
+        "'data/*.jsonl', or rows. Received: "
+        f"{name}={text[:200]!r}, which is no file.{hint}"
+    )
+
+
+def _read(path, name):
+    suffixes = [s.lower() for s in path.suffixes]
+    while suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    kind = suffixes[-1] if suffixes else ""
+    readers = {
+        ".jsonl": _read_lines,
+        ".ndjson": _read_lines,
+        ".json": _read_json,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_parquet,
+    }
+    if kind not in readers:
+        raise ValueError(
+            f"`{name}` must be {KINDS}. Received: {name}={str(path)!r}."
+        )
+    return readers[kind](path, name)
+
+
+def _open(path, name):
+    """Opens a file, decompressed where its first bytes say so."""
+    with path.open("rb") as file:
+        first = file.read(8)
+    for magic, opened in MAGIC.items():
+        if first.startswith(magic):
+            return opened(path) if opened else _open_zstd(path, name)
+    return path.open("rb")
+
+
+def _open_zstd(path, name):
+    try:
+        # An extra, which few need.
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(
+            "Reading a `.zst` file needs pyarrow. Install it with "
+            f"`pip install pyarrow`. Received: {name}={str(path)!r}."
+        ) from error
+    file = pyarrow.input_stream(str(path), compression="zstd")
+    return io.BufferedReader(file)
+
+
+@contextlib.contextmanager
+def _errors(path, name):
+    """Names the file in the errors of damaged and truncated archives."""
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(
+            f"`{name}` must be a file that can be read. Received: "
+            f"{str(path)!r}: {error}. Is it whole?"
+        ) from error
+
+
+def _lines(path, name):
+    """Yields `(number, line)` as text."""
+    with _errors(path, name), _open(path, name) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                _check_encoding(line, path, name)
+            yield number, _decode(line, f"line {number} of", path, name)
+
+
+def _check_encoding(start, path, name):
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(
+            f"`{name}` must be in UTF-8. Received: {str(path)!r}, which is in "
+            "UTF-16. Convert it with `iconv -f UTF-16 -t UTF-8`."
+        )
+
+
+def _decode(line, where, path, name):
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`{name}` must be in UTF-8. Received: {where} {str(path)!r} with "
+            f"the byte 0x{line[error.start]:02x} at position {error.start}. "
+            "Convert it, for example with `iconv -f LATIN1 -t UTF-8`."
+        ) from error
+
+
+def _parse(text):
+    """Parses JSON; raises `ValueError` for all that is wrong with it."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _read_lines(path, name):
+    rows = []
+    for number, line in _lines(path, name):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_parse(line))
+        except ValueError as error:
+            raise ValueError(
+                f"`{name}` must hold one JSON object a line. Received: "
+                f"line {number} of {str(path)!r}: {error}."
+            ) from error
+    return rows
+
+
+def _read_json(path, name):
+    with _errors(path, name), _open(path, name) as file:
+        data = file.read()
+    _check_encoding(data, path, name)
+    text = _decode(data, "the file", path, name)
+    try:
+        rows = _parse(text)
+    except ValueError as error:
+        raise ValueError(
+            f"`{name}` must be valid JSON. Received: {str(path)!r}: "
+            f"{error}. A file with one object a line is `.jsonl`."
+        ) from error
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"`{name}` must be a JSON list of objects. Received: "
+            f"{str(path)!r} with a {type(rows).__name__}."
+        )
+    return rows
+
+
+def _read_csv(path, name):
+    """Reads a table of text; the first line names the columns.
+
+    Columns that cannot be text (`JSON_COLUMNS` and those that end in `_ids`)
+    are parsed as JSON; there an empty cell is `None`.
+    """
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    text = "".join(line for _, line in _lines(path, name))
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    # The default would refuse long texts.
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        header = next(lines, [])
+        if len(set(header)) < len(header):
+            raise ValueError(
+                f"`{name}` must name each column once. Received: "
+                f"{str(path)!r} with the columns {header[:20]}."
+            )
+        return [
+            _csv_row(header, cells, f"line {lines.line_num} of", path, name)
+            for cells in lines
+            if cells
+        ]
+    except csv.Error as error:
+        raise ValueError(
+            f"`{name}` must be a table of text. Received: line "
+            f"{lines.line_num} of {str(path)!r}: {error}."
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_row(header, cells, where, path, name):
+    if len(cells) != len(header):
+        raise ValueError(
+            f"Each row of `{name}` must have a cell for each column. "
+            f"Received: {where} {str(path)!r} with {len(cells)} cells; the "
+            f"columns are {header[:20]}. Put quotes around text that "
+            "contains the delimiter."
+        )
+    row = dict(zip(header, cells))
+    for column, cell in row.items():
+        if column not in JSON_COLUMNS and not column.endswith("_ids"):
+            continue
+        is_bool = cell.strip().lower() in ("true", "false")
+        try:
+            value = cell.lower() if is_bool else cell
+            row[column] = _parse(value) if cell.strip() else None
+        except ValueError as error:
+            raise ValueError(
+                f"The column '{column}' of a CSV file must hold JSON. "
+                f"Received: {where} {str(path)!r}, {column}={cell!r:.200}: "
+                f"{error}."
+            ) from error
+    return row
+
+
+def _read_parquet(path, name):
+    try:
+        # An extra, which few need.
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            "Reading a `.parquet` file needs pyarrow. Install it with "
+            f"`pip install pyarrow`. Received: {name}={str(path)!r}."
+        ) from error
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise ValueError(
+            f"`{name}` must be a Parquet file. Received: {str(path)!r}: "
+            f"{error}."
+        ) from error
