@@ -857,6 +857,8 @@ class Task(keras.Model):
         ```
         """
         checks.own_adapter(self.policy)
+        if seed is not None:
+            checks.seed(seed)
         return complete(
             self._engine,
             self.tokenizer,

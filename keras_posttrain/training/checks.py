@@ -51,6 +51,15 @@ def seed(value):
         )
 
 
+def callbacks(value):
+    kinds = (list, tuple, keras.callbacks.Callback)
+    if value is not None and not isinstance(value, kinds):
+        raise ValueError(
+            "`callbacks` must be a list of `keras.callbacks.Callback`. "
+            f"Received: callbacks={value!r}"
+        )
+
+
 def flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(

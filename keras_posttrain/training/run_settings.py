@@ -25,6 +25,7 @@ class RunSettings:
     @classmethod
     def of(cls, policy, packing, *, callbacks, verbose, skip_steps, **given):
         """Checks and completes what a user passed to `fit`."""
+        checks.callbacks(callbacks)
         callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()
         checks.positive_int("epochs", given["epochs"])
