@@ -46,20 +46,27 @@ LENGTH = 14
 TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))
 
 
-def make_checkpoint(directory, model_type, drop=(), **fields):
+def make_checkpoint(
+    directory, model_type, drop=(), as_saved=False, change=None, **fields
+):
     """Writes a random checkpoint whose `config.json` is exactly this.
 
     Args:
         directory: path to make.
-        model_type: str, key of `BASES`.
+        model_type: str.
         drop: names of fields to leave out.
+        as_saved: bool, keeps the `config.json` that transformers writes.
+        change: function that changes the weights of the model.
         **fields: fields of the config, over `SIZES` and `BASES`.
 
     Returns:
         The directory, and the logits that transformers has for `TOKEN_IDS`.
     """
-    config = {"model_type": model_type, **SIZES, **BASES[model_type], **fields}
+    base = BASES.get(model_type, {})
+    config = {"model_type": model_type, **SIZES, **base, **fields}
     config = {k: v for k, v in config.items() if k not in drop}
+    # Of these the scale of a norm is one more than its weight.
+    from_zero = model_type in ("gemma", "gemma2", "gemma3_text", "qwen3_5")
     directory.mkdir(parents=True)
     path = directory / "config.json"
     path.write_text(json.dumps(config))
@@ -69,11 +76,14 @@ def make_checkpoint(directory, model_type, drop=(), **fields):
     with torch.no_grad():
         for name, value in model.named_parameters():
             value.normal_(std=0.1 if "norm" in name else 0.25)
-            if "norm" in name and not model_type.startswith("gemma"):
+            if "norm" in name and not from_zero:
                 value.add_(1.0)
+        if change is not None:
+            change(model)
     model.save_pretrained(directory)
     config["architectures"] = [type(model).__name__]
-    path.write_text(json.dumps(config))
+    if not as_saved:
+        path.write_text(json.dumps(config))
     return directory, transformers_logits(directory)
 
 
@@ -91,8 +101,10 @@ def plain_logits(causal_lm):
     inputs = {
         "token_ids": TOKEN_IDS,
         "padding_mask": np.ones_like(TOKEN_IDS),
+        "position_ids": np.tile(np.arange(LENGTH), (len(TOKEN_IDS), 1)),
     }
-    hidden = causal_lm.backbone(inputs)
+    wanted = causal_lm.backbone.input
+    hidden = causal_lm.backbone({k: inputs[k] for k in inputs if k in wanted})
     return np.array(causal_lm.backbone.token_embedding(hidden, reverse=True))
 
 

@@ -127,7 +127,21 @@ def apply_settings(causal_lm, family, settings):
 
 def set_epsilon(causal_lm, family, epsilon):
     """Sets the epsilon of all norms, including those of queries and keys."""
-    norms = norms_of(causal_lm, family).values()
+    return _set_epsilon(norms_of(causal_lm, family).values(), epsilon)
+
+
+def set_qwen3_moe_epsilon(backbone):
+    """Sets the epsilon of the norms of queries and keys, as of all others."""
+    names = ("_query_dense_layer_norm", "_key_dense_layer_norm")
+    norms = [
+        getattr(layer._self_attention_layer, name)
+        for layer in backbone.transformer_layers
+        for name in names
+    ]
+    return _set_epsilon(norms, backbone.layer_norm_epsilon)
+
+
+def _set_epsilon(norms, epsilon):
     wrong = [norm for norm in norms if norm.epsilon != epsilon]
     for norm in wrong:
         norm.epsilon = epsilon
@@ -264,8 +278,22 @@ def set_window(layer, family, window):
     return old != window or masked
 
 
+def set_gpt_oss_windows(backbone):
+    """Moves the windows of gpt-oss to the layers that have them.
+
+    KerasHub 0.32 windows the 2nd, 4th, ... layer and lets a token attend to
+    one token too many; transformers windows the 1st, 3rd, ... layer.
+    """
+    window = backbone.sliding_window
+    for i, layer in enumerate(backbone.transformer_layers):
+        layer.self_attention_layer.sliding_window = None
+        _set_mask_window(layer, None if i % 2 else window)
+    windows = [None if i % 2 else window for i in range(backbone.num_layers)]
+    return [f"sliding_window set to {tuple(windows)}"]
+
+
 def _set_mask_window(layer, window):
-    """Applies the window of a Qwen layer in its attention mask.
+    """Applies the window of a layer in its attention mask.
 
     KerasHub's Qwen layers apply the window in the attention, but not in the
     branch that JAX always uses (`ops.dot_product_attention`). It is therefore

@@ -3,20 +3,25 @@
 import contextlib
 import dataclasses
 import functools
+import math
+import pathlib
+import tempfile
 
+import keras
 import keras_hub
+from safetensors import SafetensorError
 
 from keras_posttrain._variables import without_values
 from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf import directories, layer_patches
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
-    INDEX,
     Reader,
-    listed_files,
     read_json,
+    write_json,
 )
 from keras_posttrain.models.hf.config import from_config
+from keras_posttrain.models.hf.converted import for_converter
 from keras_posttrain.models.hf.families import FAMILIES, family_of
 from keras_posttrain.models.hf.tensors import model_tensors
 
@@ -44,19 +49,12 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     if path is not None:
         config = read_json(path / CONFIG)
         config, notes = _text_config(config)
-    if config is None or config["model_type"] not in FAMILIES:
-        if path is not None and (path / INDEX).is_file():
-            # KerasHub would read whatever files it lists.
-            listed_files(path / INDEX)
-        with device_transfer.host_as_default():
-            causal_lm = keras_hub.models.CausalLM.from_preset(
-                str(preset if path is None else path),
-                dtype=dtype,
-                load_weights=load_weights,
-                preprocessor=None,
-            )
+    if config is None:
+        causal_lm = _from_keras_hub(preset, dtype, load_weights)
         repair(causal_lm)
         return causal_lm
+    if config["model_type"] not in FAMILIES:
+        return _convert(path, config, dtype, load_weights)
     family = FAMILIES[config["model_type"]]
     settings, more = from_config(config, family)
     notes += more
@@ -72,6 +70,99 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
     return causal_lm
+
+
+def _from_keras_hub(preset, dtype, load_weights):
+    with device_transfer.host_as_default(), _without_drafts():
+        return keras_hub.models.CausalLM.from_preset(
+            str(preset),
+            dtype=dtype,
+            load_weights=load_weights,
+            preprocessor=None,
+        )
+
+
+@contextlib.contextmanager
+def _without_drafts():
+    """Hides Gemma 4's draft model from KerasHub's choice of a class.
+
+    It has the backbone of `Gemma4CausalLM`, and KerasHub 0.32 takes the first
+    class of a backbone in a `set`, whose order differs between processes.
+    """
+    known = keras.saving.get_custom_objects()
+    draft = getattr(keras_hub.models, "Gemma4AssistantCausalLM", None)
+    hidden = [name for name, value in known.items() if value is draft]
+    for name in hidden:
+        del known[name]
+    try:
+        yield
+    finally:
+        known.update(dict.fromkeys(hidden, draft))
+
+
+def _convert(path, config, dtype, load_weights):
+    """Loads a model of a family without a table by KerasHub's converter.
+
+    KerasHub is given links to the files, and the config as it reads it.
+    """
+    config = for_converter(config)
+    checkpoint = Reader(path) if load_weights else None
+    if load_weights:
+        _check_head(checkpoint, config)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for file in path.iterdir():
+            if file.name != CONFIG:
+                (folder / file.name).symlink_to(file.resolve())
+        write_json(folder / CONFIG, config)
+        try:
+            causal_lm = _from_keras_hub(folder, dtype, load_weights)
+        except (LookupError, TypeError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"KerasHub cannot read this checkpoint of model_type="
+                f"{config['model_type']!r}. Received: {str(path)!r}, "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    if load_weights and "text_config" not in config:
+        _check_all_read(causal_lm, checkpoint)
+    repair(causal_lm)
+    return causal_lm
+
+
+def _check_all_read(causal_lm, checkpoint):
+    """Raises if a checkpoint has more or fewer numbers than the model."""
+    stored = 0
+    for name, shape in checkpoint.shapes.items():
+        size = math.prod(shape)
+        if name.endswith("_blocks"):
+            # Two numbers of MXFP4 in each byte.
+            size *= 2
+        if not name.endswith(_NOT_WEIGHTS):
+            stored += size
+    head = _head(checkpoint)
+    if head and causal_lm.backbone.token_embedding.tie_weights:
+        stored -= math.prod(checkpoint.shapes[head])
+    built = sum(
+        math.prod(variable.shape)
+        for variable in causal_lm.backbone.variables
+        if not variable.path.endswith(("inv_freq", "seed_generator_state"))
+    )
+    if stored != built:
+        raise ValueError(
+            f"KerasHub's {type(causal_lm.backbone).__name__} does not have "
+            "the weights of this checkpoint, so that some were not read. "
+            f"Expected {built} numbers. Received: {stored} in "
+            f"{str(checkpoint.directory)!r}"
+        )
+
+
+# Buffers, which the model computes, and scales of MXFP4.
+_NOT_WEIGHTS = (
+    "inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    "_scales",
+)
 
 
 def _build(family, settings, dtype, load_weights):
@@ -223,6 +314,28 @@ def _tied_as_stored(settings, config, checkpoint):
     return settings, []
 
 
+def _check_head(checkpoint, config):
+    """Raises if a converter would not read the head of a checkpoint."""
+    tied = config.get("tie_word_embeddings", True)
+    head = _head(checkpoint)
+    if tied and head:
+        ends = (EMBEDDING, "wte.weight")
+        embeddings = [n for n in checkpoint.names if n.endswith(ends)]
+        if not any(_equal(checkpoint, head, name) for name in embeddings):
+            raise ValueError(
+                "The config ties the head to the embedding, and the "
+                "checkpoint has another head, which KerasHub's converter "
+                f"does not read. Received: {str(checkpoint.directory)!r} "
+                f"with {head!r}"
+            )
+    if not tied and not head:
+        raise ValueError(
+            "The checkpoint lacks the head that its config requires "
+            f"(`tie_word_embeddings` is false). Received: "
+            f"{str(checkpoint.directory)!r} without {HEAD!r}"
+        )
+
+
 def _equal(checkpoint, one, other, rows=4096):
     """Returns whether two tensors are equal, reading them in chunks."""
     if checkpoint.shapes[one] != checkpoint.shapes[other]:
@@ -300,6 +413,10 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
+    elif isinstance(backbone, keras_hub.models.GptOssBackbone):
+        notes += layer_patches.set_gpt_oss_windows(backbone)
+    elif isinstance(backbone, keras_hub.models.Qwen3MoeBackbone):
+        notes += layer_patches.set_qwen3_moe_epsilon(backbone)
     _remember(causal_lm, None, notes)
     return notes
 

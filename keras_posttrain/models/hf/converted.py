@@ -1,0 +1,664 @@
+"""Model types that KerasHub's converters load, and what these can represent.
+
+A converter reads some fields of `config.json` and ignores the others without
+a word. The table below has, for each model type, the fields whose values
+KerasHub computes with as transformers does, and the values that the others
+must have. It is compared with transformers in `tests/models/
+test_converted.py`; a config outside of it is an error.
+"""
+
+import dataclasses
+
+from keras_posttrain.models.hf.config import FULL, HARMLESS, SLIDING
+from keras_posttrain.models.hf.families import FAMILIES
+from keras_posttrain.models.hf.rope import rope_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A model type that is loaded by KerasHub's converter.
+
+    Args:
+        sizes: tuple of names of fields that must be ints.
+        read: dict of fields that KerasHub computes with, and the values that
+            transformers has where they are absent.
+        only: dict of fields and the tuple of values that KerasHub can
+            represent, transformers' default first.
+        ignored: tuple of fields that do not affect the forward pass.
+        nested: bool, whether a multimodal config has these fields in
+            `text_config`.
+        complete: function from the text config, with defaults, to fields
+            that KerasHub's converter requires.
+    """
+
+    sizes: tuple
+    read: dict
+    only: dict
+    complete: object
+    ignored: tuple = ()
+    nested: bool = False
+
+
+def for_converter(config):
+    """Returns a config as KerasHub's converters read it.
+
+    Absent fields are filled in, and those of transformers 5 are written as
+    KerasHub reads them. If KerasHub would not compute what transformers does,
+    a `ValueError` names the field and its value.
+    """
+    model_type = config["model_type"]
+    if model_type not in CONVERTED:
+        raise ValueError(
+            "Models of this type were not compared with transformers, so "
+            "their log-probabilities could be wrong. Supported are "
+            f"{sorted([*FAMILIES, *CONVERTED])}. Received: "
+            f"model_type={model_type!r}. If you have compared it yourself, "
+            "load it with `keras_hub.models.CausalLM.from_preset` and pass "
+            "that model to the task."
+        )
+    family = CONVERTED[model_type]
+    if not (family.nested and "text_config" in config):
+        text = _checked(config, family, model_type)
+        return {"architectures": [""], **text}
+    outer = {"tie_word_embeddings", "text_config", *_TOWERS}
+    rest = {k: v for k, v in config.items() if k not in outer}
+    rest = {k: v for k, v in rest.items() if not k.endswith(_OF_TOKENS)}
+    _check_known(rest, {"model_type"}, model_type)
+    text = dict(config["text_config"])
+    text.setdefault(
+        "tie_word_embeddings",
+        config.get("tie_word_embeddings", family.read["tie_word_embeddings"])
+        if "tie_word_embeddings" in family.read
+        else True,
+    )
+    text = _checked(text, family, model_type)
+    config = {"architectures": [""], **config, "text_config": text}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    return config
+
+
+_TOWERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image")
+_OF_TOKENS = ("_token_id", "_token_index", "_token")
+
+
+def _checked(config, family, model_type):
+    """Returns a text config with the fields that the converter requires."""
+    for name in family.sizes:
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ValueError(
+                f"`config.json` of model_type={model_type!r} must have a "
+                f"positive integer `{name}`. "
+                f"Received: {name}={config.get(name)!r}"
+            )
+    known = {*family.sizes, *family.read, *family.only, *family.ignored}
+    _check_known(config, known | _ROPE | {"model_type"}, model_type)
+    for field, values in family.only.items():
+        value = config.get(field, values[0])
+        if value not in values and (value or values[0]):
+            raise _refused(model_type, field, value, _one_of(values))
+    defaults = {field: values[0] for field, values in family.only.items()}
+    config = {**defaults, **family.read, **config}
+    if config.get("num_key_value_heads", 0) is None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    return {**config, **family.complete(config, model_type)}
+
+
+def _check_known(config, known, model_type):
+    for field, value in config.items():
+        if field in known or field in HARMLESS or not value:
+            continue
+        raise _refused(model_type, field, value, "not to be set")
+
+
+def _one_of(values):
+    return " or ".join(map(repr, values))
+
+
+def _refused(model_type, field, value, expected):
+    return ValueError(
+        f"KerasHub's model of model_type={model_type!r} is not known to "
+        f"compute what transformers does with `{field}` in `config.json`: "
+        "its log-probabilities could be wrong without a word. Expected "
+        f"{expected}. Received: {field}={value!r}. Use another checkpoint; "
+        "if the field does not affect the outputs, remove it. If you have "
+        "compared the model yourself, load it with `keras_hub.models."
+        "CausalLM.from_preset` and pass it to the task."
+    )
+
+
+_ROPE = {
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+}
+
+
+def _default_rope(config, model_type):
+    """Returns the fields of an unscaled rotation of whole heads."""
+    found = rope_parameters(config)
+    if found["rope_type"] != "default":
+        field = "rope_parameters"
+        if config.get("rope_scaling"):
+            field = "rope_scaling"
+        raise _refused(
+            model_type, field, config[field], "an unscaled rotation"
+        )
+    theta = found["rope_theta"]
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def _even_head_dim(config, model_type):
+    """Checks and returns the features of a head, which KerasHub computes."""
+    heads = config["num_attention_heads"]
+    even, rest = divmod(config["hidden_size"], heads)
+    found = config.get("head_dim")
+    if rest or even % 2 or found not in (None, even):
+        raise ValueError(
+            f"KerasHub's model of model_type={model_type!r} divides "
+            "`hidden_size` by `num_attention_heads`; the quotient must be an "
+            "even number and `head_dim` the same. Received: head_dim="
+            f"{found}, hidden_size={config['hidden_size']}, "
+            f"num_attention_heads={heads}. Use another checkpoint."
+        )
+    return even
+
+
+def _free_head_dim(config, model_type, default):
+    found = config.get("head_dim") or default
+    if found % 2:
+        raise ValueError(
+            "Rotary embeddings need heads with an even number of features. "
+            f"Received: model_type={model_type!r} with head_dim={found}"
+        )
+    return found
+
+
+def _layer_types(config, model_type, expected):
+    found = config.get("layer_types")
+    if found is not None and list(found) != expected:
+        raise _refused(model_type, "layer_types", found, f"{expected}")
+    return expected
+
+
+def _unwindowed(config, model_type):
+    """Returns the fields of a Qwen whose layers attend to all tokens."""
+    layers = [FULL] * config["num_hidden_layers"]
+    if config["use_sliding_window"] and not config["sliding_window"]:
+        config = {**config, "use_sliding_window": False}
+    if config["use_sliding_window"]:
+        raise _refused(
+            model_type,
+            "use_sliding_window",
+            f"True, with sliding_window={config['sliding_window']}",
+            "False",
+        )
+    return {"layer_types": _layer_types(config, model_type, layers)}
+
+
+def _mixtral(config, model_type):
+    _even_head_dim(config, model_type)
+    return {
+        **_default_rope(config, model_type),
+        "num_local_experts": _num_experts(config, model_type, 8),
+        # Layers that return them cannot be run one by one.
+        "output_router_logits": False,
+    }
+
+
+def _num_experts(config, model_type, default):
+    """Returns the number of experts, which has two names."""
+    found = {
+        config[name]
+        for name in ("num_experts", "num_local_experts")
+        if config.get(name) is not None
+    }
+    if len(found) > 1:
+        raise _refused(
+            model_type,
+            "num_experts",
+            f"{config['num_experts']}, with num_local_experts="
+            f"{config['num_local_experts']}",
+            "the same number",
+        )
+    return found.pop() if found else default
+
+
+def _qwen2_moe(config, model_type):
+    _even_head_dim(config, model_type)
+    return {
+        **_default_rope(config, model_type),
+        **_unwindowed(config, model_type),
+        "sliding_window": 32768,
+        "output_router_logits": False,
+    }
+
+
+def _qwen3_moe(config, model_type):
+    even = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        **_default_rope(config, model_type),
+        **_unwindowed(config, model_type),
+        "head_dim": _free_head_dim(config, model_type, even),
+        "num_experts": _num_experts(config, model_type, 128),
+        "sliding_window": None,
+    }
+
+
+def _smollm3(config, model_type):
+    _even_head_dim(config, model_type)
+    layers = config["num_hidden_layers"]
+    rotated = config["no_rope_layers"]
+    if rotated is None:
+        # Despite the name, 1 is for a layer that rotates.
+        every = config["no_rope_layer_interval"]
+        rotated = [int((i + 1) % every != 0) for i in range(layers)]
+    if len(rotated) != layers:
+        raise _refused(
+            model_type, "no_rope_layers", rotated, f"{layers} numbers"
+        )
+    return {
+        **_default_rope(config, model_type),
+        **_unwindowed(config, model_type),
+        "no_rope_layers": rotated,
+        "attention_dropout": 0.0,
+    }
+
+
+# What KerasHub's layers of gpt-oss have as constants.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(config, model_type):
+    layers = range(config["num_hidden_layers"])
+    kinds = [FULL if i % 2 else SLIDING for i in layers]
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
+    rope = rope_parameters(config)
+    factor = rope.get("factor")
+    for field, expected in _GPT_OSS_ROPE.items():
+        if rope.get(field) != expected and field != "factor":
+            raise _refused(
+                model_type, f"{field}` of `rope_scaling", rope.get(field),
+                repr(expected),
+            )  # fmt: skip
+    quantized = config.get("quantization_config") or {}
+    if quantized.get("quant_method") != "mxfp4":
+        raise ValueError(
+            "KerasHub reads gpt-oss from checkpoints whose experts are in "
+            "MXFP4, as openai/gpt-oss-20b has them. Received: "
+            f"quantization_config={config.get('quantization_config')!r}"
+        )
+    return {
+        "layer_types": _layer_types(config, model_type, kinds),
+        "num_local_experts": _num_experts(config, model_type, 128),
+        "head_dim": _free_head_dim(config, model_type, 64),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {**_GPT_OSS_ROPE, "factor": factor},
+        "rope_parameters": {},
+        "output_router_logits": False,
+    }
+
+
+def _gpt2(config, model_type):
+    width = 4 * config["n_embd"]
+    if config["n_inner"] not in (None, width):
+        raise _refused(
+            model_type, "n_inner", config["n_inner"], f"None or {width}"
+        )
+    # Dropout affects only training, where this library has its own.
+    return {"resid_pdrop": 0.0}
+
+
+def _gemma4(config, model_type):
+    kinds = config["layer_types"]
+    layers = config["num_hidden_layers"]
+    if kinds is None:
+        kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(layers)]
+        kinds[-1] = FULL
+    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        raise _refused(model_type, "layer_types", kinds, f"{layers} of them")
+    if kinds[-1] != FULL:
+        raise _refused(model_type, "layer_types", kinds, f"{FULL!r} at last")
+    found = _gemma4_full_layers(config, model_type, kinds)
+    same = config["attention_k_eq_v"]
+    heads = found["num_key_value_heads"]
+    return {
+        "layer_types": kinds,
+        "global_head_dim": _free_head_dim(found, model_type, 512),
+        # KerasHub shares keys and values where this is set.
+        "num_global_key_value_heads": heads if same else None,
+        "rope_parameters": _gemma4_rope(config, model_type),
+    }
+
+
+def _gemma4_full_layers(config, model_type, kinds):
+    """Returns the sizes of layers that attend to all tokens.
+
+    transformers 5 saves them in `per_layer_config`.
+    """
+    own = {
+        "head_dim": config["global_head_dim"],
+        "num_key_value_heads": (
+            config["num_global_key_value_heads"]
+            or config["num_key_value_heads"]
+        ),
+    }
+    table = config["per_layer_config"]
+    if not table:
+        return own
+    table = {int(layer): fields for layer, fields in table.items()}
+    full = [i for i, kind in enumerate(kinds) if kind == FULL]
+    first = table.get(full[-1], {})
+    expected = dict.fromkeys(full, first)
+    if table != expected or set(first) - set(own):
+        raise _refused(
+            model_type,
+            "per_layer_config",
+            table,
+            f"the same {sorted(own)} in each layer of {FULL!r}",
+        )
+    own["num_key_value_heads"] = config["num_key_value_heads"]
+    return {**own, **first}
+
+
+def _gemma4_rope(config, model_type):
+    expected = {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1_000_000.0,
+        },
+    }
+    found = config.get("rope_parameters") or expected
+    for kind, fields in expected.items():
+        own = found.get(kind) or {}
+        if set(own) != set(fields) or own["rope_type"] != fields["rope_type"]:
+            raise _refused(
+                model_type, "rope_parameters", found, f"such as {expected}"
+            )
+    return found
+
+
+def _qwen3_5(config, model_type):
+    layers = config["num_hidden_layers"]
+    every = config["full_attention_interval"]
+    linear = "linear_attention"
+    kinds = config["layer_types"]
+    if kinds is None:
+        kinds = [linear if (i + 1) % every else FULL for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {FULL, linear}:
+        raise _refused(model_type, "layer_types", kinds, f"{layers} of them")
+    rope = dict(config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
+    partial = config.get("partial_rotary_factor")
+    rope.setdefault("partial_rotary_factor", partial or 0.25)
+    scaled = config.get("rope_scaling") or rope
+    if scaled.get("rope_type", "default") != "default":
+        raise _refused(
+            model_type, "rope_parameters", scaled, "an unscaled rotation"
+        )
+    return {"layer_types": kinds, "rope_parameters": rope}
+
+
+_SIZES = (
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+)
+_ROUTING = ("router_aux_loss_coef", "output_router_logits")
+_NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
+_SILU = {"hidden_act": ("silu",)}
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")
+
+
+def _gemma4_family(nested):
+    return Converted(
+        sizes=(*_SIZES, "intermediate_size", "sliding_window"),
+        read={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "layer_types": None,
+            "final_logit_softcapping": None,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "global_head_dim": 512,
+            "per_layer_config": None,
+        },
+        only={
+            **_NO_BIASES,
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "tie_word_embeddings": (True,),
+            # Of the tokens of images, and there are none here.
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        complete=_gemma4,
+        nested=nested,
+        ignored=("max_position_embeddings",),
+    )
+
+
+_QWEN3_5 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": False,
+}
+_QWEN3_5_ONLY = {
+    **_NO_BIASES,
+    **_SILU,
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+}
+_QWEN3_5_IGNORED = (
+    "max_position_embeddings",
+    "mamba_ssm_dtype",
+    # Layers for speculative decoding.
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "language_model_only",
+)
+
+CONVERTED = {
+    "gpt2": Converted(
+        sizes=("vocab_size", "n_layer", "n_head", "n_embd", "n_positions"),
+        read={"n_inner": None, "resid_pdrop": 0.1},
+        only={
+            "activation_function": ("gelu_new",),
+            "layer_norm_epsilon": (1e-5,),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        complete=_gpt2,
+        ignored=(
+            "attn_pdrop",
+            "embd_pdrop",
+            "gradient_checkpointing",
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+            "task_specific_params",
+        ),
+    ),
+    "mixtral": Converted(
+        sizes=(*_SIZES, "intermediate_size"),
+        read={
+            "num_key_value_heads": 8,
+            "num_local_experts": None,
+            "num_experts": None,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "head_dim": None,
+        },
+        only={
+            **_NO_BIASES,
+            **_SILU,
+            "sliding_window": (None,),
+            "tie_word_embeddings": (False,),
+        },
+        complete=_mixtral,
+        ignored=(
+            *_ROUTING, "router_jitter_noise", "max_position_embeddings"
+        ),
+    ),
+    "qwen2_moe": Converted(
+        sizes=(*_SIZES, "num_experts"),
+        read={
+            "intermediate_size": 5632,
+            "num_key_value_heads": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "head_dim": None,
+            "layer_types": None,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": 0.001,
+        },
+        only={
+            **_NO_BIASES,
+            **_SILU,
+            "qkv_bias": (True,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+            "tie_word_embeddings": (False,),
+        },
+        complete=_qwen2_moe,
+        ignored=(*_ROUTING, *_WINDOWS, "max_position_embeddings"),
+    ),
+    "qwen3_moe": Converted(
+        sizes=_SIZES,
+        read={
+            "intermediate_size": 6144,
+            "num_key_value_heads": 4,
+            "num_experts": None,
+            "num_local_experts": None,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "head_dim": None,
+            "layer_types": None,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": 0.001,
+            "tie_word_embeddings": False,
+        },
+        only={
+            **_NO_BIASES,
+            **_SILU,
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+        },
+        complete=_qwen3_moe,
+        ignored=(*_ROUTING, *_WINDOWS, "max_position_embeddings"),
+    ),
+    "smollm3": Converted(
+        sizes=(*_SIZES, "intermediate_size"),
+        read={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 2_000_000.0,
+            "max_position_embeddings": 32_768,
+            "head_dim": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        only={**_NO_BIASES, **_SILU, "tie_word_embeddings": (True,)},
+        complete=_smollm3,
+        ignored=_WINDOWS,
+    ),
+    "gpt_oss": Converted(
+        sizes=(*_SIZES, "intermediate_size"),
+        read={
+            "num_key_value_heads": 8,
+            "num_local_experts": None,
+            "num_experts": None,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "head_dim": 64,
+            "layer_types": None,
+            "sliding_window": 128,
+            "max_position_embeddings": 131_072,
+            "quantization_config": None,
+        },
+        only={
+            **_SILU,
+            "attention_bias": (True,),
+            "tie_word_embeddings": (False,),
+            "swiglu_alpha": (1.702,),
+            "swiglu_limit": (7.0,),
+        },
+        complete=_gpt_oss,
+        ignored=(*_ROUTING, "initial_context_length", "experts_per_token"),
+    ),
+    "gemma4_text": _gemma4_family(nested=False),
+    "gemma4": _gemma4_family(nested=True),
+    "qwen3_5": Converted(
+        sizes=(*_SIZES, "intermediate_size"),
+        read=_QWEN3_5,
+        only=_QWEN3_5_ONLY,
+        complete=_qwen3_5,
+        ignored=_QWEN3_5_IGNORED,
+        nested=True,
+    ),
+    "qwen3_5_moe": Converted(
+        sizes=_SIZES,
+        read={
+            **_QWEN3_5,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        only=_QWEN3_5_ONLY,
+        complete=_qwen3_5,
+        ignored=(*_QWEN3_5_IGNORED, *_ROUTING, "intermediate_size"),
+        nested=True,
+    ),
+}  # fmt: skip
