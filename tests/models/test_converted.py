@@ -2,21 +2,26 @@
 
 import json
 
+import keras
 import keras_hub
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
+import keras_posttrain as kpt
+from keras_posttrain.models.hf.config import HARMLESS, READ
+from keras_posttrain.models.hf.converted import CONVERTED
+from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.loading import load_causal_lm
 from tests.models.tiny_checkpoints import (
-    LENGTH,
     SIZES,
     TOKEN_IDS,
     assert_equal_logits,
+    cached_logits,
     make_checkpoint,
     plain_logits,
-    cached_logits,
 )
 
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
@@ -160,3 +165,345 @@ def make(tmp_path, model_type, **fields):
     )
     experts.write(directory)
     return directory, want
+
+
+UNSCALED = {"rope_type": "default", "rope_theta": 500.0}
+NEW_ROPE = {"rope_parameters": UNSCALED}
+NOT_USED = {"sliding_window": 4, "use_sliding_window": False}
+E2B = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+}
+GEMMA4_MOE = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+EQUAL = {
+    "gpt2": {},
+    "gpt2 as saved": {"as_saved": True},
+    "mixtral": {},
+    "mixtral as saved": {"as_saved": True},
+    "mixtral new rope": NEW_ROPE,
+    "mixtral defaults": {"drop": ("rms_norm_eps", "output_router_logits")},
+    "mixtral epsilon": {"rms_norm_eps": 1e-2, "output_router_logits": True},
+    "qwen2_moe": {},
+    "qwen2_moe as saved": {"as_saved": True},
+    "qwen2_moe unused window": {**NOT_USED, "norm_topk_prob": True},
+    "qwen2_moe epsilon": {"rms_norm_eps": 1e-2, **NEW_ROPE},
+    "qwen3_moe": {},
+    "qwen3_moe as saved": {"as_saved": True},
+    "qwen3_moe tied": {"tie_word_embeddings": True, **NOT_USED},
+    "qwen3_moe epsilon": {"rms_norm_eps": 1e-2, **NEW_ROPE},
+    "qwen3_moe new name": {"drop": ("num_experts",), "num_local_experts": 4},
+    "smollm3": {},
+    "smollm3 as saved": {"as_saved": True},
+    "smollm3 layers": {"no_rope_layers": [1, 0, 0, 1, 1], **NEW_ROPE},
+    "smollm3 interval": {"no_rope_layer_interval": 2, "rms_norm_eps": 1e-2},
+    "gpt_oss": {},
+    "gpt_oss as saved": {"as_saved": True},
+    "gpt_oss window of 1": {"sliding_window": 1, "rms_norm_eps": 1e-2},
+    "gpt_oss theta": {"rope_theta": 900.0, "num_hidden_layers": 3},
+    "gemma4_text": {},
+    "gemma4_text as saved": {"as_saved": True},
+    "gemma4_text E2B": E2B,
+    "gemma4_text E2B as saved": {"as_saved": True, **E2B},
+    "gemma4_text E4B": {"use_double_wide_mlp": True, **E2B},
+    "gemma4_text experts": GEMMA4_MOE,
+    "gemma4_text experts as saved": {"as_saved": True, **GEMMA4_MOE},
+    "gemma4_text ungated": {"num_global_key_value_heads": 1},
+    "gemma4_text keys are values": {"attention_k_eq_v": True},
+    "gemma4_text cap": {
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 300.0},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 4000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    },
+    "gemma4": {"rms_norm_eps": 1e-2},
+    "qwen3_5": {},
+    "qwen3_5 untied": {"tie_word_embeddings": False, "rms_norm_eps": 1e-2},
+    "qwen3_5 defaults": {"drop": ("rope_parameters",), "head_dim": 16},
+    "qwen3_5_moe": {},
+    "qwen3_5_moe tied": {"tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+}
+# KerasHub unrolls their recurrence, which takes a minute to compile.
+SLOW = {name for name in EQUAL if name.startswith("qwen3_5")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name in SLOW else [])
+        for name in EQUAL
+    ],
+)
+def test_the_logits_are_those_of_transformers(tmp_path, name):
+    directory, want = make(tmp_path, name.split()[0], **EQUAL[name])
+    assert_equal_logits(plain_logits(load_causal_lm(directory)), want)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+WINDOW = {"sliding_window": 4, "use_sliding_window": True}
+MXFP4_CONFIG = {"quantization_config": {"quant_method": "mxfp4"}}
+# What differs from a config that is taken, and words of the message.
+REFUSED = [
+    ("gpt2", {"n_inner": 40}, "n_inner=40"),
+    ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
+    ("gpt2", {"layer_norm_epsilon": 1e-2}, "layer_norm_epsilon=0.01"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer_idx=True"),
+    ("mixtral", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
+    ("mixtral", {"head_dim": 16}, "head_dim=16, hidden_size=32"),
+    ("mixtral", {"hidden_size": 36}, "an even number"),
+    ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("mixtral", {"num_experts": 8}, "num_local_experts=4"),
+    ("mixtral", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ("mixtral", {"num_attention_heads": 0}, "num_attention_heads=0"),
+    ("mixtral", {"hidden_size": None}, "hidden_size=None"),
+    ("qwen2_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False"),
+    ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ("qwen3_moe", {"head_dim": 7}, "head_dim=7"),
+    ("smollm3", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("smollm3", {"mlp_bias": True}, "mlp_bias=True"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+    ("smollm3", {"layer_types": [SLIDING] * 5}, "layer_types="),
+    ("gpt_oss", {"quantization_config": None}, "MXFP4"),
+    ("gpt_oss", {"layer_types": [FULL, SLIDING] * 2}, "layer_types="),
+    ("gpt_oss", {"swiglu_limit": 2.0}, "swiglu_limit=2.0"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", NEW_ROPE, "'default'"),
+    ("gpt_oss", {"rope_scaling": YARN}, "embeddings': 32"),
+    ("gemma4_text", {"layer_types": [FULL, FULL, SLIDING]}, "at last"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "'all'"),
+    ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer"),
+    ("gemma4_text", {"attn_logit_softcapping": 3.0}, "softcapping=3.0"),
+    ("gemma4_text", {"tie_word_embeddings": False}, "embeddings=False"),
+    ("gemma4_text", {"rope_parameters": {FULL: YARN}}, "rope_parameters="),
+    ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False"),
+    ("qwen3_5", {"rope_parameters": YARN}, "rope_parameters="),
+    ("qwen3_5", {"tie_word_embeddings": False}, "as in `text_config`"),
+    *(
+        (model_type, fields, words)
+        for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+        for fields, words in (
+            ({"rope_scaling": YARN}, "rope_scaling={'rope_type': 'yarn'"),
+            ({"rope_parameters": {**YARN, **NEW_ROPE}}, "rope_parameters="),
+            ({"rope_scaling": {"type": "dynamic"}}, "rope_type='dynamic'"),
+            ({"rope_scaling": {"type": "longrope"}}, "rope_type='longrope'"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+            ({"attention_bias": True}, "attention_bias=True"),
+            (WINDOW, "sliding_window"),
+            ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow=3"),
+        )
+    ),
+]
+
+
+def write_config(directory, model_type, fields):
+    base = {**SIZES, **BASES[model_type]}
+    drop = base.pop("drop", ())
+    base = {k: v for k, v in base.items() if k not in drop}
+    if model_type == "gpt_oss":
+        base |= MXFP4_CONFIG
+    config = {**base, "model_type": model_type, **fields}
+    if model_type in NESTED:
+        config = {"model_type": model_type, "text_config": config}
+        config["tie_word_embeddings"] = model_type != "qwen3_5_moe"
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("model_type, fields, words", REFUSED)
+def test_a_config_that_was_not_compared(tmp_path, model_type, fields, words):
+    """Refused by name, before any weight is read."""
+    write_config(tmp_path, model_type, fields)
+    with pytest.raises(ValueError) as error:
+        load_causal_lm(tmp_path)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "phi3", "paligemma"])
+def test_a_type_that_was_not_compared(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    with pytest.raises(ValueError, match=f"model_type='{model_type}'"):
+        load_causal_lm(tmp_path)
+
+
+CLASSES = {
+    **dict.fromkeys(CONVERTED),
+    **dict.fromkeys(FAMILIES),
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+
+
+def config_of_transformers(model_type):
+    name = CLASSES[model_type] or model_type
+    return transformers.AutoConfig.for_model(name).to_dict()
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_every_field_of_transformers_is_known(model_type):
+    """A field that a new transformers reads shows up here."""
+    known = READ | HARMLESS
+    if model_type in CONVERTED:
+        family = CONVERTED[model_type]
+        known = {*family.sizes, *family.read, *family.only, *family.ignored}
+        known |= HARMLESS | {"rope_parameters", "model_type"}
+    assert set(config_of_transformers(model_type)) - known == set()
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_a_field_left_out_has_the_default_of_transformers(model_type):
+    found = config_of_transformers(model_type)
+    if model_type in CONVERTED:
+        family = CONVERTED[model_type]
+        ours = family.read | {k: v[0] for k, v in family.only.items()}
+    else:
+        ours = FAMILIES[model_type].defaults
+    rope = found["rope_parameters"] if "rope_parameters" in found else {}
+    ours = {k: v for k, v in ours.items() if k in found and v is not None}
+    # transformers replaces these by what is in use.
+    in_use = ("sliding_window", "layer_types", "use_sliding_window")
+    for field, value in ours.items():
+        if field not in in_use:
+            assert found[field] == value, field
+    if "rope_theta" in ours and "rope_theta" in rope:
+        assert rope["rope_theta"] == ours["rope_theta"]
+
+
+def test_gpt_oss_in_every_way(tmp_path):
+    """Padded rows, the cache, a saved preset: past the window in each."""
+    directory, want = make(tmp_path, "gpt_oss")
+    causal_lm = load_causal_lm(directory)
+    windows = "sliding_window set to (4, None, 4, None)"
+    assert causal_lm.kpt_repairs == [windows]
+    assert_equal_logits(cached_logits(causal_lm), want)
+    task = kpt.SFTTask(causal_lm, sequence_length=20)
+    rows = [
+        {"token_ids": row, "completion_mask": row * 0 + 1}
+        for row in (TOKEN_IDS[0], TOKEN_IDS[1, :9])
+    ]
+    check_log_probs(task, rows, want)
+    task.save_to_preset(tmp_path / "preset")
+    again = kpt.SFTTask.from_preset(tmp_path / "preset", sequence_length=20)
+    assert again.causal_lm.kpt_repairs == [windows]
+    check_log_probs(again, rows, want)
+    for action in (
+        lambda: task.export(tmp_path / "export"),
+        lambda: kpt.SFTTask(causal_lm, lora=kpt.LoRA(), sequence_length=20),
+    ):
+        with pytest.raises(ValueError, match="GptOssBackbone"):
+            action()
+
+
+def check_log_probs(task, rows, logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    logps = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    for row, got, of_row in zip(rows, task.log_probs(rows), logps):
+        ids = row["token_ids"]
+        want = of_row[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(got[1:], want, rtol=0, atol=1e-4)
+
+
+def test_gemma4_has_its_class_in_every_process(tmp_path, monkeypatch):
+    """KerasHub takes the first of a `set`, so that only one may be in it."""
+    models, seen = keras_hub.models, []
+    original = models.CausalLM.from_preset.__func__
+
+    def from_preset(cls, *args, **kwargs):
+        classes = set(keras.saving.get_custom_objects().values())
+        seen.append(
+            [
+                c
+                for c in classes
+                if isinstance(c, type)
+                and issubclass(c, models.CausalLM)
+                and c.backbone_cls is models.Gemma4Backbone
+            ]
+        )
+        return original(cls, *args, **kwargs)
+
+    monkeypatch.setattr(
+        models.CausalLM, "from_preset", classmethod(from_preset)
+    )
+    before = dict(keras.saving.get_custom_objects())
+    write_config(tmp_path, "gemma4_text", {})
+    causal_lm = load_causal_lm(tmp_path, load_weights=False)
+    assert type(causal_lm) is models.Gemma4CausalLM
+    causal_lm.backbone.save_to_preset(tmp_path / "preset")
+    again = load_causal_lm(tmp_path / "preset", load_weights=False)
+    assert type(again) is models.Gemma4CausalLM
+    assert seen == [[models.Gemma4CausalLM]] * 2
+    assert keras.saving.get_custom_objects() == before
+
+
+def edited(tmp_path, model_type, edit):
+    directory, want = make(tmp_path, model_type)
+    file = directory / "model.safetensors"
+    arrays = load_file(file)
+    edit(arrays)
+    save_file(arrays, file)
+    return directory, want
+
+
+def other_head(arrays):
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] + 1
+
+
+def same_head(arrays):
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+
+
+def more(arrays):
+    arrays["model.layers.0.self_attn.q_proj.bias"] = np.ones(32, "float32")
+
+
+@pytest.mark.parametrize(
+    "model_type, edit, words",
+    [
+        ("smollm3", other_head, "has another head"),
+        ("smollm3", more, "41824 numbers. Received: 41856"),
+        ("mixtral", lambda x: x.pop("lm_head.weight"), "lacks the head"),
+        ("mixtral", lambda x: x.pop("model.norm.weight"), "cannot read"),
+    ],
+)
+def test_a_checkpoint_that_is_not_read_whole(
+    tmp_path, model_type, edit, words
+):
+    directory, _ = edited(tmp_path, model_type, edit)
+    with pytest.raises(ValueError, match=words):
+        load_causal_lm(directory)
+
+
+def test_a_tied_head_may_be_stored_twice(tmp_path):
+    directory, want = edited(tmp_path, "smollm3", same_head)
+    assert_equal_logits(plain_logits(load_causal_lm(directory)), want)
+
+
+def test_an_index_may_not_point_elsewhere(tmp_path):
+    write_config(tmp_path, "mixtral", {})
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="in its own directory"):
+        load_causal_lm(tmp_path)

@@ -81,6 +81,11 @@ SOURCES = {
         "mistral",
         {"tie_word_embeddings": True, "sliding_window": 4},
     ),
+    # Which transformers reads as its Ministral.
+    "mistral_layers": (
+        "mistral",
+        {"sliding_window": 4, "layer_types": [SLIDING, FULL]},
+    ),
     "qwen2": (
         "qwen2",
         {

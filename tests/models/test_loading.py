@@ -233,6 +233,11 @@ VARIANTS = {
     "mistral_eps": ("mistral", {"rms_norm_eps": 1e-2}),
     "mistral_window": ("mistral", {"sliding_window": 4}),
     "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
+    # transformers takes its Ministral for it.
+    "mistral_layer_types": (
+        "mistral",
+        {"sliding_window": 4, "layer_types": PATTERN[:2]},
+    ),
     "mistral_even_heads": ("mistral", {"drop": ("head_dim",)}),
     "qwen2_eps": ("qwen2", {"rms_norm_eps": 1e-2}),
     "qwen2_untied": ("qwen2", {"tie_word_embeddings": False}),
@@ -362,6 +367,25 @@ REFUSED = {
         "layer_types=",
     ),
     "size": ("llama", {"hidden_size": None}, "hidden_size=None"),
+    "no_heads": (
+        "gemma",
+        {"num_attention_heads": 0},
+        "num_attention_heads=0",
+    ),
+    "groups": ("mistral", {"num_key_value_heads": 3}, "key_value_heads=3"),
+    # Of transformers' 32, as the field is left out.
+    "default_groups": (
+        "qwen2",
+        {"num_key_value_heads": ...},
+        "num_key_value_heads=32",
+    ),
+    "odd_head_dim": ("qwen3", {"head_dim": 7}, "head_dim=7"),
+    "odd_quotient": ("llama", {"hidden_size": 36}, "head_dim=9"),
+    "mistral_layer_types": (
+        "mistral",
+        {"layer_types": ["sliding_attention"] * 2},
+        "sliding_window=None",
+    ),
 }
 
 
@@ -375,10 +399,11 @@ def test_what_cannot_be_represented(tmp_path, name):
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     }
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config, **sizes, **fields})
-    )
+    config = {**config, **sizes, **fields}
+    config = {k: v for k, v in config.items() if v is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="Received") as error:
         load_causal_lm(tmp_path, load_weights=False)
     assert message in str(error.value)
@@ -578,33 +603,3 @@ def test_a_preset_of_kerashub(tmp_path):
     assert_equal_logits(plain_logits(loaded), plain_logits(original))
     assert loaded.kpt_repairs == []
     assert loaded.kpt_source is None
-
-
-def test_a_family_without_a_table_takes_kerashubs_loader(tmp_path):
-    config = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "sliding_window": None,
-        "router_aux_loss_coef": 0.0,
-        "router_jitter_noise": 0.0,
-        "output_router_logits": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    causal_lm = load_causal_lm(tmp_path, load_weights=False)
-    assert isinstance(causal_lm, keras_hub.models.MixtralCausalLM)
-    assert causal_lm.kpt_repairs == []
-    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
-    path = tmp_path / "model.safetensors.index.json"
-    path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="in its own directory"):
-        load_causal_lm(tmp_path)

@@ -184,14 +184,16 @@ def _sizes(config, family):
         "intermediate_size",
     )
     for name in names:
-        if not isinstance(config.get(name), int):
+        if not isinstance(config.get(name), int) or config[name] < 1:
             raise ValueError(
                 f"`config.json` of model_type={family.model_type!r} must have "
-                f"an integer `{name}`. Received: {name}={config.get(name)!r}"
+                f"a positive integer `{name}`. "
+                f"Received: {name}={config.get(name)!r}"
             )
     sizes = {name: config[name] for name in names}
     heads = sizes["num_attention_heads"]
     sizes["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+    check_groups(family.model_type, heads, sizes["num_key_value_heads"])
     even = sizes["hidden_size"] // heads
     sizes["head_dim"] = config.get("head_dim") or even
     if sizes["head_dim"] != even and not family.has_head_dim:
@@ -201,7 +203,28 @@ def _sizes(config, family):
             f"Received: head_dim={sizes['head_dim']}, "
             f"hidden_size={sizes['hidden_size']}, num_attention_heads={heads}"
         )
+    check_head_dim(family.model_type, sizes["head_dim"])
     return sizes
+
+
+def check_groups(model_type, heads, groups):
+    """Raises if heads of queries cannot share those of keys and values."""
+    if groups < 1 or heads % groups:
+        raise ValueError(
+            "`num_attention_heads` must be a multiple of "
+            "`num_key_value_heads` (an absent one has transformers' "
+            f"default). Received: model_type={model_type!r} with "
+            f"num_attention_heads={heads}, num_key_value_heads={groups}"
+        )
+
+
+def check_head_dim(model_type, head_dim):
+    """Raises if the features of a head cannot be rotated in pairs."""
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            "Rotary embeddings need heads with an even number of features. "
+            f"Received: model_type={model_type!r} with head_dim={head_dim}"
+        )
 
 
 def _activation(config, family):
@@ -225,11 +248,12 @@ def _windows(config, family, num_layers):
     if family.windows == "none":
         return (None,) * num_layers
     size = config["sliding_window"]
-    if family.windows == "mistral":
-        return (size,) * num_layers
-    if family.windows != "gemma" and not config["use_sliding_window"]:
-        size = None
     kinds = config.get("layer_types")
+    if family.windows == "mistral":
+        if kinds is None:
+            return (size,) * num_layers
+    elif family.windows != "gemma" and not config["use_sliding_window"]:
+        size = None
     if kinds is None:
         kinds = _pattern(config, family, num_layers, size)
     if len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
@@ -238,7 +262,8 @@ def _windows(config, family, num_layers):
             f"`num_hidden_layers` says), each {FULL!r} or {SLIDING!r}. "
             f"Received: layer_types={kinds}"
         )
-    if SLIDING in kinds and family.windows == "gemma" and not size:
+    needs_size = family.windows in ("gemma", "mistral")
+    if SLIDING in kinds and needs_size and not size:
         raise ValueError(
             "`sliding_window` must be set where `layer_types` has "
             f"{SLIDING!r}. Received: sliding_window={size}"
@@ -335,17 +360,16 @@ def _window_fields(windows, family):
             raise _not_expressible(family, "attention windows", f"{windows}")
         return {}
     if family.windows == "mistral":
-        if size is not None and None in windows:
-            raise _not_expressible(
-                family, "windows of some layers", f"{windows}"
-            )
-        return {"sliding_window": size}
+        if size is None or None not in windows:
+            return {"sliding_window": size}
     kinds = [FULL if w is None else SLIDING for w in windows]
     fields = {"layer_types": kinds}
     if family.windows == "gemma":
         # Only used by layers with a window, but readers require a number.
         fields["sliding_window"] = size or 4096
         return fields
+    if family.windows == "mistral":
+        return {**fields, "sliding_window": size}
     first = kinds.index(SLIDING) if size else len(windows)
     return {
         **fields,

@@ -8,8 +8,15 @@ test_converted.py`; a config outside of it is an error.
 """
 
 import dataclasses
+import math
 
-from keras_posttrain.models.hf.config import FULL, HARMLESS, SLIDING
+from keras_posttrain.models.hf.config import (
+    FULL,
+    HARMLESS,
+    SLIDING,
+    check_groups,
+    check_head_dim,
+)
 from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.rope import rope_parameters
 
@@ -60,25 +67,24 @@ def for_converter(config):
     if not (family.nested and "text_config" in config):
         text = _checked(config, family, model_type)
         return {"architectures": [""], **text}
-    outer = {"tie_word_embeddings", "text_config", *_TOWERS}
+    text, tie = dict(config["text_config"]), "tie_word_embeddings"
+    outer = {tie, "text_config", *_TOWERS}
     rest = {k: v for k, v in config.items() if k not in outer}
     rest = {k: v for k, v in rest.items() if not k.endswith(_OF_TOKENS)}
     _check_known(rest, {"model_type"}, model_type)
-    text = dict(config["text_config"])
-    text.setdefault(
-        "tie_word_embeddings",
-        config.get("tie_word_embeddings", family.read["tie_word_embeddings"])
-        if "tie_word_embeddings" in family.read
-        else True,
-    )
+    if config.get(tie, text.get(tie)) != text.setdefault(tie, config.get(tie)):
+        raise _refused(
+            model_type, tie, config[tie], f"{text[tie]} as in `text_config`"
+        )
+    if text[tie] is None:
+        del text[tie]
     text = _checked(text, family, model_type)
-    config = {"architectures": [""], **config, "text_config": text}
-    config["tie_word_embeddings"] = text["tie_word_embeddings"]
-    return config
+    outer = {"architectures": [""], **config, "text_config": text}
+    return {**outer, tie: text[tie]}
 
 
 _TOWERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image")
-_OF_TOKENS = ("_token_id", "_token_index", "_token")
+_OF_TOKENS = ("_token_id", "_token_index")
 
 
 def _checked(config, family, model_type):
@@ -100,6 +106,9 @@ def _checked(config, family, model_type):
     config = {**defaults, **family.read, **config}
     if config.get("num_key_value_heads", 0) is None:
         config["num_key_value_heads"] = config["num_attention_heads"]
+    if "num_key_value_heads" in config:
+        heads = config["num_attention_heads"], config["num_key_value_heads"]
+        check_groups(model_type, *heads)
     return {**config, **family.complete(config, model_type)}
 
 
@@ -171,11 +180,7 @@ def _even_head_dim(config, model_type):
 
 def _free_head_dim(config, model_type, default):
     found = config.get("head_dim") or default
-    if found % 2:
-        raise ValueError(
-            "Rotary embeddings need heads with an even number of features. "
-            f"Received: model_type={model_type!r} with head_dim={found}"
-        )
+    check_head_dim(model_type, found)
     return found
 
 
@@ -287,13 +292,15 @@ def _gpt_oss(config, model_type):
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         config = {**config, "rope_scaling": _GPT_OSS_ROPE}
     rope = rope_parameters(config)
-    factor = rope.get("factor")
-    for field, expected in _GPT_OSS_ROPE.items():
-        if rope.get(field) != expected and field != "factor":
-            raise _refused(
-                model_type, f"{field}` of `rope_scaling", rope.get(field),
-                repr(expected),
-            )  # fmt: skip
+    factor = rope.get("factor", 1.0)
+    expected = {
+        **_GPT_OSS_ROPE,
+        "rope_theta": rope["rope_theta"],
+        "factor": factor,
+        "attention_factor": 0.1 * math.log(factor) + 1.0,
+    }
+    if rope != expected:
+        raise _refused(model_type, "rope_scaling", rope, f"{expected}")
     quantized = config.get("quantization_config") or {}
     if quantized.get("quant_method") != "mxfp4":
         raise ValueError(
@@ -479,6 +486,7 @@ _QWEN3_5_ONLY = {
     **_SILU,
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
+    "norm_topk_prob": (True,),
 }
 _QWEN3_5_IGNORED = (
     "max_position_embeddings",

@@ -169,7 +169,11 @@ def _llama_like(
 _ALL = (
     _gemma_like(
         "gemma", "Gemma", "Gemma", _GEMMA1_NORMS, "none",
-        {**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            **_GEMMA_DEFAULTS,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 16,
+        },
     ),
     _gemma_like(
         "gemma2", "Gemma2", "Gemma", _GEMMA2_NORMS, "gemma", _GEMMA2_DEFAULTS
