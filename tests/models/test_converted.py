@@ -139,6 +139,7 @@ def nest(directory, model_type):
         "text_config": text,
         "tie_word_embeddings": text.get("tie_word_embeddings", True),
         "image_token_id": 95,
+        "vision_config": None,
         "architectures": ["ForConditionalGeneration"],
     }
     path.write_text(json.dumps(config))
@@ -191,6 +192,7 @@ EQUAL = {
     "mixtral as saved": {"as_saved": True},
     "mixtral new rope": NEW_ROPE,
     "mixtral defaults": {"drop": ("rms_norm_eps", "output_router_logits")},
+    "mixtral null": {"rope_scaling": None, "head_dim": None},
     "mixtral epsilon": {"rms_norm_eps": 1e-2, "output_router_logits": True},
     "qwen2_moe": {},
     "qwen2_moe as saved": {"as_saved": True},
@@ -230,6 +232,7 @@ EQUAL = {
         },
     },
     "gemma4": {"rms_norm_eps": 1e-2},
+    "gemma4 defaults": {"drop": ("rms_norm_eps", "sliding_window")},
     "qwen3_5": {},
     "qwen3_5 untied": {"tie_word_embeddings": False, "rms_norm_eps": 1e-2},
     "qwen3_5 defaults": {"drop": ("rope_parameters",), "head_dim": 16},
@@ -295,6 +298,11 @@ REFUSED = [
     ("gemma4_text", {"layer_types": [FULL, FULL, SLIDING]}, "at last"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "'all'"),
     ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer"),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"2": {"num_key_value_heads": 1}}},
+        "per_layer_config=",
+    ),
     ("gemma4_text", {"attn_logit_softcapping": 3.0}, "softcapping=3.0"),
     ("gemma4_text", {"tie_word_embeddings": False}, "embeddings=False"),
     ("gemma4_text", {"rope_parameters": {FULL: YARN}}, "rope_parameters="),

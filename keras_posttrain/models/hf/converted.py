@@ -9,6 +9,7 @@ test_converted.py`; a config outside of it is an error.
 
 import dataclasses
 import math
+import typing
 
 from keras_posttrain.models.hf.config import (
     FULL,
@@ -41,7 +42,7 @@ class Converted:
     sizes: tuple
     read: dict
     only: dict
-    complete: object
+    complete: typing.Callable
     ignored: tuple = ()
     nested: bool = False
 
@@ -67,17 +68,19 @@ def for_converter(config):
     if not (family.nested and "text_config" in config):
         text = _checked(config, family, model_type)
         return {"architectures": [""], **text}
+    config = {k: v for k, v in config.items() if v is not None}
     text, tie = dict(config["text_config"]), "tie_word_embeddings"
     outer = {tie, "text_config", *_TOWERS}
     rest = {k: v for k, v in config.items() if k not in outer}
     rest = {k: v for k, v in rest.items() if not k.endswith(_OF_TOKENS)}
     _check_known(rest, {"model_type"}, model_type)
-    if config.get(tie, text.get(tie)) != text.setdefault(tie, config.get(tie)):
+    found = {c[tie] for c in (config, text) if c.get(tie) is not None}
+    if len(found) > 1:
         raise _refused(
             model_type, tie, config[tie], f"{text[tie]} as in `text_config`"
         )
-    if text[tie] is None:
-        del text[tie]
+    if found:
+        text[tie] = found.pop()
     text = _checked(text, family, model_type)
     outer = {"architectures": [""], **config, "text_config": text}
     return {**outer, tie: text[tie]}
@@ -89,12 +92,16 @@ _OF_TOKENS = ("_token_id", "_token_index")
 
 def _checked(config, family, model_type):
     """Returns a text config with the fields that the converter requires."""
+    heads, groups = config.get("num_attention_heads"), "num_key_value_heads"
+    if config.get(groups, heads) is None:
+        config = {**config, groups: heads}
+    config = {k: v for k, v in config.items() if v is not None}
     for name in family.sizes:
-        if not isinstance(config.get(name), int) or config[name] < 1:
+        value = config.get(name, family.read.get(name))
+        if not isinstance(value, int) or value < 1:
             raise ValueError(
                 f"`config.json` of model_type={model_type!r} must have a "
-                f"positive integer `{name}`. "
-                f"Received: {name}={config.get(name)!r}"
+                f"positive integer `{name}`. Received: {name}={value!r}"
             )
     known = {*family.sizes, *family.read, *family.only, *family.ignored}
     _check_known(config, known | _ROPE | {"model_type"}, model_type)
@@ -104,11 +111,8 @@ def _checked(config, family, model_type):
             raise _refused(model_type, field, value, _one_of(values))
     defaults = {field: values[0] for field, values in family.only.items()}
     config = {**defaults, **family.read, **config}
-    if config.get("num_key_value_heads", 0) is None:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    if "num_key_value_heads" in config:
-        heads = config["num_attention_heads"], config["num_key_value_heads"]
-        check_groups(model_type, *heads)
+    if groups in config:
+        check_groups(model_type, heads, config[groups])
     return {**config, **family.complete(config, model_type)}
 
 
@@ -366,19 +370,23 @@ def _gemma4_full_layers(config, model_type, kinds):
     table = config["per_layer_config"]
     if not table:
         return own
+    own = {name: config[name] for name in own}
     table = {int(layer): fields for layer, fields in table.items()}
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     first = table.get(full[-1], {})
-    expected = dict.fromkeys(full, first)
-    if table != expected or set(first) - set(own):
+    found = {**own, **first}
+    known = table == dict.fromkeys(full, first) and set(found) == set(own)
+    if not config["attention_k_eq_v"]:
+        heads = "num_key_value_heads"
+        known = known and found[heads] == own[heads]
+    if not known:
         raise _refused(
             model_type,
             "per_layer_config",
             table,
             f"the same {sorted(own)} in each layer of {FULL!r}",
         )
-    own["num_key_value_heads"] = config["num_key_value_heads"]
-    return {**own, **first}
+    return found
 
 
 def _gemma4_rope(config, model_type):
@@ -440,6 +448,7 @@ def _gemma4_family(nested):
             "num_key_value_heads": 4,
             "head_dim": 256,
             "rms_norm_eps": 1e-6,
+            "sliding_window": 512,
             "layer_types": None,
             "final_logit_softcapping": None,
             "vocab_size_per_layer_input": 262_144,
