@@ -139,10 +139,10 @@ def packed_logits(causal_lm):
     return np.array(logits).reshape(rows, length, -1)
 
 
-def assert_equal_logits(got, want):
-    """Within 2e-5, or that share of the logits' size."""
+def assert_equal_logits(got, want, bound=2e-5):
+    """Within the bound, or that share of the logits' size."""
     size = max(1.0, float(np.std(want)))
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * size)
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound * size)
 
 
 def assert_all_ways_equal(causal_lm, want):
