@@ -1,7 +1,8 @@
 """A run that tests kill and start again: `killed_script.py case directory`.
 
 Trains a task of `contract.TASKS`, or `grpo_ahead`, whose rollouts run ahead
-of training, with a checkpoint of every step. Writes `final.npz` when done.
+of training, or `grpo_vllm`, which samples with a vLLM server, with a
+checkpoint of every step. Writes `final.npz` when done.
 """
 
 import pathlib
@@ -30,26 +31,39 @@ class Announce(keras.callbacks.Callback):
         print("begun", flush=True)
 
 
-def main(name, directory):
-    # Also where the tests run in a shell's background, which ignores it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    case = contract.TASKS[name.removesuffix("_ahead")]
+def task_of(case, directory):
     settings = {k: v or directory / "cache" for k, v in case.cache.items()}
     if "rewards" in case.compiled:
         settings["rewards"] = [slowly]
-    task = contract.make(case, keras.optimizers.Adam(1e-3), compiled=settings)
-    ahead = {"max_staleness": 2} if name.endswith("_ahead") else {}
+    return contract.make(case, keras.optimizers.Adam(1e-3), compiled=settings)
+
+
+def main(name, directory):
+    # Also where the tests run in a shell's background, which ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings = {"epochs": 4}
+    if name == "grpo_vllm":
+        from tests.vllm import models
+
+        task, rows = models.make("llama_tied"), models.prompts(12)
+        engine = kpt.rollout.VLLMRollout(python=sys.executable)
+        models.compile_grpo(task, engine, 0.3)
+        settings = {"batch_size": 2}
+    else:
+        case = contract.TASKS[name.removesuffix("_ahead")]
+        task, rows = task_of(case, directory), case.rows
+        settings["batch_size"] = max(len(rows) // 2, 1)
+        if name.endswith("_ahead"):
+            settings["max_staleness"] = 2
     task.fit(
-        case.rows,
-        batch_size=max(len(case.rows) // 2, 1),
-        epochs=4,
+        rows,
         verbose=0,
         callbacks=[
             kpt.callbacks.MetricsLog(directory),
             kpt.callbacks.Checkpoint(directory, every=1),
             Announce(),
         ],
-        **ahead,
+        **settings,
     )
     np.savez(directory / "final.npz", **weights(task))
 
