@@ -309,8 +309,10 @@ REFUSED = [
     ("gemma4_text", {"attn_logit_softcapping": 3.0}, "softcapping=3.0"),
     ("gemma4_text", {"tie_word_embeddings": False}, "embeddings=False"),
     ("gemma4_text", {"rope_parameters": {FULL: YARN}}, "rope_parameters="),
+    ("gemma4_text", {"rope_scaling": YARN}, "rope_scaling="),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False"),
     ("qwen3_5", {"rope_parameters": YARN}, "rope_parameters="),
+    ("qwen3_5", {"rope_scaling": {"type": "linear"}}, "'linear'"),
     ("qwen3_5", {"tie_word_embeddings": False}, "as in `text_config`"),
     *(
         (model_type, fields, words)
@@ -323,6 +325,7 @@ REFUSED = [
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
             ({"attention_bias": True}, "attention_bias=True"),
             (WINDOW, "sliding_window"),
+            ({"use_sliding_window": True}, "use_sliding_window=True"),
             ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow=3"),
         )
     ),

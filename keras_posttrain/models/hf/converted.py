@@ -166,8 +166,8 @@ def _default_rope(config, model_type):
     }
 
 
-def _even_head_dim(config, model_type):
-    """Checks and returns the features of a head, which KerasHub computes."""
+def _check_quotient(config, model_type):
+    """Raises if a head has other features than KerasHub computes."""
     heads = config["num_attention_heads"]
     even, rest = divmod(config["hidden_size"], heads)
     found = config.get("head_dim")
@@ -179,7 +179,6 @@ def _even_head_dim(config, model_type):
             f"{found}, hidden_size={config['hidden_size']}, "
             f"num_attention_heads={heads}. Use another checkpoint."
         )
-    return even
 
 
 def _free_head_dim(config, model_type, default):
@@ -195,23 +194,13 @@ def _layer_types(config, model_type, expected):
     return expected
 
 
-def _unwindowed(config, model_type):
-    """Returns the fields of a Qwen whose layers attend to all tokens."""
-    layers = [FULL] * config["num_hidden_layers"]
-    if config["use_sliding_window"] and not config["sliding_window"]:
-        config = {**config, "use_sliding_window": False}
-    if config["use_sliding_window"]:
-        raise _refused(
-            model_type,
-            "use_sliding_window",
-            f"True, with sliding_window={config['sliding_window']}",
-            "False",
-        )
-    return {"layer_types": _layer_types(config, model_type, layers)}
+def _all_full(config, model_type):
+    kinds = [FULL] * config["num_hidden_layers"]
+    return _layer_types(config, model_type, kinds)
 
 
 def _mixtral(config, model_type):
-    _even_head_dim(config, model_type)
+    _check_quotient(config, model_type)
     return {
         **_default_rope(config, model_type),
         "num_local_experts": _num_experts(config, model_type, 8),
@@ -239,10 +228,10 @@ def _num_experts(config, model_type, default):
 
 
 def _qwen2_moe(config, model_type):
-    _even_head_dim(config, model_type)
+    _check_quotient(config, model_type)
     return {
         **_default_rope(config, model_type),
-        **_unwindowed(config, model_type),
+        "layer_types": _all_full(config, model_type),
         "sliding_window": 32768,
         "output_router_logits": False,
     }
@@ -252,7 +241,7 @@ def _qwen3_moe(config, model_type):
     even = config["hidden_size"] // config["num_attention_heads"]
     return {
         **_default_rope(config, model_type),
-        **_unwindowed(config, model_type),
+        "layer_types": _all_full(config, model_type),
         "head_dim": _free_head_dim(config, model_type, even),
         "num_experts": _num_experts(config, model_type, 128),
         "sliding_window": None,
@@ -260,7 +249,7 @@ def _qwen3_moe(config, model_type):
 
 
 def _smollm3(config, model_type):
-    _even_head_dim(config, model_type)
+    _check_quotient(config, model_type)
     layers = config["num_hidden_layers"]
     rotated = config["no_rope_layers"]
     if rotated is None:
@@ -273,7 +262,7 @@ def _smollm3(config, model_type):
         )
     return {
         **_default_rope(config, model_type),
-        **_unwindowed(config, model_type),
+        "layer_types": _all_full(config, model_type),
         "no_rope_layers": rotated,
         "attention_dropout": 0.0,
     }
@@ -398,6 +387,11 @@ def _gemma4_rope(config, model_type):
             "rope_theta": 1_000_000.0,
         },
     }
+    for field in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        if config.get(field):
+            raise _refused(
+                model_type, field, config[field], "it in `rope_parameters`"
+            )
     found = config.get("rope_parameters") or expected
     for kind, fields in expected.items():
         own = found.get(kind) or {}
@@ -422,7 +416,7 @@ def _qwen3_5(config, model_type):
     partial = config.get("partial_rotary_factor")
     rope.setdefault("partial_rotary_factor", partial or 0.25)
     scaled = config.get("rope_scaling") or rope
-    if scaled.get("rope_type", "default") != "default":
+    if scaled.get("rope_type", scaled.get("type", "default")) != "default":
         raise _refused(
             model_type, "rope_parameters", scaled, "an unscaled rotation"
         )
@@ -438,7 +432,9 @@ _SIZES = (
 _ROUTING = ("router_aux_loss_coef", "output_router_logits")
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 _SILU = {"hidden_act": ("silu",)}
-_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers")
+# Windows that are not used.
+_WINDOWS = ("sliding_window", "max_window_layers")
+_NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _gemma4_family(nested):
@@ -568,12 +564,12 @@ CONVERTED = {
             "rope_theta": 10_000.0,
             "head_dim": None,
             "layer_types": None,
-            "use_sliding_window": False,
             "router_aux_loss_coef": 0.001,
         },
         only={
             **_NO_BIASES,
             **_SILU,
+            **_NO_WINDOWS,
             "qkv_bias": (True,),
             "decoder_sparse_step": (1,),
             "mlp_only_layers": ([],),
@@ -596,14 +592,13 @@ CONVERTED = {
             "rope_theta": 10_000.0,
             "head_dim": None,
             "layer_types": None,
-            "sliding_window": None,
-            "use_sliding_window": False,
             "router_aux_loss_coef": 0.001,
             "tie_word_embeddings": False,
         },
         only={
             **_NO_BIASES,
             **_SILU,
+            **_NO_WINDOWS,
             "decoder_sparse_step": (1,),
             "mlp_only_layers": ([],),
         },
@@ -621,10 +616,13 @@ CONVERTED = {
             "layer_types": None,
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
-            "sliding_window": None,
-            "use_sliding_window": False,
         },
-        only={**_NO_BIASES, **_SILU, "tie_word_embeddings": (True,)},
+        only={
+            **_NO_BIASES,
+            **_SILU,
+            **_NO_WINDOWS,
+            "tie_word_embeddings": (True,),
+        },
         complete=_smollm3,
         ignored=_WINDOWS,
     ),
