@@ -131,14 +131,6 @@ def evaluation(training, num_generations, temperature, answer=None):
     return temperature
 
 
-def not_negative(name, value):
-    is_int = isinstance(value, numbers.Integral) and value is not True
-    if not is_int or value < 0:
-        raise ValueError(
-            f"`{name}` must be an int of at least 0. Received: {name}={value}"
-        )
-
-
 def reward_settings(rewards, timeout, on_error):
     """Checks a list of reward functions and returns their names."""
     if not isinstance(rewards, (list, tuple)) or not rewards:
@@ -311,7 +303,7 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
 def scoring(rewards, reward_weights, advantages_, loss, num_generations, **kw):
     """Makes a `Scoring` of its fields as the user passed them, checked."""
     names = reward_settings(rewards, kw["timeout"], kw["on_error"])
-    not_negative("max_resamples", kw["max_resamples"])
+    checks.not_negative("max_resamples", kw["max_resamples"])
     kind = advantages(advantages_, loss, num_generations)
     return Scoring(
         rewards=tuple(rewards),

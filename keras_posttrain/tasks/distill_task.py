@@ -46,7 +46,7 @@ from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Scoring
 from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import checks, padding
+from keras_posttrain.training import checks, keras_words, padding
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
@@ -140,6 +140,7 @@ class DistillTask(Task):
     def default_loss(self):
         return ReverseKLLoss() if self.on_policy else ForwardKLLoss()
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -426,6 +427,7 @@ class DistillTask(Task):
 
     # Training
 
+    @keras_words.explained
     def fit(self, dataset, batch_size=8, epochs=1, *, packing=False, **kwargs):
         """Trains on rows, or on prompts with `on_policy`.
 
@@ -597,6 +599,7 @@ class DistillTask(Task):
         """Dict of lists: the samples of the last rollout, or `None`."""
         return getattr(self.run, "last_rollout", None)
 
+    @keras_words.explained
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
         """Computes the loss and metrics of rows, as means over all tokens.
 

@@ -12,6 +12,7 @@ from keras_posttrain.models.value_head import ValueHead
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.ppo import PPOCollector, TokenAdvantages
 from keras_posttrain.tasks.rollout_task import RolloutTask
+from keras_posttrain.training import keras_words
 from keras_posttrain.training.frozen import Untracked
 
 
@@ -75,6 +76,7 @@ class PPOTask(RolloutTask):
     def default_loss(self):
         return PPOLoss()
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",

@@ -24,7 +24,7 @@ from keras_posttrain.rl.sampling import Sampler
 from keras_posttrain.rollout.rollout import ready_engine
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, padding
+from keras_posttrain.training import checks, keras_words, padding
 from keras_posttrain.training.frozen import Untracked, make_reference
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
@@ -65,6 +65,7 @@ class RolloutTask(Task):
         # Set by `compile` and `fit`.
         self.rollout = self.sampling = self.scoring = self.reference = None
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -210,6 +211,7 @@ class RolloutTask(Task):
 
     # Training
 
+    @keras_words.explained
     def fit(
         self,
         dataset,
@@ -406,6 +408,7 @@ class RolloutTask(Task):
         """Dict of lists: the completions of the last rollout, or `None`."""
         return self.run.last_rollout if self.run else None
 
+    @keras_words.explained
     def evaluate(
         self,
         dataset,

@@ -27,7 +27,13 @@ from keras_posttrain.models.policy import Policy
 from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, keras_fit, padding, run_state
+from keras_posttrain.training import (
+    checks,
+    keras_fit,
+    keras_words,
+    padding,
+    run_state,
+)
 from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import complete, complete_rows
 from keras_posttrain.training.micro_batches import MicroBatches
@@ -42,6 +48,7 @@ from keras_posttrain.training.step import (
 from keras_posttrain.training.weights import ModelWeights
 
 
+@keras_words.without_methods
 class Task(keras.Model):
     """Base class of tasks: a causal language model and its training.
 
@@ -275,6 +282,7 @@ class Task(keras.Model):
         """
         raise NotImplementedError
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -303,7 +311,9 @@ class Task(keras.Model):
             run_eagerly: bool, for debugging.
         """
         loss = self.default_loss() if loss == "auto" else loss
+        keras_words.check_overrides(self, Task)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
+        checks.flag("run_eagerly", run_eagerly)
         rate = self.auto_learning_rates[self.adapter is None]
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
@@ -335,6 +345,7 @@ class Task(keras.Model):
 
     # Training
 
+    @keras_words.explained
     def fit(
         self,
         dataset,
@@ -463,6 +474,7 @@ class Task(keras.Model):
             },
         )
 
+    @keras_words.explained
     def evaluate(
         self,
         dataset=None,
@@ -494,7 +506,11 @@ class Task(keras.Model):
         self._assert_compile_called("evaluate")
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
+        names = ("dataset", "batch_size", "num_samples", "max_tokens")
+        of_keras = keras_words.of_evaluation(kwargs, names)
         dataset = kwargs.pop("x", dataset)
+        checks.not_negative("num_samples", num_samples)
+        checks.positive_int("max_tokens", max_tokens)
         examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
@@ -506,7 +522,6 @@ class Task(keras.Model):
             callback_lib.show(note, verbose)
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
-        known = ("_use_cached_eval_dataset", "steps", "callbacks")
         self._evaluating = True
         try:
             with keras_fit.epochs_may_end():
@@ -514,7 +529,7 @@ class Task(keras.Model):
                     x=dataset,
                     verbose=verbose if processes.is_first() else 0,
                     return_dict=True,
-                    **{k: v for k, v in kwargs.items() if k in known},
+                    **of_keras,
                 )
         finally:
             # Keras does so only where nothing was raised.
@@ -1103,12 +1118,6 @@ class Task(keras.Model):
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )
-
-    def load_weights(self, *args, **kwargs):
-        checks.refuse_keras_weights("load_weights")
-
-    def save_weights(self, *args, **kwargs):
-        checks.refuse_keras_weights("save_weights")
 
 
 def _show_report(report, verbose):

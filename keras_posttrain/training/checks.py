@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain.losses import TokenLoss
+from keras_posttrain import losses
 from keras_posttrain.models.lora import Adapter, LoRA, attached
 
 
@@ -114,6 +114,43 @@ def positive_int(name, value):
         )
 
 
+def not_negative(name, value):
+    is_int = isinstance(value, numbers.Integral)
+    if not is_int or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"`{name}` must be an int of at least 0. "
+            f"Received: {name}={value!r}"
+        )
+
+
+# Losses by the task whose rows they are for.
+LOSSES_OF_TASKS = {
+    "GRPOTask": losses.PolicyLoss,
+    "DPOTask": (losses.PairLoss, losses.LabelledLoss),
+    "RewardTask": losses.BradleyTerryLoss,
+    "PPOTask": losses.ValueLoss,
+    "DistillTask": (
+        losses.DistillationLoss,
+        losses.ULDLoss,
+        losses.HiddenStateLoss,
+        losses.AttentionLoss,
+    ),
+}
+
+
+def loss_of_completions(loss):
+    """Raises a `ValueError` for a loss of other rows than completions."""
+    parts = loss.losses if isinstance(loss, losses.SumLoss) else (loss,)
+    for part in parts:
+        for task, kinds in LOSSES_OF_TASKS.items():
+            if isinstance(part, kinds):
+                raise ValueError(
+                    "`loss` must be a loss of single completions, such as "
+                    f"`kpt.losses.SFTLoss()`. Received: loss={loss!r}. Use "
+                    f"`kpt.{task}`, whose rows have what it needs."
+                )
+
+
 def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
     if not isinstance(loss, loss_class):
         raise ValueError(
@@ -121,7 +158,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
             "`kpt.losses.SFTLoss()`; Keras losses see logits, which never "
             f"exist here. Received: loss={loss!r}"
         )
-    if isinstance(loss, TokenLoss):
+    if isinstance(loss, losses.TokenLoss):
         logps = jax.ShapeDtypeStruct((2, 3), "float32")
         found = jax.eval_shape(loss.token_loss, logps)
         if getattr(found, "shape", None) != logps.shape:
@@ -201,12 +238,3 @@ def need_tokenizer(tokenizer, what):
             f"`{what}` needs a tokenizer, and this task has none. Pass "
             "`tokenizer=`, or make the task with `from_preset`."
         )
-
-
-def refuse_keras_weights(method):
-    raise ValueError(
-        f"`{method}` knows only whole models, without the adapter's settings "
-        "or the optimizer. Use `save_adapter`/`load_adapter` for an adapter, "
-        "`export` or `save_to_preset` for a model, and "
-        "`kpt.callbacks.Checkpoint(directory)` for a run."
-    )
