@@ -1,5 +1,6 @@
 import hashlib
 import json
+import numbers
 import os
 import pathlib
 import signal
@@ -85,9 +86,11 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Received: override={override!r}"
             )
         self.override = tuple(override)
-        numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
-        for name, value in numbers.items():
-            is_int = isinstance(value, int) and not isinstance(value, bool)
+        given = {"every": every, "keep": keep, "from_step": from_step or 1}
+        for name, value in given.items():
+            is_int = isinstance(value, numbers.Integral) and not isinstance(
+                value, bool
+            )
             if not is_int or value < 1:
                 raise ValueError(
                     f"`{name}` must be a positive int. "

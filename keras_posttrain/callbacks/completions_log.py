@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import math
+import numbers
 import os
 import pathlib
 import re
@@ -61,7 +62,9 @@ class CompletionsLog(keras.callbacks.Callback):
             ("every", every, 1),
             ("num_rows", num_rows, 0),
         ):
-            is_int = isinstance(value, int) and not isinstance(value, bool)
+            is_int = isinstance(value, numbers.Integral) and not isinstance(
+                value, bool
+            )
             if not is_int or value < least:
                 raise ValueError(
                     f"`{name}` must be an int of at least {least}. Received: "

@@ -129,6 +129,11 @@ def reward_metrics(rewards, num_generations, weights=None, names=None):
     return metrics
 
 
+def reward_metric_names(names):
+    """Returns what `reward_metrics` reports of functions with these names."""
+    return tuple(reward_metrics(np.zeros((1, len(names))), 1, names=names))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advantages:
     """Base class of advantages: settings over a function of rewards.

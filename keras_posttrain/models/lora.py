@@ -79,6 +79,10 @@ class LoRA:
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("rank", "alpha", "dropout", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
         if self.alpha is None and isinstance(self.rank, int):
             object.__setattr__(self, "alpha", 2 * self.rank)
         if isinstance(self.targets, list):

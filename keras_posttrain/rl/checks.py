@@ -250,7 +250,6 @@ def token_budget(packing, sequence_length, longest):
         return None
     if packing is True:
         return sequence_length
-    checks.positive_int("packing", packing)
     if packing < longest:
         raise ValueError(
             "A packed row must hold the longest prompt and its completion, "
@@ -288,12 +287,13 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
     )
     for name in names:
         checks.positive_int(name, settings[name])
+        settings[name] = int(settings[name])
     training_temperature(settings["temperature"])
     old_log_probs(settings["old_log_probs"])
     settings["temperature"] = float(settings["temperature"])
-    settings["mask_truncated_completions"] = bool(
-        settings["mask_truncated_completions"]
-    )
+    masked = settings["mask_truncated_completions"]
+    checks.flag("mask_truncated_completions", masked)
+    settings["mask_truncated_completions"] = bool(masked)
     settings["stop_token_ids"] = stop_token_ids(
         settings["stop_token_ids"], tokenizer, vocabulary_size
     )

@@ -458,6 +458,7 @@ class DistillTask(Task):
                 "are given, and nothing is sampled. Leave it out, or "
                 "`compile` with on_policy=True."
             )
+        checks.packing(packing)
         self._began, self._packs = True, bool(packing)
         fit = self._fit_samples if self.on_policy else super().fit
         with self.given.ready():
@@ -479,6 +480,8 @@ class DistillTask(Task):
         max_staleness=0,
     ):
         """`fit` on the student's own samples."""
+        batch_size = checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(

@@ -270,8 +270,12 @@ class RolloutTask(Task):
                 trained on, before anything is sampled.
         """
         self._assert_compile_called("fit")
+        batch_size = checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)
         checks.flag("shuffle", shuffle)
+        checks.packing(packing)
+        checks.flag("share_prefix", share_prefix)
         packs = packing or share_prefix
         settings = RunSettings.of(
             self.policy,

@@ -397,7 +397,7 @@ class Task(keras.Model):
                 trained on, before anything is compiled.
         """
         self._assert_compile_called("fit")
-        checks.positive_int("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,

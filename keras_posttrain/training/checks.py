@@ -40,7 +40,7 @@ def task_arguments(lora_, sequence_length, truncation, remat, chunk_size=None):
 
 
 def seed(value):
-    """Raises a `ValueError` for what cannot be the seed of a run."""
+    """Returns the seed of a run, an int, or raises a `ValueError`."""
     is_int = isinstance(value, numbers.Integral) and not isinstance(
         value, bool
     )
@@ -48,6 +48,18 @@ def seed(value):
         raise ValueError(
             "`seed` must be an int from 0 to 2147483647, so that the run can "
             f"be repeated. Received: seed={value!r}"
+        )
+    return int(value)
+
+
+def packing(value):
+    """Checks a `packing` that may say how many tokens a row has."""
+    is_flag = value is None or isinstance(value, bool)
+    is_int = isinstance(value, numbers.Integral)
+    if not is_flag and (not is_int or value < 1):
+        raise ValueError(
+            "`packing` must be True, False or a positive int, the tokens of "
+            f"a packed row. Received: packing={value!r}"
         )
 
 
@@ -107,11 +119,13 @@ def skipped_are_run(skip_steps, num_steps):
 
 
 def positive_int(name, value):
-    is_int = isinstance(value, numbers.Integral) and value is not True
-    if not is_int or value < 1:
+    """Returns a positive int, or raises a `ValueError`."""
+    is_int = isinstance(value, numbers.Integral)
+    if not is_int or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"`{name}` must be a positive int. Received: {name}={value!r}"
         )
+    return int(value)
 
 
 def not_negative(name, value):
