@@ -38,6 +38,7 @@ from keras_posttrain.losses import (
     PolicyLoss,
     ReverseKLLoss,
 )
+from keras_posttrain.models import presets
 from keras_posttrain.models.feature_maps import feature_maps
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.rl import checks as rl_checks
@@ -125,6 +126,9 @@ class DistillTask(Task):
         teacher_length=None,
         **kwargs,
     ):
+        teacher_tokenizer = presets.as_tokenizer(
+            teacher_tokenizer, "teacher_tokenizer"
+        )
         given = TeacherSources(teacher, causal_lm, teacher_tokenizer)
         super().__init__(causal_lm, tokenizer, **kwargs)
         if teacher_length is not None:

@@ -99,7 +99,8 @@ class RolloutTask(Task):
             optimizer: as in `kpt.Task.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-5 with an adapter and 1e-6 without.
             loss: `"auto"` or a `kpt.losses.PolicyLoss`.
-            rewards: list of functions, see `kpt.rewards.Reward`.
+            rewards: list of functions, see `kpt.rewards.Reward`, and of
+                models such as a trained `kpt.RewardTask`; or one of these.
             reward_weights: list of floats, one per reward; 1 by default.
             advantages: `"auto"` for the advantages that suit the loss, an
                 object such as `kpt.losses.GroupAdvantages()`, or a function.

@@ -63,7 +63,9 @@ class Task(keras.Model):
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
-        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
+        tokenizer: `kpt.Tokenizer`, a tokenizer of `transformers` or of
+            KerasHub, the path of a directory with tokenizer files, a preset,
+            or `None` where all rows are tokenised.
         lora: `kpt.LoRA`, or `None` to train all weights.
         reference: `None`; only tasks whose loss compares with a reference
             take one.
@@ -117,6 +119,7 @@ class Task(keras.Model):
                 f"Received: reference={reference!r}"
             )
         guards.check_model(causal_lm, sequence_length)
+        tokenizer = presets.as_tokenizer(tokenizer)
         loading.repair(causal_lm)
         super().__init__(name=name)
         self.causal_lm = causal_lm
@@ -149,6 +152,7 @@ class Task(keras.Model):
         cls,
         preset,
         *,
+        tokenizer=None,
         lora=None,
         reference=None,
         sequence_length=1024,
@@ -166,6 +170,7 @@ class Task(keras.Model):
                 `hf://` or `kaggle://` handle, or a local directory of
                 KerasHub's or Hugging Face's format. A Hugging Face
                 directory's own config and tokenizer are honoured.
+            tokenizer: as in the class, or `None` for the preset's own.
             dtype: `"float32"`, `"bfloat16"` or `"mixed_bfloat16"`. Trained
                 weights that are kept in bfloat16 have float32 masters.
             load_weights: bool, `False` for random weights.
@@ -178,12 +183,13 @@ class Task(keras.Model):
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
         guards.check_dtype(dtype)
+        tokenizer = presets.as_tokenizer(tokenizer)
         causal_lm = presets.load_causal_lm(
             preset, dtype=dtype, load_weights=load_weights
         )
         task = cls(
             causal_lm,
-            presets.load_tokenizer(preset),
+            tokenizer or presets.load_tokenizer(preset),
             lora=lora,
             reference=reference,
             sequence_length=sequence_length,

@@ -1,6 +1,7 @@
 """Checks of what users pass to tasks, before anything is compiled."""
 
 import numbers
+import operator
 
 import jax
 import keras
@@ -126,6 +127,20 @@ def positive_int(name, value):
             f"`{name}` must be a positive int. Received: {name}={value!r}"
         )
     return int(value)
+
+
+def stop_token_ids(value):
+    """Returns a tuple of ids, or `"auto"`, for what a user passed."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        found = () if value is None else tuple(map(operator.index, value))
+    except TypeError:
+        raise ValueError(
+            "`stop_token_ids` must be 'auto', None or ints. "
+            f"Received: stop_token_ids={value!r}"
+        ) from None
+    return found
 
 
 def not_negative(name, value):

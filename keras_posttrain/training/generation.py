@@ -88,13 +88,9 @@ def complete_rows(engine, tokenizer, examples, max_tokens):
 
 
 def _stop(tokenizer, stop_token_ids):
-    if not isinstance(stop_token_ids, str):
-        return tuple(stop_token_ids or ())
-    if stop_token_ids != "auto":
-        raise ValueError(
-            "`stop_token_ids` must be 'auto', None or ints. "
-            f"Received: stop_token_ids={stop_token_ids!r}"
-        )
+    ids = checks.stop_token_ids(stop_token_ids)
+    if ids != "auto":
+        return ids
     checks.need_tokenizer(tokenizer, "stop_token_ids='auto'")
     return tuple(tokenizer.stop_token_ids)
 
