@@ -2,7 +2,6 @@ import hashlib
 import json
 import numbers
 import os
-import pathlib
 import signal
 import threading
 
@@ -14,6 +13,7 @@ import numpy as np
 from keras_posttrain.callbacks import callback_state
 from keras_posttrain.callbacks.directories import (
     advice,
+    as_path,
     lock,
     make_directory,
     unlock,
@@ -96,7 +96,7 @@ class Checkpoint(keras.callbacks.Callback):
                     f"`{name}` must be a positive int. "
                     f"Received: {name}={value!r}"
                 )
-        self.directory = pathlib.Path(directory).absolute() / "checkpoints"
+        self.directory = as_path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False

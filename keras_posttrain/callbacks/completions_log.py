@@ -3,7 +3,6 @@ import json
 import math
 import numbers
 import os
-import pathlib
 import re
 import shutil
 
@@ -11,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks.directories import (
+    as_path,
     lock,
     logged_lines,
     make_directory,
@@ -80,7 +80,7 @@ class CompletionsLog(keras.callbacks.Callback):
                 'CompletionsLog(format="parquet") needs pyarrow. Install it, '
                 '`pip install pyarrow`, or use format="jsonl".'
             )
-        directory = pathlib.Path(directory)
+        directory = as_path(directory)
         make_directory(directory)
         kind = {"jsonl": _Lines, "parquet": _Files}[format]
         self.every, self.num_rows = every, num_rows

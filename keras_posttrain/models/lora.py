@@ -102,6 +102,16 @@ class LoRA:
                 "`dropout` must be a probability in [0, 1). "
                 f"Received: dropout={self.dropout!r}"
             )
+        if not isinstance(self.rslora, bool):
+            raise ValueError(
+                "`rslora` must be True or False. "
+                f"Received: rslora={self.rslora!r}"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**31:
+            raise ValueError(
+                "`seed` must be an int from 0 to 2147483647. "
+                f"Received: seed={self.seed!r}"
+            )
         try:
             for pattern in self.patterns:
                 re.compile(pattern)

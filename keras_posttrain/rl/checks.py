@@ -110,19 +110,27 @@ def whole_distribution(top_k, top_p, min_p):
             )
 
 
-def evaluation(training, num_generations, temperature, answer=None):
+def evaluation(
+    training,
+    num_generations,
+    temperature,
+    answer=None,
+    names=("num_generations", "temperature"),
+):
     """Checks the settings of an evaluation and returns its temperature.
 
-    `training` is the temperature of training.
+    `training` is the temperature of training, `names` are those of the first
+    two settings in messages.
     """
-    checks.positive_int("num_generations", num_generations)
+    checks.positive_int(names[0], num_generations)
+    name = names[1]
     if isinstance(temperature, str) and temperature == "auto":
         temperature = 0.0 if num_generations == 1 else training
     is_number = isinstance(temperature, numbers.Real)
     if not is_number or not 0 <= temperature < float("inf"):
         raise ValueError(
-            "`temperature` must be 'auto', 0 (greedy) or a positive number. "
-            f"Received: temperature={temperature!r}"
+            f"`{name}` must be 'auto', 0 (greedy) or a positive number. "
+            f"Received: {name}={temperature!r}"
         )
     if answer is not None and not callable(answer):
         raise ValueError(
@@ -161,7 +169,10 @@ def weights(reward_weights, names):
     """Returns weights of the reward functions as an array, or `None`."""
     if reward_weights is None:
         return None
-    array = np.asarray(reward_weights, "float64")
+    try:
+        array = np.asarray(reward_weights, "float64")
+    except (TypeError, ValueError):
+        array = np.asarray(np.nan)
     if array.shape != (len(names),) or not np.isfinite(array).all():
         raise ValueError(
             "`reward_weights` must have one finite number for each reward "

@@ -305,7 +305,10 @@ class RolloutTask(Task):
             held_out = list(held_out)
             settings.show(report)
         rl_checks.evaluation(
-            self.temperature, validation_generations, validation_temperature
+            self.temperature,
+            validation_generations,
+            validation_temperature,
+            names=("validation_generations", "validation_temperature"),
         )
         validate = functools.partial(
             self.evaluate,
@@ -450,6 +453,8 @@ class RolloutTask(Task):
         """
         self._assert_compile_called("evaluate")
         checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
+        checks.finite("correct_reward", correct_reward)
         temperature = rl_checks.evaluation(
             self.temperature, num_generations, temperature, answer
         )

@@ -239,6 +239,7 @@ class Task(keras.Model):
         dpo = kpt.DPOTask.from_task(sft)
         ```
         """
+        checks.task(task)
         checks.own_adapter(task.policy)
         settings = {
             "sequence_length": task.sequence_length,
@@ -1046,6 +1047,7 @@ class Task(keras.Model):
 
     def save_adapter(self, path):
         """Writes the adapter in PEFT's format; it loads in PEFT and vLLM."""
+        checks.path("path", path)
         checks.need_adapter(self.adapter, "save_adapter")
         checks.own_adapter(self.policy)
         self.adapter.save(path, base_name=self.preset)
@@ -1056,6 +1058,7 @@ class Task(keras.Model):
         An uncompiled task without an adapter gets one with the settings of
         the file.
         """
+        checks.path("path", path)
         if self.adapter is None:
             if self.compiled:
                 raise ValueError(
@@ -1107,6 +1110,8 @@ class Task(keras.Model):
                 dtype of the weights.
             max_shard_bytes: int, the maximum size of a safetensors file.
         """
+        checks.path("path", path)
+        checks.positive_int("max_shard_bytes", max_shard_bytes)
         checks.own_adapter(self.policy)
         values = self.adapter.merged_values() if self.adapter else None
         export.export(
@@ -1120,6 +1125,7 @@ class Task(keras.Model):
 
     def save_to_preset(self, path):
         """Writes a KerasHub preset, adapter merged, to a new directory."""
+        checks.path("path", path)
         checks.own_adapter(self.policy)
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer

@@ -2,6 +2,7 @@
 
 import numbers
 import operator
+import os
 
 import jax
 import keras
@@ -143,6 +144,40 @@ def stop_token_ids(value):
     return found
 
 
+def finite(name, value):
+    is_number = isinstance(value, numbers.Real)
+    if isinstance(value, bool) or not is_number or not np.isfinite(value):
+        raise ValueError(
+            f"`{name}` must be a finite number. Received: {name}={value!r}"
+        )
+
+
+def path(name, value):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(
+            f"`{name}` must be a path. Received: {name}={value!r}"
+        )
+
+
+def task(value):
+    """Raises a `ValueError` for what is no task."""
+    if not isinstance(getattr(value, "causal_lm", None), keras.Model):
+        raise ValueError(
+            "`task` must be a task, such as a `kpt.SFTTask`; of a model "
+            "`kpt.DPOTask(causal_lm)` makes one. "
+            f"Received: task={value!r}"
+        )
+
+
+def strategy(value):
+    if not callable(value):
+        raise ValueError(
+            "`strategy` must be a function of `devices` that returns a "
+            "distribution, such as `kpt.distribution.fsdp`. "
+            f"Received: strategy={value!r}"
+        )
+
+
 def not_negative(name, value):
     is_int = isinstance(value, numbers.Integral)
     if not is_int or isinstance(value, bool) or value < 0:
@@ -199,6 +234,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
     if micro_batch_size is not None:
         positive_int("micro_batch_size", micro_batch_size)
     is_number = isinstance(max_grad_norm, numbers.Real)
+    is_number = is_number and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ValueError(
             "`max_grad_norm` must be a positive float, or None for no "

@@ -16,6 +16,11 @@ def complete(
 ):  # fmt: skip
     """Completes prompts: see `Task.generate`."""
     prompts, one = _as_list(prompts)
+    if on_text is not None and not callable(on_text):
+        raise ValueError(
+            "`on_text` must be a function of `index, text`, or None. "
+            f"Received: on_text={on_text!r}"
+        )
     ids = [
         _prompt_ids(tokenizer, template_kwargs, i, p)
         for i, p in enumerate(prompts)
@@ -102,7 +107,18 @@ def _prompt_ids(tokenizer, template_kwargs, row, prompt):
                 "A tokenised prompt is {'prompt_ids': [...]}. "
                 f"Received: prompt {row} with keys {sorted(prompt)}"
             )
-        return prompt["prompt_ids"]
+        ids = prompt["prompt_ids"]
+        if isinstance(ids, (str, bytes)) or not np.iterable(ids):
+            raise ValueError(
+                "`prompt_ids` must be a list of ints. Received: prompt "
+                f"{row} with prompt_ids={ids!r}"
+            )
+        return ids
+    if not isinstance(prompt, (str, list, tuple)):
+        raise ValueError(
+            "A prompt must be a str, a list of messages or {'prompt_ids': "
+            f"[...]}}. Received: prompt {row}, which is {prompt!r:.200}"
+        )
     check_characters(prompt, f"prompt {row}")
     if isinstance(prompt, str):
         checks.need_tokenizer(tokenizer, "a text prompt")
