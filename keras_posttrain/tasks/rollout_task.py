@@ -452,6 +452,7 @@ class RolloutTask(Task):
             most frequent answer is correct.
         """
         self._assert_compile_called("evaluate")
+        checks.placed(self.causal_lm)
         checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
         checks.finite("correct_reward", correct_reward)

@@ -319,6 +319,7 @@ class Task(keras.Model):
         """
         loss = self.default_loss() if loss == "auto" else loss
         keras_words.check_overrides(self, Task)
+        checks.placed(self.causal_lm)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
         checks.flag("run_eagerly", run_eagerly)
         rate = self.auto_learning_rates[self.adapter is None]
@@ -511,6 +512,7 @@ class Task(keras.Model):
             completion.
         """
         self._assert_compile_called("evaluate")
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
         names = ("dataset", "batch_size", "num_samples", "max_tokens")
@@ -813,6 +815,7 @@ class Task(keras.Model):
         batch a dict of arrays, `(rows, ...)`. Returns an iterable of
         `(Example, dict of its arrays)`.
         """
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
@@ -878,6 +881,7 @@ class Task(keras.Model):
         task.generate("Once upon a time", on_text=lambda i, t: print(t))
         ```
         """
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         if seed is not None:
             checks.seed(seed)

@@ -255,8 +255,28 @@ def own_adapter(policy):
         adapter.check_layers()
 
 
+def placed(causal_lm):
+    """Raises a `ValueError` for a model that was made before the mesh was."""
+    distribution = keras.distribution.distribution()
+    value = causal_lm.backbone.token_embedding.variables[0].value
+    sharding = getattr(value, "sharding", None)
+    if distribution is None or sharding is None:
+        return
+    mesh = distribution.device_mesh.backend_mesh
+    ours, theirs = sharding.device_set, set(mesh.devices.flat)
+    if ours != theirs:
+        raise ValueError(
+            "The distribution must be set before the model is made, which "
+            "places its weights. Received: a distribution over "
+            f"{len(theirs)} devices, weights on {len(ours)}. Call "
+            "`keras.distribution.set_distribution(...)` first, then make the "
+            "task; or remove it with `set_distribution(None)`."
+        )
+
+
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
+    placed(policy.causal_lm)
     own_adapter(policy)
     if packing and not policy.packable:
         raise ValueError(
