@@ -5,6 +5,7 @@ A call takes a namespace of tasks and of a folder; see `test_bad_inputs.py`.
 
 import copy
 import functools
+import json
 import shutil
 
 import keras
@@ -202,6 +203,24 @@ each("preset", sft_preset, "preset", ["qwen3_0.6b"], "qwen3_0.6b_en")
 each("preset", sft_preset, "dtype", ["fp16", "float16", "int8", 16])
 each("preset", sft_preset, "tokenizer", [3, "no/such"])
 each("preset", sft_preset, "chat_template", ["{% if %}", 3])
+
+
+def load_model(t, **settings):
+    folder = t.path / "model"
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    config = json.loads((MODEL / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    sft_preset(t, preset=folder)
+
+
+for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
+    each("config", load_model, name, [0, "4"], "config.json")
+each("config", load_model, "vocab_size", [None, -1], "config.json")
+each("config", load_model, "rms_norm_eps", ["1e-6", 0], "config.json")
+each("config", load_model, "hidden_act", ["tanh"], "config")
+each("config", load_model, "num_hidden_layers", [0, 2.5, None])
+each("config", load_model, "max_position_embeddings", [0])
+each("config", load_model, "rope_scaling", [{"rope_type": "magic"}], "magic")
 each(
     "from_task",
     lambda t, **k: kpt.DPOTask.from_task(t.sft, **k),
@@ -389,7 +408,7 @@ bad("load_weights", lambda t: t.sft.load_weights("a.h5"), "load_adapter")
 bad("quantize", lambda t: t.sft.quantize("int8"), "causal_lm")
 bad("deepcopy", lambda t: copy.deepcopy(t.sft), "__deepcopy__", "from_task")
 bad("copy", lambda t: copy.copy(t.sft), "from_task")
-bad("clone_model", lambda t: keras.models.clone_model(t.sft), "from_preset")
+bad("get_config", lambda t: t.sft.get_config(), "from_preset")
 
 
 class KerasStep(kpt.SFTTask):
@@ -667,9 +686,8 @@ def load_config(t, **settings):
     folder.mkdir(exist_ok=True)
     for file in (REFERENCE / "adapters/qwen3_lora_r4_after").iterdir():
         shutil.copy(file, folder)
-    text = str({"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings})
-    text = text.replace("'", '"')
-    (folder / "adapter_config.json").write_text(text)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     t.dpo.load_adapter(folder)
 
 
@@ -678,6 +696,8 @@ for name, settings, words in [
     ("rank-0", {"r": 0}, ["r", "0"]),
     ("rank-text", {"r": "two"}, ["two"]),
     ("kind", {"peft_type": "PREFIX_TUNING"}, ["PREFIX_TUNING"]),
+    ("alpha", {"lora_alpha": "a"}, ["alpha", "'a'"]),
+    ("dora", {"use_dora": True}, ["use_dora"]),
 ]:
     bad(
         f"load_adapter-{name}",
