@@ -81,7 +81,7 @@ class JudgeReward(Reward):
         are_numbers = all(isinstance(x, numbers.Real) for x in ends)
         if not are_numbers or not self.low < self.high:
             raise ValueError(
-                "`low` must be a number below `high`. Received: "
+                "`low` must be below `high`, both numbers. Received: "
                 f"low={self.low!r}, high={self.high!r}."
             )
         check_template(self.template)
