@@ -734,7 +734,7 @@ def test_compile_refuses(settings, message):
         (prompts(4), {"packing": 8}, "packing=8"),
         (prompts(4), {"batch_size": 0}, "batch_size=0"),
         (prompts(4), {"validation_temperature": -1}, "temperature=-1"),
-        (prompts(4), {"validation_generations": 0}, "num_generations=0"),
+        (prompts(4), {"validation_generations": 0}, "_generations=0"),
         (prompts(4), {"epochs": 0}, "epochs=0"),
         ([{"prompt_ids": [5], "a": 1}, {"prompt_ids": [5]}], {},
          "row 1 of `dataset` lacks the column 'a'"),
