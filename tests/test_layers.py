@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 import keras_posttrain
+from keras_posttrain.training.keras_words import METHODS
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = "keras_posttrain"
@@ -259,4 +260,6 @@ def test_a_task_can_be_seen_at_once(name, own):
     """At most four classes deep, and 64 names over all of them."""
     assert len(own) <= 4, own
     names = {n for c in own for n in vars(c) if not n.startswith("__")}
+    # Methods of Keras that only say what to use instead.
+    names -= set(METHODS)
     assert len(names) <= 64, sorted(names)

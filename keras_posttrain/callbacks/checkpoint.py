@@ -1,7 +1,7 @@
 import hashlib
 import json
+import numbers
 import os
-import pathlib
 import signal
 import threading
 
@@ -13,6 +13,7 @@ import numpy as np
 from keras_posttrain.callbacks import callback_state
 from keras_posttrain.callbacks.directories import (
     advice,
+    as_path,
     lock,
     make_directory,
     unlock,
@@ -85,15 +86,17 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Received: override={override!r}"
             )
         self.override = tuple(override)
-        numbers = {"every": every, "keep": keep, "from_step": from_step or 1}
-        for name, value in numbers.items():
-            is_int = isinstance(value, int) and not isinstance(value, bool)
+        given = {"every": every, "keep": keep, "from_step": from_step or 1}
+        for name, value in given.items():
+            is_int = isinstance(value, numbers.Integral) and not isinstance(
+                value, bool
+            )
             if not is_int or value < 1:
                 raise ValueError(
                     f"`{name}` must be a positive int. "
                     f"Received: {name}={value!r}"
                 )
-        self.directory = pathlib.Path(directory).absolute() / "checkpoints"
+        self.directory = as_path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False

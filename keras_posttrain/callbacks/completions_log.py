@@ -1,8 +1,8 @@
 import importlib.util
 import json
 import math
+import numbers
 import os
-import pathlib
 import re
 import shutil
 
@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.callbacks.directories import (
+    as_path,
     lock,
     logged_lines,
     make_directory,
@@ -61,7 +62,9 @@ class CompletionsLog(keras.callbacks.Callback):
             ("every", every, 1),
             ("num_rows", num_rows, 0),
         ):
-            is_int = isinstance(value, int) and not isinstance(value, bool)
+            is_int = isinstance(value, numbers.Integral) and not isinstance(
+                value, bool
+            )
             if not is_int or value < least:
                 raise ValueError(
                     f"`{name}` must be an int of at least {least}. Received: "
@@ -77,7 +80,7 @@ class CompletionsLog(keras.callbacks.Callback):
                 'CompletionsLog(format="parquet") needs pyarrow. Install it, '
                 '`pip install pyarrow`, or use format="jsonl".'
             )
-        directory = pathlib.Path(directory)
+        directory = as_path(directory)
         make_directory(directory)
         kind = {"jsonl": _Lines, "parquet": _Files}[format]
         self.every, self.num_rows = every, num_rows

@@ -19,6 +19,16 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _locks = {}
 
 
+def as_path(directory):
+    """Returns the `pathlib.Path` of what a user passed as `directory`."""
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
+        raise ValueError(
+            "`directory` must be the path of a folder. "
+            f"Received: directory={directory!r}"
+        )
+    return pathlib.Path(directory)
+
+
 def make_directory(directory):
     """Creates a directory, or raises an error if it is not writable."""
     directory = pathlib.Path(directory)

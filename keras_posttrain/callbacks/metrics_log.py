@@ -2,12 +2,12 @@ import contextlib
 import json
 import math
 import os
-import pathlib
 import time
 
 import keras
 
 from keras_posttrain.callbacks.directories import (
+    as_path,
     lock,
     logged_lines,
     make_directory,
@@ -45,7 +45,7 @@ class MetricsLog(keras.callbacks.Callback):
 
     def __init__(self, directory):
         super().__init__()
-        self.path = pathlib.Path(directory) / "metrics.jsonl"
+        self.path = as_path(directory) / "metrics.jsonl"
         make_directory(self.path.parent)
         self._file, self._is_locked = None, False
         self._pending = None

@@ -1,3 +1,5 @@
+import numbers
+
 import keras
 
 
@@ -28,11 +30,12 @@ class UpdateReference(keras.callbacks.Callback):
 
     def __init__(self, every=512, mixup=0.6):
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        is_int = isinstance(every, numbers.Integral)
+        if isinstance(every, bool) or not is_int or every < 1:
             raise ValueError(
                 f"`every` must be a positive int. Received: every={every!r}"
             )
-        if not 0 < mixup <= 1:
+        if not isinstance(mixup, numbers.Real) or not 0 < mixup <= 1:
             raise ValueError(
                 "`mixup` must be above 0 and at most 1. "
                 f"Received: mixup={mixup!r}"

@@ -8,8 +8,9 @@ from keras_posttrain.distill.teacher_cache import (
     served_top_tokens,
     teacher_span,
 )
-from keras_posttrain.rl.collector import Collection, Collector
-from keras_posttrain.rl.trajectory import length_metrics
+from keras_posttrain.rl.collector import METRICS, Collection, Collector
+from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
+from keras_posttrain.training import keras_fit
 
 
 class DistillCollector(Collector):
@@ -45,6 +46,15 @@ class DistillCollector(Collector):
         self.kept_temperature = kept_temperature
         self.by_policy_loss = by_policy_loss
         self.teacher_pass = teacher_pass
+
+    @property
+    def metric_names(self):
+        own = ("reverse_kl",) if self.by_policy_loss else ()
+        return (*METRICS, *LENGTH_METRICS, *own)
+
+    @property
+    def validation_names(self):
+        return keras_fit.metric_names(self.forward.step)
 
     def sample(self, prompts, step):
         own, _ = self._split(prompts, step)

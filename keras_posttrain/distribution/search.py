@@ -78,6 +78,16 @@ def search(
             functools.partial(known.fsdp_tensor_parallel, model=n)
             for n in (2, 4)
         ]
+    for name, values in (
+        ("strategies", strategies),
+        ("micro_batch_sizes", micro_batch_sizes),
+        ("remats", remats),
+    ):
+        if not isinstance(values, (list, tuple)) or not values:
+            raise ValueError(
+                f"`{name}` must be a list of at least one value. "
+                f"Received: {name}={values!r}"
+            )
     plans, refused = [], []
     products = itertools.product(strategies, micro_batch_sizes, remats)
     for strategy, micro_batch_size, remat in products:

@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from keras_posttrain.losses.loss import check_types
+
 SCALES = ("group", "batch", "none")
 
 
@@ -129,6 +131,11 @@ def reward_metrics(rewards, num_generations, weights=None, names=None):
     return metrics
 
 
+def reward_metric_names(names):
+    """Returns what `reward_metrics` reports of functions with these names."""
+    return tuple(reward_metrics(np.zeros((1, len(names))), 1, names=names))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advantages:
     """Base class of advantages: settings over a function of rewards.
@@ -205,6 +212,7 @@ class GroupAdvantages(Advantages):
     std_offset: float = 1e-4
 
     def __post_init__(self):
+        check_types(self)
         if self.scale not in SCALES:
             raise ValueError(
                 f"`scale` must be one of {', '.join(SCALES)}. Received: "
@@ -251,10 +259,12 @@ class LeaveOneOutAdvantages(Advantages):
     std_offset: float = 1e-4
 
     def __post_init__(self):
+        check_types(self)
         if self.reward_clip_range is None:
             return
-        low, high = self.reward_clip_range
-        if low >= high:
+        pair = np.asarray(self.reward_clip_range)
+        sound = pair.shape == (2,) and pair.dtype.kind in "if"
+        if not sound or not pair[0] < pair[1]:
             raise ValueError(
                 "`reward_clip_range` must be (low, high) with low < high. "
                 f"Received: reward_clip_range={self.reward_clip_range}"
@@ -377,6 +387,7 @@ class PassAtKAdvantages(Advantages):
     k: int
 
     def __post_init__(self):
+        check_types(self)
         if self.k < 2:
             raise ValueError(
                 "`k` must be 2 or more: the best of one is the reward "

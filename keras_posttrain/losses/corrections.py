@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import importance, reductions
+from keras_posttrain.losses.loss import check_types
 
 CORRECTION_MODES = (
     "token_truncate",
@@ -43,6 +44,7 @@ class TopEntropyMask:
     limits_entropy_bonus = True
 
     def __post_init__(self):
+        check_types(self)
         if not 0 < self.quantile <= 1:
             raise ValueError(
                 "`quantile` is the share of tokens that is trained: more "
@@ -80,6 +82,7 @@ class OffPolicyMask:
     batch_coupled = False
 
     def __post_init__(self):
+        check_types(self)
         if self.threshold < 0:
             raise ValueError(
                 "`threshold` must be 0 or more, in nats a token. Received: "
@@ -151,6 +154,7 @@ class ImportanceCorrection:
     min_ratio: float | None = None
 
     def __post_init__(self):
+        check_types(self)
         if self.mode not in CORRECTION_MODES:
             raise ValueError(
                 f"`mode` must be one of {', '.join(CORRECTION_MODES)}. "

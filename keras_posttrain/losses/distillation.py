@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from keras_posttrain.losses import divergence, reductions
-from keras_posttrain.losses.loss import Loss, check
+from keras_posttrain.losses.loss import Loss, check, check_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class DistillationLoss(Loss):
     metric_names = ("divergence", "hard_loss", "agreement")
 
     def __post_init__(self):
+        check_types(self)
         sound = math.isfinite(self.temperature) and self.temperature > 0
         check(self, "temperature", sound, "a finite number above 0")
         sound = 0 <= self.alpha <= 1

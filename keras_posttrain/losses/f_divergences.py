@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from keras_posttrain.losses.loss import check_types
+
 # exp(80) is 5e34: the largest power of e that float32 holds with room.
 EXPONENT_BOUND = 80.0
 
@@ -73,6 +75,7 @@ class AlphaDivergence:
     alpha: float = 0.5
 
     def __post_init__(self):
+        check_types(self)
         if not 0 < self.alpha < 1:
             raise ValueError(
                 "`alpha` of AlphaDivergence must be between 0 and 1; the "

@@ -1,7 +1,9 @@
 import dataclasses
 import inspect
+import typing
 
 import jax.numpy as jnp
+import numpy as np
 
 from keras_posttrain.losses import reductions
 
@@ -127,6 +129,24 @@ def settings_of(loss, function, num_arrays):
     """Returns the settings that a function takes behind its arrays, a dict."""
     names = list(inspect.signature(function).parameters)[num_arrays:]
     return {name: getattr(loss, name) for name in names}
+
+
+def check_types(settings):
+    """Raises a `ValueError` for settings of a dataclass that are no numbers.
+
+    They are its fields of the types `float`, `int` and `bool`.
+    """
+    for field in dataclasses.fields(settings):
+        kinds = typing.get_args(field.type) or (field.type,)
+        value = getattr(settings, field.name)
+        if value is None and type(None) in kinds:
+            continue
+        is_bool = isinstance(value, (bool, np.bool_))
+        if float in kinds or int in kinds:
+            valid = hasattr(value, "__float__") and not is_bool
+            check(settings, field.name, valid, "a number")
+        elif bool in kinds:
+            check(settings, field.name, is_bool, "True or False")
 
 
 def check(loss, name, valid, wanted):

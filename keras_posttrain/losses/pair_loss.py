@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.losses import pairs, reductions
 from keras_posttrain.losses.f_divergences import ReverseKL
-from keras_posttrain.losses.loss import Loss, check, settings_of
+from keras_posttrain.losses.loss import Loss, check, check_types, settings_of
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -117,6 +117,7 @@ class PairLoss(Loss):
     use_weighting = False
 
     def __post_init__(self):
+        check_types(self)
         check(self, "beta", self.beta > 0, "above 0")
         valid = self.ld_alpha is None or 0 <= self.ld_alpha <= 1
         check(self, "ld_alpha", valid, "from 0 to 1, or None")

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from keras_posttrain.losses import corrections, importance, reductions
-from keras_posttrain.losses.loss import Loss, check
+from keras_posttrain.losses.loss import Loss, check, check_types
 
 LEVELS = ("token", "sequence")
 SAMPLING_METRICS = (
@@ -83,6 +83,7 @@ class PolicyLoss(Loss):
     importance_sampling_level = "token"
 
     def __post_init__(self):
+        check_types(self)
         check(self, "beta", self.beta >= 0, "0 or more")
         check(self, "entropy_coef", self.entropy_coef >= 0, "0 or more")
         known = self.kl_estimator in importance.KL_ESTIMATORS
@@ -92,6 +93,11 @@ class PolicyLoss(Loss):
         wanted = '"token" or "sequence"'
         check(self, "importance_sampling_level", level in LEVELS, wanted)
         # A list would make the settings unhashable.
+        valid = not isinstance(self.masks, str) and all(
+            callable(getattr(mask, "keep", None)) for mask in self.masks
+        )
+        wanted = "a tuple of masks, such as (TopEntropyMask(),)"
+        check(self, "masks", valid, wanted)
         object.__setattr__(self, "masks", tuple(self.masks))
 
     @property

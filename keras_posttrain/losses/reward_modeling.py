@@ -3,7 +3,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.losses.loss import Loss, check
+from keras_posttrain.losses.loss import Loss, check, check_types
 from keras_posttrain.losses.pairs import Pairs
 
 
@@ -83,6 +83,7 @@ class BradleyTerryLoss(Loss):
     )
 
     def __post_init__(self):
+        check_types(self)
         check(self, "center", self.center >= 0, "0 or more")
 
     @property

@@ -37,7 +37,8 @@ class SumLoss(Loss):
     weights: tuple | None = None
 
     def __post_init__(self):
-        losses = tuple(self.losses)
+        is_list = isinstance(self.losses, (list, tuple))
+        losses = tuple(self.losses) if is_list else ()
         if not losses or not all(isinstance(x, Loss) for x in losses):
             raise ValueError(
                 "`losses` of SumLoss must be a list of one or more losses, "
@@ -48,7 +49,12 @@ class SumLoss(Loss):
             (1.0,) * len(losses) if self.weights is None else self.weights
         )
         weights = tuple(weights)
-        if len(weights) != len(losses) or not all(map(math.isfinite, weights)):
+        numbers = all(hasattr(x, "__float__") for x in weights)
+        if not (
+            numbers
+            and len(weights) == len(losses)
+            and all(map(math.isfinite, weights))
+        ):
             raise ValueError(
                 "`weights` of SumLoss must be a list of finite numbers, one "
                 f"for each of the {len(losses)} losses. Received: "

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import pairs, reductions
-from keras_posttrain.losses.loss import Loss, check
+from keras_posttrain.losses.loss import Loss, check, check_types
 
 # The values of `roles`.
 LABELLED, MISMATCHED = 0, 1
@@ -49,6 +49,7 @@ class LabelledLoss(Loss):
     )
 
     def __post_init__(self):
+        check_types(self)
         check(self, "beta", self.beta > 0, "above 0")
         for name in ("desirable_weight", "undesirable_weight"):
             check(self, name, getattr(self, name) >= 0, "0 or more")

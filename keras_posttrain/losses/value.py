@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
-from keras_posttrain.losses.loss import Loss
+from keras_posttrain.losses.loss import Loss, check_types
 
 
 def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
@@ -253,6 +253,7 @@ class ValueLoss(Loss):
     )
 
     def __post_init__(self):
+        check_types(self)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(
                 "`clip` must be above 0, or None for no clipping. Received: "

@@ -79,6 +79,10 @@ class LoRA:
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("rank", "alpha", "dropout", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
         if self.alpha is None and isinstance(self.rank, int):
             object.__setattr__(self, "alpha", 2 * self.rank)
         if isinstance(self.targets, list):
@@ -97,6 +101,16 @@ class LoRA:
             raise ValueError(
                 "`dropout` must be a probability in [0, 1). "
                 f"Received: dropout={self.dropout!r}"
+            )
+        if not isinstance(self.rslora, bool):
+            raise ValueError(
+                "`rslora` must be True or False. "
+                f"Received: rslora={self.rslora!r}"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**31:
+            raise ValueError(
+                "`seed` must be an int from 0 to 2147483647. "
+                f"Received: seed={self.seed!r}"
             )
         try:
             for pattern in self.patterns:

@@ -1,11 +1,14 @@
 """Loads and saves presets: a model and its tokenizer."""
 
+import os
 import pathlib
+import shutil
 import tempfile
 
 import keras_hub
 import numpy as np
 
+from keras_posttrain.data.chat import tokenizer_files
 from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf import directories, loading
@@ -49,6 +52,50 @@ def load_tokenizer(preset):
     return Tokenizer.from_keras_hub(
         keras_hub.models.Tokenizer.from_preset(str(preset))
     )
+
+
+def as_tokenizer(value, name="tokenizer"):
+    """Returns the `Tokenizer` for what a user passed as one, or `None`.
+
+    Args:
+        value: `None`, a `Tokenizer`, a tokenizer of `transformers` or of
+            KerasHub, the path of a directory with tokenizer files, or a
+            preset.
+        name: str, the name of the argument.
+    """
+    if value is None or isinstance(value, Tokenizer):
+        return value
+    if isinstance(value, keras_hub.tokenizers.Tokenizer):
+        return Tokenizer.from_keras_hub(value)
+    is_object = not isinstance(value, type)
+    if is_object and hasattr(value, "save_pretrained"):
+        with tempfile.TemporaryDirectory() as folder:
+            value.save_pretrained(folder)
+            # The ids that end a completion are the model's.
+            source = pathlib.Path(str(getattr(value, "name_or_path", "")))
+            for file in ("generation_config.json", CONFIG):
+                if (source / file).is_file():
+                    shutil.copy(source / file, folder)
+            backend, names, template, stops = tokenizer_files.read(folder)
+        return Tokenizer(backend, names, template, stops)
+    error = None
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        try:
+            path = pathlib.Path(value).expanduser()
+            # A model's directory has a config too.
+            alone = path.is_dir() and not (path / CONFIG).is_file()
+            load = Tokenizer.from_directory if alone else load_tokenizer
+            found = load(path if alone else value)
+            if found is not None:
+                return found
+        except ValueError as e:
+            error = e
+    raise ValueError(
+        f"`{name}` must be a `kpt.Tokenizer`, a tokenizer of `transformers` "
+        "or KerasHub, the path of a directory with `tokenizer.json` or "
+        f"`tokenizer.model`, or a preset. Received: {name}={value!r}"
+        + (f" ({error})" if error else "")
+    ) from error
 
 
 def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):

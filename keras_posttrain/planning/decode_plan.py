@@ -22,6 +22,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             "KerasHub's own cached decoding, of which no plan is made. Use a "
             "Gemma 1-3, Llama, Mistral or Qwen 2-3 preset."
         )
+    checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
     with planned(task, distribution) as every:

@@ -33,6 +33,7 @@ def make_plan(
     """
     layout = {"packing": packing, "share_prefix": share_prefix}
     _check(task, batch_size, layout, **settings)
+    checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
     with planned(task, distribution, **settings) as every:

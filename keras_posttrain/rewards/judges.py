@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import inspect
+import numbers
 import string
 
 import keras_hub
@@ -76,9 +77,11 @@ class JudgeReward(Reward):
                 "`ask` must be a function of a text that returns a text. "
                 f"Received: ask={self.ask!r}."
             )
-        if not self.low < self.high:
+        ends = (self.low, self.high)
+        are_numbers = all(isinstance(x, numbers.Real) for x in ends)
+        if not are_numbers or not self.low < self.high:
             raise ValueError(
-                "`low` must be below `high`. Received: "
+                "`low` must be below `high`, both numbers. Received: "
                 f"low={self.low!r}, high={self.high!r}."
             )
         check_template(self.template)

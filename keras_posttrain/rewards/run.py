@@ -203,17 +203,19 @@ def _entry(seconds=0.0, not_judged=0, skipped=0, error=None):
     }
 
 
-def check_settings(timeout, on_error):
+def check_settings(timeout, on_error, names=("timeout", "on_error")):
+    """Raises a `ValueError` that calls the settings by these names."""
+    limit, name = names
     if on_error not in ON_ERROR:
         raise ValueError(
-            f"`on_error` must be one of {ON_ERROR}. Received: "
-            f"on_error={on_error!r}."
+            f"`{name}` must be one of {ON_ERROR}. Received: "
+            f"{name}={on_error!r}."
         )
     is_number = isinstance(timeout, numbers.Real) and timeout is not True
     if timeout is not None and not (is_number and timeout > 0):
         raise ValueError(
-            "`timeout` must be a number of seconds above 0, or None for no "
-            f"limit. Received: timeout={timeout!r}."
+            f"`{limit}` must be a number of seconds above 0, or None for no "
+            f"limit. Received: {limit}={timeout!r}."
         )
 
 
@@ -249,7 +251,10 @@ def _collect(call, function, name, batch, timeout, on_error):
     return column, _entry(call.seconds, not_judged, len(invalid), message)
 
 
-_ADVICE = ' Correct the function, or leave such rewards out: on_error="skip".'
+_ADVICE = (
+    " Correct the function, or leave such rewards out: "
+    'on_reward_error="skip" in `compile` (on_error="skip" in `run_rewards`).'
+)
 
 
 def _whole_batch_message(error, name, batch, timeout):

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import numbers
 
+import keras
 import numpy as np
 
 from keras_posttrain.distribution import processes
@@ -17,8 +18,8 @@ from keras_posttrain.losses import (
     ReinforceLoss,
     SumLoss,
 )
+from keras_posttrain.rewards import ModelReward, run
 from keras_posttrain.rewards import reward as reward_lib
-from keras_posttrain.rewards import run
 from keras_posttrain.rl.sampling import Sampling, Scoring
 from keras_posttrain.rollout import NativeRollout, Rollout
 from keras_posttrain.training import checks
@@ -109,19 +110,27 @@ def whole_distribution(top_k, top_p, min_p):
             )
 
 
-def evaluation(training, num_generations, temperature, answer=None):
+def evaluation(
+    training,
+    num_generations,
+    temperature,
+    answer=None,
+    names=("num_generations", "temperature"),
+):
     """Checks the settings of an evaluation and returns its temperature.
 
-    `training` is the temperature of training.
+    `training` is the temperature of training, `names` are those of the first
+    two settings in messages.
     """
-    checks.positive_int("num_generations", num_generations)
+    checks.positive_int(names[0], num_generations)
+    name = names[1]
     if isinstance(temperature, str) and temperature == "auto":
         temperature = 0.0 if num_generations == 1 else training
     is_number = isinstance(temperature, numbers.Real)
     if not is_number or not 0 <= temperature < float("inf"):
         raise ValueError(
-            "`temperature` must be 'auto', 0 (greedy) or a positive number. "
-            f"Received: temperature={temperature!r}"
+            f"`{name}` must be 'auto', 0 (greedy) or a positive number. "
+            f"Received: {name}={temperature!r}"
         )
     if answer is not None and not callable(answer):
         raise ValueError(
@@ -131,33 +140,39 @@ def evaluation(training, num_generations, temperature, answer=None):
     return temperature
 
 
-def not_negative(name, value):
-    is_int = isinstance(value, numbers.Integral) and value is not True
-    if not is_int or value < 0:
-        raise ValueError(
-            f"`{name}` must be an int of at least 0. Received: {name}={value}"
-        )
-
-
-def reward_settings(rewards, timeout, on_error):
-    """Checks a list of reward functions and returns their names."""
-    if not isinstance(rewards, (list, tuple)) or not rewards:
+def rewards(given):
+    """Returns the list of rewards for what a user passed to `compile`."""
+    if callable(given):
+        given = [given]
+    if not isinstance(given, (list, tuple)) or not given:
         raise ValueError(
             "`rewards` must be a list of at least one reward function. "
-            f"Received: rewards={rewards!r}. Pass for example "
+            f"Received: rewards={given!r}. Pass for example "
             "`rewards=[correct]`."
         )
-    for function in rewards:
-        reward_lib.check_callable(function)
-    run.check_settings(timeout, on_error)
-    return reward_lib.names(rewards)
+    found = []
+    for i, function in enumerate(given):
+        reward_lib.check_callable(function, f"`rewards[{i}]`")
+        if isinstance(function, keras.Model):
+            # Its own signature says nothing.
+            try:
+                function = ModelReward(function)
+            except ValueError as error:
+                raise ValueError(
+                    f"`rewards[{i}]` is a model that gives no scores: {error}"
+                ) from error
+        found.append(function)
+    return found
 
 
 def weights(reward_weights, names):
     """Returns weights of the reward functions as an array, or `None`."""
     if reward_weights is None:
         return None
-    array = np.asarray(reward_weights, "float64")
+    try:
+        array = np.asarray(reward_weights, "float64")
+    except (TypeError, ValueError):
+        array = np.asarray(np.nan)
     if array.shape != (len(names),) or not np.isfinite(array).all():
         raise ValueError(
             "`reward_weights` must have one finite number for each reward "
@@ -221,14 +236,9 @@ def old_log_probs(source):
 
 def stop_token_ids(ids, tokenizer, vocabulary_size):
     """Returns the ids that end a completion, as a tuple."""
-    if isinstance(ids, str):
-        if ids != "auto":
-            raise ValueError(
-                "`stop_token_ids` must be 'auto', None or ints. "
-                f"Received: stop_token_ids={ids!r}"
-            )
-        ids = () if tokenizer is None else tokenizer.stop_token_ids
-    ids = tuple(int(x) for x in ids or ())
+    ids = checks.stop_token_ids(ids)
+    if ids == "auto":
+        ids = () if tokenizer is None else tuple(tokenizer.stop_token_ids)
     wrong = [x for x in ids if not 0 <= x < vocabulary_size]
     if wrong:
         raise ValueError(
@@ -258,7 +268,6 @@ def token_budget(packing, sequence_length, longest):
         return None
     if packing is True:
         return sequence_length
-    checks.positive_int("packing", packing)
     if packing < longest:
         raise ValueError(
             "A packed row must hold the longest prompt and its completion, "
@@ -295,26 +304,30 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
         "num_iterations",
     )
     for name in names:
-        checks.positive_int(name, settings[name])
+        settings[name] = checks.positive_int(name, settings[name])
     training_temperature(settings["temperature"])
     old_log_probs(settings["old_log_probs"])
     settings["temperature"] = float(settings["temperature"])
-    settings["mask_truncated_completions"] = bool(
-        settings["mask_truncated_completions"]
-    )
+    masked = settings["mask_truncated_completions"]
+    checks.flag("mask_truncated_completions", masked)
+    settings["mask_truncated_completions"] = bool(masked)
     settings["stop_token_ids"] = stop_token_ids(
         settings["stop_token_ids"], tokenizer, vocabulary_size
     )
     return Sampling(**settings)
 
 
-def scoring(rewards, reward_weights, advantages_, loss, num_generations, **kw):
+def scoring(given, reward_weights, advantages_, loss, num_generations, **kw):
     """Makes a `Scoring` of its fields as the user passed them, checked."""
-    names = reward_settings(rewards, kw["timeout"], kw["on_error"])
-    not_negative("max_resamples", kw["max_resamples"])
+    run.check_settings(
+        kw["timeout"], kw["on_error"], ("reward_timeout", "on_reward_error")
+    )
+    functions = rewards(given)
+    names = reward_lib.names(functions)
+    checks.not_negative("max_resamples", kw["max_resamples"])
     kind = advantages(advantages_, loss, num_generations)
     return Scoring(
-        rewards=tuple(rewards),
+        rewards=tuple(functions),
         names=tuple(names),
         weights=weights(reward_weights, names),
         advantages=kind,

@@ -9,7 +9,7 @@ from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rl.sampling import Sampler, request_seed
-from keras_posttrain.rl.trajectory import length_metrics
+from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
 
 LOGPS_INPUTS = (
     "token_ids",
@@ -18,6 +18,16 @@ LOGPS_INPUTS = (
     "completion_mask",
     "predicted_by",
     "prefix_segments",
+)
+# Metrics of every rollout, some only with `max_staleness`.
+METRICS = (
+    "time/rollout",
+    "time/reward",
+    "time/train",
+    "time/sync",
+    "time/wait",
+    "staleness/mean",
+    "staleness/max",
 )
 RESERVED = (
     "step",
@@ -141,6 +151,23 @@ class Collector:
         self.sampling, self.scoring = sampling, scoring
         self.layout, self.forward = layout, forward
         self.order, self.seed = order, seed
+
+    @property
+    def metric_names(self):
+        """Tuple of the names of a rollout's metrics."""
+        resamples = ("dynamic_sampling/num_prompts",)
+        return (
+            *METRICS,
+            *LENGTH_METRICS,
+            *advantage_lib.reward_metric_names(self.scoring.names),
+            *(resamples if self.scoring.max_resamples else ()),
+        )
+
+    @property
+    def validation_names(self):
+        """Tuple of the names of the metrics of an evaluation."""
+        rewards = advantage_lib.reward_metric_names(self.scoring.names)
+        return (*rewards, *LENGTH_METRICS, "pass@1")
 
     def num_steps(self, num_prompts):
         """Returns optimizer steps of a rollout of so many prompts."""

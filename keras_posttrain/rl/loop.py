@@ -17,7 +17,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, run_state
+from keras_posttrain.training import checks, monitors, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -51,6 +51,10 @@ class RolloutRun:
         self._saved = run_state.Saved.of(step, frozen)
         self.collector = collector(self.generate)
         self.settings = settings
+        trained = [tracker.name for tracker in step.train_trackers]
+        trained += [*self.collector.metric_names, *engine.metrics()]
+        tests = () if validate is None else self.collector.validation_names
+        monitors.prepare(settings.callbacks, trained, tests)
         self.callbacks = settings.ordered_callbacks()
         order.epoch_size = size = self._epoch_size()
         checks.skipped_are_run(

@@ -66,6 +66,10 @@ class PPOCollector(Collector):
     `scoring.advantages` is a `TokenAdvantages`.
     """
 
+    @property
+    def metric_names(self):
+        return (*super().metric_names, "value/explained_variance", "kl")
+
     def _fill(self, batches, trajectories, rewards):
         many = self.sampling.num_generations
         total = self.scoring.total(rewards, many).reshape(-1)

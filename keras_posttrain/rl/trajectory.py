@@ -64,6 +64,17 @@ def from_completion(completion, mask_truncated=False):
     )
 
 
+# What `length_metrics` reports.
+LENGTH_METRICS = (
+    "completions/clipped_ratio",
+    *(
+        f"completions/{kind}_{name}"
+        for name in ("length", "terminated_length")
+        for kind in ("mean", "min", "max")
+    ),
+)
+
+
 def length_metrics(groups):
     """Returns lengths of trajectories in tokens, under TRL's names."""
     trajectories = [t for g in groups for t in g.trajectories]

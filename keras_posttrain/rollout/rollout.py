@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import numbers
 import operator
+import reprlib
 import threading
 
 import keras
@@ -64,9 +65,18 @@ class Request:
             ids = getattr(self, name)
             if ids is None and name == "stop_token_ids":
                 ids = ()
-            object.__setattr__(
-                self, name, tuple(operator.index(x) for x in ids)
-            )
+            try:
+                ids = tuple(operator.index(x) for x in ids)
+            except TypeError:
+                raise ValueError(
+                    f"`{name}` of a request must be ints. "
+                    f"Received: {name}={reprlib.repr(ids)}"
+                ) from None
+            object.__setattr__(self, name, ids)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ from keras_posttrain.losses import (
     PolicyLoss,
     ReverseKLLoss,
 )
+from keras_posttrain.models import presets
 from keras_posttrain.models.feature_maps import feature_maps
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.rl import checks as rl_checks
@@ -46,7 +47,7 @@ from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Scoring
 from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import checks, padding
+from keras_posttrain.training import checks, keras_words, padding
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
@@ -125,6 +126,9 @@ class DistillTask(Task):
         teacher_length=None,
         **kwargs,
     ):
+        teacher_tokenizer = presets.as_tokenizer(
+            teacher_tokenizer, "teacher_tokenizer"
+        )
         given = TeacherSources(teacher, causal_lm, teacher_tokenizer)
         super().__init__(causal_lm, tokenizer, **kwargs)
         if teacher_length is not None:
@@ -140,6 +144,7 @@ class DistillTask(Task):
     def default_loss(self):
         return ReverseKLLoss() if self.on_policy else ForwardKLLoss()
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -426,6 +431,7 @@ class DistillTask(Task):
 
     # Training
 
+    @keras_words.explained
     def fit(self, dataset, batch_size=8, epochs=1, *, packing=False, **kwargs):
         """Trains on rows, or on prompts with `on_policy`.
 
@@ -456,6 +462,7 @@ class DistillTask(Task):
                 "are given, and nothing is sampled. Leave it out, or "
                 "`compile` with on_policy=True."
             )
+        checks.packing(packing)
         self._began, self._packs = True, bool(packing)
         fit = self._fit_samples if self.on_policy else super().fit
         with self.given.ready():
@@ -477,6 +484,8 @@ class DistillTask(Task):
         max_staleness=0,
     ):
         """`fit` on the student's own samples."""
+        batch_size = checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
@@ -597,6 +606,7 @@ class DistillTask(Task):
         """Dict of lists: the samples of the last rollout, or `None`."""
         return getattr(self.run, "last_rollout", None)
 
+    @keras_words.explained
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
         """Computes the loss and metrics of rows, as means over all tokens.
 

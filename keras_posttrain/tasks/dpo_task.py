@@ -4,6 +4,7 @@ import gc
 from keras_posttrain.losses import DPOLoss
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import keras_words
 from keras_posttrain.training import preference_checks as checks
 from keras_posttrain.training.callbacks import moves_reference
 from keras_posttrain.training.frozen import Untracked, make_reference
@@ -69,6 +70,7 @@ class DPOTask(PreferenceTask):
     def default_loss(self):
         return DPOLoss()
 
+    @keras_words.explained
     def compile(
         self, optimizer="auto", loss="auto", *, reference_cache=None, **kwargs
     ):
@@ -202,6 +204,7 @@ class DPOTask(PreferenceTask):
                 # Models hold cycles, which wait for the garbage collector.
                 gc.collect()
 
+    @keras_words.explained
     def evaluate(self, dataset=None, batch_size=8, **kwargs):
         """Computes the loss and metrics of rows, as means over all rows.
 

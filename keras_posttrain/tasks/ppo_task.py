@@ -12,6 +12,7 @@ from keras_posttrain.models.value_head import ValueHead
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.ppo import PPOCollector, TokenAdvantages
 from keras_posttrain.tasks.rollout_task import RolloutTask
+from keras_posttrain.training import checks, keras_words
 from keras_posttrain.training.frozen import Untracked
 
 
@@ -75,6 +76,7 @@ class PPOTask(RolloutTask):
     def default_loss(self):
         return PPOLoss()
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -134,6 +136,7 @@ class PPOTask(RolloutTask):
         _check_kl(loss, kl_coef, kl_in)
         _check_share("gamma", gamma)
         _check_share("gae_lambda", gae_lambda)
+        checks.flag("whiten_advantages", whiten_advantages)
         if self.value_model is not None:
             _check_same(value_model, self._value_source.value)
         _check_value_model(value_model, self.causal_lm)

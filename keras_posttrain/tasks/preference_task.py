@@ -9,7 +9,7 @@ from keras_posttrain.data.rows.preference import (
 )
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import padding
+from keras_posttrain.training import keras_words, padding
 from keras_posttrain.training import preference_checks as checks
 
 
@@ -42,6 +42,7 @@ class PreferenceTask(Task):
             share_prompt=self.shares_prompt,
         )
 
+    @keras_words.explained
     def fit(
         self,
         dataset,

@@ -6,6 +6,7 @@ from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import device_transfer, score_head
 from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
+from keras_posttrain.training import checks, keras_words
 
 
 class RewardTask(PreferenceTask):
@@ -69,6 +70,7 @@ class RewardTask(PreferenceTask):
     def default_loss(self):
         return BradleyTerryLoss()
 
+    @keras_words.explained
     def compile(self, optimizer="auto", loss="auto", **kwargs):
         """Configures the task for training.
 
@@ -138,6 +140,7 @@ class RewardTask(PreferenceTask):
 
     def load_adapter(self, path):
         """Loads a PEFT adapter directory, and its head if present."""
+        checks.path("path", path)
         with tempfile.TemporaryDirectory() as without:
             tensor = score_head.split_adapter(path, without)
             super().load_adapter(without)

@@ -24,7 +24,7 @@ from keras_posttrain.rl.sampling import Sampler
 from keras_posttrain.rollout.rollout import ready_engine
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, padding
+from keras_posttrain.training import checks, keras_words, padding
 from keras_posttrain.training.frozen import Untracked, make_reference
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
@@ -65,6 +65,7 @@ class RolloutTask(Task):
         # Set by `compile` and `fit`.
         self.rollout = self.sampling = self.scoring = self.reference = None
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -98,7 +99,8 @@ class RolloutTask(Task):
             optimizer: as in `kpt.Task.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-5 with an adapter and 1e-6 without.
             loss: `"auto"` or a `kpt.losses.PolicyLoss`.
-            rewards: list of functions, see `kpt.rewards.Reward`.
+            rewards: list of functions, see `kpt.rewards.Reward`, and of
+                models such as a trained `kpt.RewardTask`; or one of these.
             reward_weights: list of floats, one per reward; 1 by default.
             advantages: `"auto"` for the advantages that suit the loss, an
                 object such as `kpt.losses.GroupAdvantages()`, or a function.
@@ -210,6 +212,7 @@ class RolloutTask(Task):
 
     # Training
 
+    @keras_words.explained
     def fit(
         self,
         dataset,
@@ -268,8 +271,12 @@ class RolloutTask(Task):
                 trained on, before anything is sampled.
         """
         self._assert_compile_called("fit")
+        batch_size = checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)
         checks.flag("shuffle", shuffle)
+        checks.packing(packing)
+        checks.flag("share_prefix", share_prefix)
         packs = packing or share_prefix
         settings = RunSettings.of(
             self.policy,
@@ -298,7 +305,10 @@ class RolloutTask(Task):
             held_out = list(held_out)
             settings.show(report)
         rl_checks.evaluation(
-            self.temperature, validation_generations, validation_temperature
+            self.temperature,
+            validation_generations,
+            validation_temperature,
+            names=("validation_generations", "validation_temperature"),
         )
         validate = functools.partial(
             self.evaluate,
@@ -406,6 +416,7 @@ class RolloutTask(Task):
         """Dict of lists: the completions of the last rollout, or `None`."""
         return self.run.last_rollout if self.run else None
 
+    @keras_words.explained
     def evaluate(
         self,
         dataset,
@@ -441,7 +452,10 @@ class RolloutTask(Task):
             most frequent answer is correct.
         """
         self._assert_compile_called("evaluate")
+        checks.placed(self.causal_lm)
         checks.positive_int("batch_size", batch_size)
+        seed = checks.seed(seed)
+        checks.finite("correct_reward", correct_reward)
         temperature = rl_checks.evaluation(
             self.temperature, num_generations, temperature, answer
         )

@@ -1,6 +1,7 @@
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.losses import SFTLoss
 from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import checks, keras_words
 
 
 class SFTTask(Task):
@@ -44,6 +45,19 @@ class SFTTask(Task):
 
     def default_loss(self):
         return SFTLoss()
+
+    @keras_words.explained
+    def compile(self, optimizer="auto", loss="auto", **kwargs):
+        """Configures the task for training.
+
+        Args:
+            optimizer, **kwargs: as in `kpt.Task.compile`.
+            loss: `"auto"` for `kpt.losses.SFTLoss()`, or another loss of
+                single completions.
+        """
+        loss = self.default_loss() if loss == "auto" else loss
+        checks.loss_of_completions(loss)
+        super().compile(optimizer, loss, **kwargs)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
         settings = self.row_settings(name, **overrides)

@@ -27,7 +27,13 @@ from keras_posttrain.models.policy import Policy
 from keras_posttrain.planning import decode_plan, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, keras_fit, padding, run_state
+from keras_posttrain.training import (
+    checks,
+    keras_fit,
+    keras_words,
+    padding,
+    run_state,
+)
 from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import complete, complete_rows
 from keras_posttrain.training.micro_batches import MicroBatches
@@ -42,6 +48,7 @@ from keras_posttrain.training.step import (
 from keras_posttrain.training.weights import ModelWeights
 
 
+@keras_words.without_methods
 class Task(keras.Model):
     """Base class of tasks: a causal language model and its training.
 
@@ -56,7 +63,9 @@ class Task(keras.Model):
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
-        tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
+        tokenizer: `kpt.Tokenizer`, a tokenizer of `transformers` or of
+            KerasHub, the path of a directory with tokenizer files, a preset,
+            or `None` where all rows are tokenised.
         lora: `kpt.LoRA`, or `None` to train all weights.
         reference: `None`; only tasks whose loss compares with a reference
             take one.
@@ -110,6 +119,7 @@ class Task(keras.Model):
                 f"Received: reference={reference!r}"
             )
         guards.check_model(causal_lm, sequence_length)
+        tokenizer = presets.as_tokenizer(tokenizer)
         loading.repair(causal_lm)
         super().__init__(name=name)
         self.causal_lm = causal_lm
@@ -142,6 +152,7 @@ class Task(keras.Model):
         cls,
         preset,
         *,
+        tokenizer=None,
         lora=None,
         reference=None,
         sequence_length=1024,
@@ -159,6 +170,7 @@ class Task(keras.Model):
                 `hf://` or `kaggle://` handle, or a local directory of
                 KerasHub's or Hugging Face's format. A Hugging Face
                 directory's own config and tokenizer are honoured.
+            tokenizer: as in the class, or `None` for the preset's own.
             dtype: `"float32"`, `"bfloat16"` or `"mixed_bfloat16"`. Trained
                 weights that are kept in bfloat16 have float32 masters.
             load_weights: bool, `False` for random weights.
@@ -171,12 +183,13 @@ class Task(keras.Model):
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
         guards.check_dtype(dtype)
+        tokenizer = presets.as_tokenizer(tokenizer)
         causal_lm = presets.load_causal_lm(
             preset, dtype=dtype, load_weights=load_weights
         )
         task = cls(
             causal_lm,
-            presets.load_tokenizer(preset),
+            tokenizer or presets.load_tokenizer(preset),
             lora=lora,
             reference=reference,
             sequence_length=sequence_length,
@@ -226,6 +239,7 @@ class Task(keras.Model):
         dpo = kpt.DPOTask.from_task(sft)
         ```
         """
+        checks.task(task)
         checks.own_adapter(task.policy)
         settings = {
             "sequence_length": task.sequence_length,
@@ -275,6 +289,7 @@ class Task(keras.Model):
         """
         raise NotImplementedError
 
+    @keras_words.explained
     def compile(
         self,
         optimizer="auto",
@@ -303,7 +318,10 @@ class Task(keras.Model):
             run_eagerly: bool, for debugging.
         """
         loss = self.default_loss() if loss == "auto" else loss
+        keras_words.check_overrides(self, Task)
+        checks.placed(self.causal_lm)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
+        checks.flag("run_eagerly", run_eagerly)
         rate = self.auto_learning_rates[self.adapter is None]
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
@@ -335,6 +353,7 @@ class Task(keras.Model):
 
     # Training
 
+    @keras_words.explained
     def fit(
         self,
         dataset,
@@ -386,7 +405,7 @@ class Task(keras.Model):
                 trained on, before anything is compiled.
         """
         self._assert_compile_called("fit")
-        checks.positive_int("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,
@@ -463,6 +482,7 @@ class Task(keras.Model):
             },
         )
 
+    @keras_words.explained
     def evaluate(
         self,
         dataset=None,
@@ -492,9 +512,14 @@ class Task(keras.Model):
             completion.
         """
         self._assert_compile_called("evaluate")
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
+        names = ("dataset", "batch_size", "num_samples", "max_tokens")
+        of_keras = keras_words.of_evaluation(kwargs, names)
         dataset = kwargs.pop("x", dataset)
+        checks.not_negative("num_samples", num_samples)
+        checks.positive_int("max_tokens", max_tokens)
         examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
@@ -506,7 +531,6 @@ class Task(keras.Model):
             callback_lib.show(note, verbose)
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
-        known = ("_use_cached_eval_dataset", "steps", "callbacks")
         self._evaluating = True
         try:
             with keras_fit.epochs_may_end():
@@ -514,7 +538,7 @@ class Task(keras.Model):
                     x=dataset,
                     verbose=verbose if processes.is_first() else 0,
                     return_dict=True,
-                    **{k: v for k, v in kwargs.items() if k in known},
+                    **of_keras,
                 )
         finally:
             # Keras does so only where nothing was raised.
@@ -791,6 +815,7 @@ class Task(keras.Model):
         batch a dict of arrays, `(rows, ...)`. Returns an iterable of
         `(Example, dict of its arrays)`.
         """
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         examples, _ = self.prepare(
             rows, "rows", train_on="all", truncation="error"
@@ -856,6 +881,7 @@ class Task(keras.Model):
         task.generate("Once upon a time", on_text=lambda i, t: print(t))
         ```
         """
+        checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         if seed is not None:
             checks.seed(seed)
@@ -1025,6 +1051,7 @@ class Task(keras.Model):
 
     def save_adapter(self, path):
         """Writes the adapter in PEFT's format; it loads in PEFT and vLLM."""
+        checks.path("path", path)
         checks.need_adapter(self.adapter, "save_adapter")
         checks.own_adapter(self.policy)
         self.adapter.save(path, base_name=self.preset)
@@ -1035,6 +1062,7 @@ class Task(keras.Model):
         An uncompiled task without an adapter gets one with the settings of
         the file.
         """
+        checks.path("path", path)
         if self.adapter is None:
             if self.compiled:
                 raise ValueError(
@@ -1086,6 +1114,8 @@ class Task(keras.Model):
                 dtype of the weights.
             max_shard_bytes: int, the maximum size of a safetensors file.
         """
+        checks.path("path", path)
+        checks.positive_int("max_shard_bytes", max_shard_bytes)
         checks.own_adapter(self.policy)
         values = self.adapter.merged_values() if self.adapter else None
         export.export(
@@ -1099,16 +1129,11 @@ class Task(keras.Model):
 
     def save_to_preset(self, path):
         """Writes a KerasHub preset, adapter merged, to a new directory."""
+        checks.path("path", path)
         checks.own_adapter(self.policy)
         presets.save_to_preset(
             self.causal_lm, path, self.adapter, self.tokenizer
         )
-
-    def load_weights(self, *args, **kwargs):
-        checks.refuse_keras_weights("load_weights")
-
-    def save_weights(self, *args, **kwargs):
-        checks.refuse_keras_weights("save_weights")
 
 
 def _show_report(report, verbose):

@@ -1,12 +1,14 @@
 """Checks of what users pass to tasks, before anything is compiled."""
 
 import numbers
+import operator
+import os
 
 import jax
 import keras
 import numpy as np
 
-from keras_posttrain.losses import TokenLoss
+from keras_posttrain import losses
 from keras_posttrain.models.lora import Adapter, LoRA, attached
 
 
@@ -40,7 +42,7 @@ def task_arguments(lora_, sequence_length, truncation, remat, chunk_size=None):
 
 
 def seed(value):
-    """Raises a `ValueError` for what cannot be the seed of a run."""
+    """Returns the seed of a run, an int, or raises a `ValueError`."""
     is_int = isinstance(value, numbers.Integral) and not isinstance(
         value, bool
     )
@@ -48,6 +50,18 @@ def seed(value):
         raise ValueError(
             "`seed` must be an int from 0 to 2147483647, so that the run can "
             f"be repeated. Received: seed={value!r}"
+        )
+    return int(value)
+
+
+def packing(value):
+    """Checks a `packing` that may say how many tokens a row has."""
+    is_flag = value is None or isinstance(value, bool)
+    is_int = isinstance(value, numbers.Integral)
+    if not is_flag and (not is_int or value < 1):
+        raise ValueError(
+            "`packing` must be True, False or a positive int, the tokens of "
+            f"a packed row. Received: packing={value!r}"
         )
 
 
@@ -107,11 +121,98 @@ def skipped_are_run(skip_steps, num_steps):
 
 
 def positive_int(name, value):
-    is_int = isinstance(value, numbers.Integral) and value is not True
-    if not is_int or value < 1:
+    """Returns a positive int, or raises a `ValueError`."""
+    is_int = isinstance(value, numbers.Integral)
+    if not is_int or isinstance(value, bool) or value < 1:
         raise ValueError(
             f"`{name}` must be a positive int. Received: {name}={value!r}"
         )
+    return int(value)
+
+
+def stop_token_ids(value):
+    """Returns a tuple of ids, or `"auto"`, for what a user passed."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        found = () if value is None else tuple(map(operator.index, value))
+    except TypeError:
+        raise ValueError(
+            "`stop_token_ids` must be 'auto', None or ints. "
+            f"Received: stop_token_ids={value!r}"
+        ) from None
+    return found
+
+
+def finite(name, value):
+    is_number = isinstance(value, numbers.Real)
+    if isinstance(value, bool) or not is_number or not np.isfinite(value):
+        raise ValueError(
+            f"`{name}` must be a finite number. Received: {name}={value!r}"
+        )
+
+
+def path(name, value):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(
+            f"`{name}` must be a path. Received: {name}={value!r}"
+        )
+
+
+def task(value):
+    """Raises a `ValueError` for what is no task."""
+    if not isinstance(getattr(value, "causal_lm", None), keras.Model):
+        raise ValueError(
+            "`task` must be a task, such as a `kpt.SFTTask`; of a model "
+            "`kpt.DPOTask(causal_lm)` makes one. "
+            f"Received: task={value!r}"
+        )
+
+
+def strategy(value):
+    if not callable(value):
+        raise ValueError(
+            "`strategy` must be a function of `devices` that returns a "
+            "distribution, such as `kpt.distribution.fsdp`. "
+            f"Received: strategy={value!r}"
+        )
+
+
+def not_negative(name, value):
+    is_int = isinstance(value, numbers.Integral)
+    if not is_int or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"`{name}` must be an int of at least 0. "
+            f"Received: {name}={value!r}"
+        )
+
+
+# Losses by the task whose rows they are for.
+LOSSES_OF_TASKS = {
+    "GRPOTask": losses.PolicyLoss,
+    "DPOTask": (losses.PairLoss, losses.LabelledLoss),
+    "RewardTask": losses.BradleyTerryLoss,
+    "PPOTask": losses.ValueLoss,
+    "DistillTask": (
+        losses.DistillationLoss,
+        losses.ULDLoss,
+        losses.HiddenStateLoss,
+        losses.AttentionLoss,
+    ),
+}
+
+
+def loss_of_completions(loss):
+    """Raises a `ValueError` for a loss of other rows than completions."""
+    parts = loss.losses if isinstance(loss, losses.SumLoss) else (loss,)
+    for part in parts:
+        for task, kinds in LOSSES_OF_TASKS.items():
+            if isinstance(part, kinds):
+                raise ValueError(
+                    "`loss` must be a loss of single completions, such as "
+                    f"`kpt.losses.SFTLoss()`. Received: loss={loss!r}. Use "
+                    f"`kpt.{task}`, whose rows have what it needs."
+                )
 
 
 def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
@@ -121,7 +222,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
             "`kpt.losses.SFTLoss()`; Keras losses see logits, which never "
             f"exist here. Received: loss={loss!r}"
         )
-    if isinstance(loss, TokenLoss):
+    if isinstance(loss, losses.TokenLoss):
         logps = jax.ShapeDtypeStruct((2, 3), "float32")
         found = jax.eval_shape(loss.token_loss, logps)
         if getattr(found, "shape", None) != logps.shape:
@@ -133,6 +234,7 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
     if micro_batch_size is not None:
         positive_int("micro_batch_size", micro_batch_size)
     is_number = isinstance(max_grad_norm, numbers.Real)
+    is_number = is_number and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
         raise ValueError(
             "`max_grad_norm` must be a positive float, or None for no "
@@ -153,8 +255,28 @@ def own_adapter(policy):
         adapter.check_layers()
 
 
+def placed(causal_lm):
+    """Raises a `ValueError` for a model that was made before the mesh was."""
+    distribution = keras.distribution.distribution()
+    value = causal_lm.backbone.token_embedding.variables[0].value
+    sharding = getattr(value, "sharding", None)
+    if distribution is None or sharding is None:
+        return
+    mesh = distribution.device_mesh.backend_mesh
+    ours, theirs = sharding.device_set, set(mesh.devices.flat)
+    if ours != theirs:
+        raise ValueError(
+            "The distribution must be set before the model is made, which "
+            "places its weights. Received: a distribution over "
+            f"{len(theirs)} devices, weights on {len(ours)}. Call "
+            "`keras.distribution.set_distribution(...)` first, then make the "
+            "task; or remove it with `set_distribution(None)`."
+        )
+
+
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
+    placed(policy.causal_lm)
     own_adapter(policy)
     if packing and not policy.packable:
         raise ValueError(
@@ -201,12 +323,3 @@ def need_tokenizer(tokenizer, what):
             f"`{what}` needs a tokenizer, and this task has none. Pass "
             "`tokenizer=`, or make the task with `from_preset`."
         )
-
-
-def refuse_keras_weights(method):
-    raise ValueError(
-        f"`{method}` knows only whole models, without the adapter's settings "
-        "or the optimizer. Use `save_adapter`/`load_adapter` for an adapter, "
-        "`export` or `save_to_preset` for a model, and "
-        "`kpt.callbacks.Checkpoint(directory)` for a run."
-    )

@@ -16,6 +16,11 @@ def complete(
 ):  # fmt: skip
     """Completes prompts: see `Task.generate`."""
     prompts, one = _as_list(prompts)
+    if on_text is not None and not callable(on_text):
+        raise ValueError(
+            "`on_text` must be a function of `index, text`, or None. "
+            f"Received: on_text={on_text!r}"
+        )
     ids = [
         _prompt_ids(tokenizer, template_kwargs, i, p)
         for i, p in enumerate(prompts)
@@ -88,13 +93,9 @@ def complete_rows(engine, tokenizer, examples, max_tokens):
 
 
 def _stop(tokenizer, stop_token_ids):
-    if not isinstance(stop_token_ids, str):
-        return tuple(stop_token_ids or ())
-    if stop_token_ids != "auto":
-        raise ValueError(
-            "`stop_token_ids` must be 'auto', None or ints. "
-            f"Received: stop_token_ids={stop_token_ids!r}"
-        )
+    ids = checks.stop_token_ids(stop_token_ids)
+    if ids != "auto":
+        return ids
     checks.need_tokenizer(tokenizer, "stop_token_ids='auto'")
     return tuple(tokenizer.stop_token_ids)
 
@@ -106,7 +107,18 @@ def _prompt_ids(tokenizer, template_kwargs, row, prompt):
                 "A tokenised prompt is {'prompt_ids': [...]}. "
                 f"Received: prompt {row} with keys {sorted(prompt)}"
             )
-        return prompt["prompt_ids"]
+        ids = prompt["prompt_ids"]
+        if isinstance(ids, (str, bytes)) or not np.iterable(ids):
+            raise ValueError(
+                "`prompt_ids` must be a list of ints. Received: prompt "
+                f"{row} with prompt_ids={ids!r}"
+            )
+        return ids
+    if not isinstance(prompt, (str, list, tuple)):
+        raise ValueError(
+            "A prompt must be a str, a list of messages or {'prompt_ids': "
+            f"[...]}}. Received: prompt {row}, which is {prompt!r:.200}"
+        )
     check_characters(prompt, f"prompt {row}")
     if isinstance(prompt, str):
         checks.need_tokenizer(tokenizer, "a text prompt")

@@ -7,8 +7,9 @@ import jax
 import keras
 
 from keras_posttrain.distribution import processes
+from keras_posttrain.losses import TokenLoss
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, run_state
+from keras_posttrain.training import checks, monitors, run_state
 from keras_posttrain.training.step import counters
 
 
@@ -32,6 +33,9 @@ class RowRun:
         )
         self.validation, self.settings = validation, settings
         self._logs_are_read = callback_lib.read_logs(settings.callbacks)
+        tests = metric_names(step) if validation is not None else ()
+        trained = [tracker.name for tracker in step.train_trackers]
+        monitors.prepare(settings.callbacks, trained, tests)
         self.callbacks = settings.ordered_callbacks()
         size = data.epoch_size
         checks.skipped_are_run(
@@ -145,6 +149,12 @@ class RowRun:
             self.state.step,
             self.callbacks,
         )
+
+
+def metric_names(step):
+    """Returns the names of the metrics of `Task.evaluate` on rows."""
+    own = ["perplexity"] if isinstance(step.loss, TokenLoss) else []
+    return [tracker.name for tracker in step.test_trackers] + own
 
 
 def test_function(model, step):

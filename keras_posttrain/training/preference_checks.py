@@ -54,13 +54,8 @@ def preference_loss(loss):
 
 
 def layout_arguments(policy, packing, share_prefix):
-    if packing is not True and packing is not False:
-        checks.positive_int("packing", packing)
-    if not isinstance(share_prefix, bool):
-        raise ValueError(
-            "`share_prefix` must be True or False. Received: "
-            f"share_prefix={share_prefix!r}"
-        )
+    checks.packing(packing)
+    checks.flag("share_prefix", share_prefix)
     if share_prefix and not policy.packable:
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "

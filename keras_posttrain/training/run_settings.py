@@ -28,8 +28,8 @@ class RunSettings:
         checks.callbacks(callbacks)
         callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()
-        checks.positive_int("epochs", given["epochs"])
-        checks.seed(given["seed"])
+        given["epochs"] = checks.positive_int("epochs", given["epochs"])
+        given["seed"] = checks.seed(given["seed"])
         checks.verbosity(verbose)
         checks.may_train(policy, packing, callbacks)
         return cls(

@@ -121,7 +121,7 @@ def fingerprint(name, policy, weights, digest, optimizer, **settings):
         "optimizer_variables": len(optimizer.variables),
     }
     # As JSON gives it back: tuples are lists.
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(found, default=float))
 
 
 def check(meta, fingerprint, seed, directory, override=()):

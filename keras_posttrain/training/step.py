@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.losses import TokenLoss, reductions
-from keras_posttrain.training import batch_coupled
+from keras_posttrain.training import batch_coupled, keras_words
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.weights import ModelWeights
 
@@ -255,7 +255,8 @@ def compile_step(train_step, shardings=None, eager=False):
     """
 
     def run(changing, held, batch):
-        logs, state = train_step({**changing, **held}, batch)
+        result = train_step({**changing, **held}, batch)
+        logs, state = keras_words.check_step(result)
         names = ("trainable", "optimizer", "metrics")
         return logs, {k: state[k] for k in names}
 

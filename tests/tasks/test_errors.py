@@ -312,7 +312,7 @@ def test_what_is_no_callback_is_refused(task):
 def test_kerass_weight_files_are_refused(task, method, tmp_path):
     refused(
         lambda: getattr(task, method)(tmp_path / "model.weights.h5"),
-        f"`{method}` knows only whole models",
+        f"has no `{method}`. It knows only whole models",
         "`save_adapter`/`load_adapter`",
         "`kpt.callbacks.Checkpoint(directory)`",
     )

@@ -71,6 +71,12 @@ class BatchAdapter(DataAdapter):
                 "`skip_steps` must count data steps from 1. Received: "
                 f"skip_steps={self._skip[:8]}."
             )
+        if not isinstance(packing, bool):
+            raise ValueError(
+                "`packing` must be True or False: packed rows have the "
+                "task's `sequence_length` tokens. "
+                f"Received: packing={packing!r}"
+            )
         self._packing = bool(packing)
         # A sequence has at least two tokens.
         sequences = max(1, min(MAX_SEQUENCES, sequence_length // 2))

@@ -1,5 +1,6 @@
 """One tokenizer for all presets: ids, offsets, stop tokens, chat template."""
 
+import os
 import pathlib
 
 import tokenizers
@@ -59,6 +60,12 @@ class Tokenizer:
         stop_token_ids=(),
         source=None,
     ):
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise ValueError(
+                "`backend` must be a `tokenizers.Tokenizer`. Received: "
+                f"backend={backend!r}. Use `Tokenizer.from_directory(path)` "
+                "for files, or pass the preset to the task as `tokenizer=`."
+            )
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
@@ -112,6 +119,10 @@ class Tokenizer:
         Raises:
             ValueError: neither file exists.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(
+                f"`path` must be that of a directory. Received: path={path!r}"
+            )
         backend, names, template, stops = tokenizer_files.read(path)
         return cls(
             backend,
@@ -171,6 +182,8 @@ class Tokenizer:
             character that was split into bytes all have that character's
             offsets; tokens that were added have `(0, 0)`.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"`text` must be a str. Received: text={text!r}")
         encoding = self.backend.encode(
             text, add_special_tokens=add_special_tokens
         )
@@ -205,8 +218,19 @@ class Tokenizer:
         Returns:
             String.
         """
+        if isinstance(ids, str):
+            raise ValueError(
+                f"`ids` must be a sequence of ints. Received: ids={ids!r}"
+            )
+        ids = [int(i) for i in ids]
+        wrong = [i for i in ids if not 0 <= i < 2**32]
+        if wrong:
+            raise ValueError(
+                "`ids` must be ids of the vocabulary, from 0 to "
+                f"{self.vocabulary_size - 1}. Received: {wrong[0]}"
+            )
         return self.backend.decode(
-            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+            ids, skip_special_tokens=skip_special_tokens
         )
 
     def with_chat_template(self, chat_template):

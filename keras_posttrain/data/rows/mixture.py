@@ -93,8 +93,11 @@ def _named(name, row):
 
 
 def _check(datasets, weights, seed):
-    if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
-        raise ValueError(f"`seed` must be an int. Received: seed={seed!r}.")
+    is_int = isinstance(seed, (int, np.integer))
+    if isinstance(seed, bool) or not is_int or seed < 0:
+        raise ValueError(
+            f"`seed` must be an int of at least 0. Received: seed={seed!r}."
+        )
     if not isinstance(datasets, dict) or not datasets:
         raise ValueError(
             "`datasets` must be a dict of datasets by name, such as "

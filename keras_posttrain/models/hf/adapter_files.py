@@ -96,6 +96,11 @@ def lora_settings(config, directory):
             "...)`."
         )
     targets = config.get("target_modules") or "all-linear"
+    if not isinstance(targets, (str, list)):
+        raise ValueError(
+            f"`target_modules` of the adapter in {str(directory)!r} must be "
+            f"a list of names. Received: target_modules={targets!r}"
+        )
     if any(config.get(key) for key in NARROWED):
         # The names of the tensors show which layers these settings left.
         names = {module_name(n) for n in open_weights(directory).names}

@@ -161,7 +161,7 @@ def from_config(config, family):
         cap = None
     settings = Settings(
         sizes=sizes,
-        epsilon=float(config["rms_norm_eps"]),
+        epsilon=_epsilon(config),
         activation=_activation(config, family),
         rope=tuple(rope[kind] for kind in kinds),
         windows=windows,
@@ -175,6 +175,17 @@ def from_config(config, family):
     return settings, notes
 
 
+def _epsilon(config):
+    value = config["rms_norm_eps"]
+    is_number = isinstance(value, (int, float))
+    if not is_number or not 0 < value < 1:
+        raise ValueError(
+            "`rms_norm_eps` of `config.json` must be a number from 0 to 1. "
+            f"Received: rms_norm_eps={value!r}"
+        )
+    return float(value)
+
+
 def _sizes(config, family):
     names = (
         "vocab_size",
@@ -183,12 +194,14 @@ def _sizes(config, family):
         "hidden_size",
         "intermediate_size",
     )
-    for name in names:
-        if not isinstance(config.get(name), int) or config[name] < 1:
+    optional = ("num_key_value_heads", "head_dim")
+    given = [name for name in optional if config.get(name) is not None]
+    for name in (*names, *given):
+        value = config.get(name)
+        if not isinstance(value, int) or value is True or value < 1:
             raise ValueError(
                 f"`config.json` of model_type={family.model_type!r} must have "
-                f"a positive integer `{name}`. "
-                f"Received: {name}={config.get(name)!r}"
+                f"a positive integer `{name}`. Received: {name}={value!r}"
             )
     sizes = {name: config[name] for name in names}
     heads = sizes["num_attention_heads"]

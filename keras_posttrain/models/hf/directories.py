@@ -27,6 +27,12 @@ def resolve(preset):
     The result is `None` for a preset of KerasHub, which has no Hugging Face
     `config.json` (with a `model_type`).
     """
+    if not isinstance(preset, (str, os.PathLike)) or not os.fspath(preset):
+        raise ValueError(
+            "`preset` must be a name or a path, such as 'qwen3_0.6b_en'. A "
+            "model that you hold is the first argument of the task's class: "
+            f"`kpt.SFTTask(causal_lm)`. Received: preset={preset!r}"
+        )
     preset = os.fspath(preset)
     if preset.startswith("hf://"):
         return _download(preset)

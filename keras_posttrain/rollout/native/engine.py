@@ -1,6 +1,7 @@
 """The built-in engine: continuous batching on the trainer's arrays."""
 
 import functools
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +57,18 @@ class NativeRollout(Rollout):
         self, num_slots=128, *, cache_bytes="auto", merge_adapter="auto"
     ):
         super().__init__()
-        is_int = isinstance(num_slots, int) and num_slots is not True
+        is_int = (
+            isinstance(num_slots, numbers.Integral) and num_slots is not True
+        )
         if not is_int or num_slots < 1:
             raise ValueError(
                 "`num_slots` must be a positive int. "
                 f"Received: num_slots={num_slots!r}"
             )
-        is_int = isinstance(cache_bytes, int) and cache_bytes is not True
+        is_int = (
+            isinstance(cache_bytes, numbers.Integral)
+            and cache_bytes is not True
+        )
         if cache_bytes != "auto" and (not is_int or cache_bytes < 1):
             raise ValueError(
                 "`cache_bytes` must be a positive number of bytes, or 'auto'. "

@@ -1,5 +1,6 @@
 """Checks the settings of `VLLMRollout` and derives vLLM's arguments."""
 
+import numbers
 import pathlib
 
 import jax
@@ -40,13 +41,13 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
     for name, value in (
         ("max_length", max_length), ("cache_bytes", cache_bytes),
     ):  # fmt: skip
-        is_int = isinstance(value, int) and value is not True
+        is_int = isinstance(value, numbers.Integral) and value is not True
         if value != "auto" and (not is_int or value < 2):
             raise ValueError(
                 f"`{name}` must be an int of at least 2, or 'auto'. "
                 f"Received: {name}={value!r}"
             )
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
+    if not isinstance(timeout, numbers.Real) or not timeout > 0:
         raise ValueError(
             "`timeout` must be a positive number of seconds. "
             f"Received: timeout={timeout!r}"

@@ -1,0 +1,196 @@
+"""Arguments and methods of Keras that tasks lack: what to use instead."""
+
+import difflib
+import functools
+import inspect
+import reprlib
+
+import keras
+
+_ROWS = (
+    "Rows hold inputs and targets: pass a list of dicts such as "
+    "{'prompt': ..., 'completion': ...} as `dataset`."
+)
+_WEIGHTS = "Give the rows a column 'weight'."
+_METRICS = (
+    "The loss reports its metrics. For others, subclass it and extend "
+    "`metric_names` and `total`."
+)
+_FEWER = "An epoch is every row once: pass fewer rows, and more `epochs`."
+
+# By method, arguments of `keras.Model`, and what to do.
+ARGUMENTS = {
+    "compile": {
+        "metrics": _METRICS,
+        "weighted_metrics": _METRICS,
+        "loss_weights": "Use loss=kpt.losses.SumLoss(losses, weights).",
+        "jit_compile": "Steps are always compiled; run_eagerly=True turns "
+        "that off.",
+        "steps_per_execution": "Steps never wait for the host; leave it out.",
+        "auto_scale_loss": "Train in bfloat16, which needs no scaled losses.",
+        "learning_rate": "Use optimizer=keras.optimizers.AdamW(learning_rate)"
+        ".",
+        "beta": "It belongs to the loss: loss=kpt.losses.DPOLoss(beta=0.1).",
+        "gradient_accumulation_steps": "Use `micro_batch_size`, the rows of a "
+        "batch that are computed at once.",
+        "reward_funcs": "Use `rewards`.",
+    },
+    "fit": {
+        "x": "Pass the rows as `dataset`, the first argument.",
+        "y": _ROWS,
+        "sample_weight": _WEIGHTS,
+        "class_weight": _WEIGHTS,
+        "validation_split": "Split the rows: `fit(rows[100:], "
+        "validation_data=rows[:100])`.",
+        "validation_batch_size": "It is `batch_size`; leave it out.",
+        "validation_steps": "Pass fewer rows as `validation_data`.",
+        "validation_freq": "Validation ends each epoch; for other times call "
+        "`evaluate` between two calls of `fit`.",
+        "steps_per_epoch": _FEWER,
+        "initial_epoch": "With callbacks=[kpt.callbacks.Checkpoint(directory)]"
+        " a run resumes where it stopped.",
+        "num_train_epochs": "Use `epochs`.",
+        "learning_rate": "Use `compile(optimizer=...)`.",
+    },
+    "evaluate": {
+        "y": _ROWS,
+        "sample_weight": _WEIGHTS,
+        "steps": "Pass fewer rows as `dataset`.",
+    },
+}
+
+_SAVING = (
+    "Use `save_adapter` for an adapter, `export` or `save_to_preset` for a "
+    "model, and `kpt.callbacks.Checkpoint(directory)` for a run."
+)
+_WEIGHT_FILES = (
+    "It knows only whole models, without the adapter's settings or the "
+    "optimizer. Use `save_adapter`/`load_adapter` for an adapter, `export` "
+    "or `save_to_preset` for a model, and "
+    "`kpt.callbacks.Checkpoint(directory)` for a run."
+)
+_NO_COPY = (
+    "A task holds a model and a run. Use `from_task(task)` for another stage "
+    "of training, or `from_preset` for another copy of the model."
+)
+_PREDICT = (
+    "Use `generate(prompts)` for completions, `log_probs(rows)` for "
+    "log-probabilities, or the `score(rows)` of a `kpt.RewardTask`."
+)
+
+# Methods of `keras.Model`, and what to do.
+METHODS = {
+    "predict": _PREDICT,
+    "predict_on_batch": _PREDICT,
+    "train_on_batch": "Use `fit(rows, batch_size=len(rows))`, which does one "
+    "step, or override `train_step(state, batch)`.",
+    "test_on_batch": "Use `evaluate(rows)`.",
+    "save": _SAVING,
+    "save_weights": _WEIGHT_FILES,
+    "load_weights": _WEIGHT_FILES,
+    "quantize": "Quantize the `causal_lm` before the task is made.",
+    "get_config": _NO_COPY,
+    "__deepcopy__": _NO_COPY,
+    "__reduce__": _NO_COPY,
+}
+
+# Methods whose overrides Keras would call and tasks do not, and what to do.
+UNUSED = {
+    "compute_loss": "Subclass `kpt.losses.Loss` for another loss.",
+    "compute_metrics": _METRICS,
+}
+
+
+def explained(method):
+    """Makes a method name what to use for arguments that it lacks."""
+    taken = inspect.signature(method).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    instead = ARGUMENTS[method.__name__]
+
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        for name, value in kwargs.items():
+            if name in taken or value is None:
+                continue
+            where = f"`{type(self).__name__}.{method.__name__}`"
+            if name in instead:
+                raise ValueError(
+                    f"{where} has no argument `{name}`. {instead[name]} "
+                    f"Received: {name}={reprlib.repr(value)}"
+                )
+            if not takes_all:
+                raise _unknown(where, name, taken)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def of_evaluation(kwargs, names):
+    """Returns the arguments of Keras's own `evaluate`, or raises an error.
+
+    `names` are the arguments of a task's `evaluate`, for the message.
+    """
+    passed_on = ("_use_cached_eval_dataset", "steps", "callbacks")
+    ignored = ("x", "y", "sample_weight", "return_dict")
+    for name in kwargs:
+        if name not in (*passed_on, *ignored):
+            raise _unknown("`evaluate`", name, names)
+    return {k: v for k, v in kwargs.items() if k in passed_on}
+
+
+def _unknown(where, name, names):
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f" Did you mean `{near[0]}`?" if near else ""
+    return TypeError(f"{where} has no argument `{name}`.{hint}")
+
+
+def without_methods(cls):
+    """Makes a subclass of `keras.Model` name what to use for `METHODS`."""
+
+    def refusal(name, instead):
+        def refuse(self, *args, **kwargs):
+            raise ValueError(
+                f"`{type(self).__name__}` has no `{name}`. {instead}"
+            )
+
+        refuse.__name__ = name
+        refuse.__doc__ = f"Raises a `ValueError`. {instead}"
+        return refuse
+
+    for name, instead in METHODS.items():
+        setattr(cls, name, refusal(name, instead))
+    return cls
+
+
+def check_overrides(task, base):
+    """Raises a `ValueError` for a step as Keras's models have it.
+
+    `base` is the class whose `train_step` and `test_step` tasks override.
+    """
+    own = type(task)
+    for name, instead in UNUSED.items():
+        if getattr(own, name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"`{own.__name__}.{name}` would never be called. {instead}"
+            )
+    for name in ("train_step", "test_step"):
+        try:
+            inspect.signature(getattr(task, name)).bind("state", "batch")
+        except TypeError:
+            raise ValueError(
+                f"`{own.__name__}.{name}` must be a function of `state` and "
+                "`batch`, dicts of arrays, that returns `(logs, state)`; see "
+                f"`kpt.{base.__name__}.{name}`. Keras's `{name}(data)` would "
+                "change variables in place."
+            ) from None
+
+
+def check_step(result):
+    """Raises a `ValueError` for what no `train_step` may return."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(isinstance(x, dict) for x in result):
+        raise ValueError(
+            "`train_step` must return `(logs, state)`, two dicts. Received: "
+            f"{reprlib.repr(result)}"
+        )
+    return result
