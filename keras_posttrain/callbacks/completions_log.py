@@ -9,6 +9,7 @@ import shutil
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.callbacks.directories import (
     lock,
     logged_lines,
@@ -138,7 +139,7 @@ class CompletionsLog(keras.callbacks.Callback):
             raise not_written(e, what, self._store.path) from e
         self._steps.add(step)
         if self.num_rows:
-            print("\n" + table_text(table, self.num_rows), flush=True)
+            _console.say("\n" + table_text(table, self.num_rows))
 
 
 def _checked(table):

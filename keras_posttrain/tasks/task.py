@@ -5,7 +5,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain import optimizers
+from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
@@ -470,7 +470,7 @@ class Task(keras.Model):
         *,
         num_samples=0,
         max_tokens=256,
-        verbose=0,
+        verbose="auto",
         **kwargs,
     ):
         """Computes the loss and metrics of rows, as means over all tokens.
@@ -483,7 +483,9 @@ class Task(keras.Model):
                 token with loss.
             max_tokens: int, the maximum number of new tokens of such a
                 completion.
-            verbose: as in Keras.
+            verbose: 0 prints nothing; `"auto"` the report of the data if
+                rows are dropped or cut; 1 always the report, and a progress
+                bar.
 
         Returns:
             A dict of floats: `loss`, the metrics of the loss and, for a loss
@@ -499,20 +501,21 @@ class Task(keras.Model):
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
             if not is_stream(examples):
-                _show_report(report, verbose)
+                show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
-            callback_lib.show(note, verbose)
+            callback_lib.show(note, verbose not in (0, "auto"))
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
         known = ("_use_cached_eval_dataset", "steps", "callbacks")
+        hidden = verbose == "auto" or not processes.is_first()
         self._evaluating = True
         try:
             with keras_fit.epochs_may_end():
                 logs = super().evaluate(
                     x=dataset,
-                    verbose=verbose if processes.is_first() else 0,
+                    verbose=0 if hidden else verbose,
                     return_dict=True,
                     **{k: v for k, v in kwargs.items() if k in known},
                 )
@@ -521,17 +524,18 @@ class Task(keras.Model):
             self.jax_state_sync()
             self._evaluating = False
         if is_stream(examples):
-            _show_report(report, verbose)
+            show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
             checks.need_tokenizer(self.tokenizer, "num_samples")
-            logs["samples"] = complete_rows(
-                self._engine,
-                self.tokenizer,
-                itertools.islice(iter(examples), num_samples),
-                max_tokens,
-            )
+            with _console.silenced(verbose == 0):
+                logs["samples"] = complete_rows(
+                    self._engine,
+                    self.tokenizer,
+                    itertools.islice(iter(examples), num_samples),
+                    max_tokens,
+                )
         return logs
 
     # The training step
@@ -859,23 +863,24 @@ class Task(keras.Model):
         checks.own_adapter(self.policy)
         if seed is not None:
             checks.seed(seed)
-        return complete(
-            self._engine,
-            self.tokenizer,
-            prompts,
-            template_kwargs=self.chat_template_kwargs,
-            num_generations=num_generations,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            return_token_ids=return_token_ids,
-            on_text=on_text,
-            verbose=verbose,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        with _console.silenced(not verbose):
+            return complete(
+                self._engine,
+                self.tokenizer,
+                prompts,
+                template_kwargs=self.chat_template_kwargs,
+                num_generations=num_generations,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+                return_token_ids=return_token_ids,
+                on_text=on_text,
+                verbose=verbose,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+            )
 
     # Planning
 
@@ -1111,6 +1116,8 @@ class Task(keras.Model):
         checks.refuse_keras_weights("save_weights")
 
 
-def _show_report(report, verbose):
-    """Prints a report, of rows that are missing in any case."""
-    callback_lib.show(report, verbose or bool(report.dropped or report.cut))
+def show_report(report, verbose):
+    """Prints a report, with `verbose="auto"` if rows are missing."""
+    if verbose == "auto":
+        verbose = bool(report.dropped or report.cut)
+    callback_lib.show(report, verbose)
