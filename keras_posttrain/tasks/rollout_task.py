@@ -16,6 +16,7 @@ from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
+from keras_posttrain.planning import suggestion
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.batches import rollout_layout
@@ -482,6 +483,10 @@ class RolloutTask(Task):
             )
 
     # Planning
+
+    def suggest(self, dataset, *, memory=None):
+        checks.memory(memory)
+        return suggestion.of_prompts(self, dataset, memory)
 
     def example_batch(
         self, batch_size, prompt_length=None, packing=False, share_prefix=False

@@ -1,6 +1,8 @@
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.losses import SFTLoss
+from keras_posttrain.planning import suggestion
 from keras_posttrain.tasks.task import Task
+from keras_posttrain.training import checks
 
 
 class SFTTask(Task):
@@ -44,6 +46,11 @@ class SFTTask(Task):
 
     def default_loss(self):
         return SFTLoss()
+
+    def suggest(self, dataset, *, memory=None):
+        checks.memory(memory)
+        rate = suggestion.rate_by_width(self.policy)
+        return suggestion.of_rows(self, dataset, memory, rate)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
         settings = self.row_settings(name, **overrides)

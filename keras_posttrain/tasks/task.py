@@ -24,7 +24,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.planning import decode_plan, train_plan
+from keras_posttrain.planning import decode_plan, suggestion, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_fit, padding, run_state
@@ -883,6 +883,43 @@ class Task(keras.Model):
             )
 
     # Planning
+
+    def suggest(self, dataset, *, memory=None):
+        """Suggests settings for a dataset, each with its reason and source.
+
+        The sequence length follows from the lengths of the rows, packing
+        from how full batches would be, the micro-batch and rematerialisation
+        from an estimate of the memory, and the batch size from the number of
+        rows. The learning rate is that of `optimizer="auto"`, for
+        `kpt.SFTTask` by the width of the model, and depends on the scale of
+        an adapter. Nothing is compiled and the task is not changed; it need
+        not be compiled, except for a loss whose rows differ.
+
+        Args:
+            dataset: as in `fit`. Of a stream, the first 4,096 rows are read.
+            memory: float or `None`, the bytes of a device, weights included;
+                `None` for what is there.
+
+        Returns:
+            A `Suggestion`; `print` shows it. Its `compile` and `fit` are
+            dicts of arguments, and its `task` those for making the task,
+            such as `sequence_length`. What cannot be known is left out.
+
+        Raises:
+            ValueError: for rows that cannot be trained on, and for an
+                iterator that could not be read again.
+
+        Example:
+
+        ```python
+        s = task.suggest(rows)
+        print(s)
+        task.compile(**s.compile)
+        task.fit(rows, **s.fit)
+        ```
+        """
+        checks.memory(memory)
+        return suggestion.of_rows(self, dataset, memory)
 
     def plan(
         self,
