@@ -43,7 +43,8 @@ class CompletionsLog(keras.callbacks.Callback):
     Args:
         directory: str or path, created if missing.
         every: int, steps between two rollouts that are written and shown.
-        num_rows: int, completions to show in the terminal, 0 for none.
+        num_rows: int, completions to show in the terminal, 0 for none. With
+            `verbose=0` none is shown.
         format: `"jsonl"`, or `"parquet"`, which needs pyarrow.
 
     Example:
