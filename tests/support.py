@@ -53,6 +53,24 @@ def spread_adapter(task):
         b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
 
 
+def check_most(check, seeds):
+    """Asserts that a check holds for most of an odd number of seeds.
+
+    The course of a run that learns hangs on the rounding of its CPU. Ends as
+    soon as most have passed or failed.
+    """
+    failures, enough = [], len(seeds) // 2 + 1
+    for count, seed in enumerate(seeds):
+        if count - len(failures) == enough:
+            break
+        try:
+            check(seed)
+        except AssertionError as error:
+            failures.append(error)
+            if len(failures) == enough:
+                raise
+
+
 def read_log(directory):
     lines = (pathlib.Path(directory) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in lines.splitlines()]

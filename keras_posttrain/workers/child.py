@@ -46,10 +46,7 @@ def serve(connection, parent):
     _limit_memory(settings["max_bytes"])
     reply("ready", None)
     while True:
-        try:
-            data = connection.recv_bytes()
-        except EOFError:
-            _end()
+        data = connection.recv_bytes()
         _limit_time(settings["seconds"])
         try:
             answer = "value", function(**pickle.loads(data))
@@ -152,7 +149,11 @@ def _limit_time(seconds):
 
 
 if __name__ == "__main__":
-    serve(
-        multiprocessing.connection.Connection(int(sys.argv[1])),
-        int(sys.argv[2]),
-    )
+    try:
+        serve(
+            multiprocessing.connection.Connection(int(sys.argv[1])),
+            int(sys.argv[2]),
+        )
+    except (EOFError, OSError):
+        # The other process has ended, before it has read an answer or after.
+        _end()

@@ -83,8 +83,10 @@ def peak(function):
 def main(folder):
     """Peaks of loading and writing; these devices are in host memory."""
     size = make_model(folder / "model")
-    # What the first model brings: KerasHub's modules, programs.
-    presets.load_causal_lm(REFERENCE / "models/llama3")
+    # What the first model brings: KerasHub's modules, programs, and
+    # TensorFlow, which Keras imports as it saves one.
+    first = presets.load_causal_lm(REFERENCE / "models/llama3")
+    presets.save_to_preset(first, folder / "first")
     keras.distribution.set_distribution(mesh("4x2"))
     model, most = peak(
         lambda: presets.load_causal_lm(folder / "model", dtype="bfloat16")

@@ -537,8 +537,8 @@ def test_hidden_states_by_hand():
     9 / 3, their mean 3. Cosines of (3, 4) and (1, 0): 0.6, of equal vectors
     1: (0.4 + 0) / 2. A vector of zeros has a distance of 1 and no gradient."""
     student = np.array([[1.0, 2.0, 2.0], [0.0, 0.0, 3.0]])
-    got = losses.hidden_state_loss(student, np.zeros((2, 3)))
-    assert_close(got, 3)
+    got = losses.hidden_state_loss(student[None, None], np.zeros((1, 1, 2, 3)))
+    assert_close(got, [[3]])
     student = np.array([[3.0, 4.0], [5.0, 5.0]])
     teacher = np.array([[1.0, 0.0], [5.0, 5.0]])
     assert_close(losses.hidden_state_loss(student, teacher, "cosine"), 0.2)

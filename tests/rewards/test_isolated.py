@@ -194,7 +194,8 @@ def pid_of(completions):
 def test_processes_are_started_once_and_end_with_their_owner():
     reward = kpt.rewards.Isolated(pid_of)
     pids = set(score(reward, ["a"] * 40))
-    assert pids == set(score(reward, ["a"] * 40)) | pids
+    # One that starts slowly may serve the second call alone.
+    pids |= set(score(reward, ["a"] * 40))
     assert len(pids) <= reward._workers.count
     assert all(map(running, map(int, pids)))
     other = copy.deepcopy(reward)
@@ -237,20 +238,23 @@ def test_a_forked_process_has_its_own():
     assert workers.call(**call) == [["text", "1"]]
 
 
-@pytest.mark.parametrize("how", ["bomb", "sleep", "idle"])
+@pytest.mark.parametrize("how", ["bomb", "sleep", "idle", "unread"])
 def test_they_end_with_a_process_that_is_killed(how, tmp_path):
     """Also one whose interpreter is held, and processes that it started."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
             """
-            import os, pathlib, subprocess, sys, time
+            import os, pathlib, signal, subprocess, sys, time
             sys.path.insert(0, sys.argv[2])
             from keras_posttrain.workers.pool import Workers
             import cloudpickle
 
             def f(completions):
                 child = subprocess.Popen(["sleep", "600"])
+                if completions[0] == "unread":
+                    # This process will not read the answer.
+                    os.kill(os.getppid(), signal.SIGSTOP)
                 print(os.getpid(), child.pid, flush=True)
                 if completions[0] == "bomb":
                     9**eval("9**9**9")

@@ -1,5 +1,6 @@
 """GRPO with vLLM learns what it learns with the native engine."""
 
+import functools
 import importlib.util
 
 import keras
@@ -7,6 +8,7 @@ import keras_hub
 import pytest
 
 from keras_posttrain.rollout import NativeRollout, VLLMRollout
+from tests.support import check_most
 from tests.tasks import test_grpo_learning as arithmetic
 
 pytestmark = [
@@ -35,15 +37,13 @@ def tiny_model(seed):
     return keras_hub.models.Qwen3CausalLM(backbone)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("engine", [NativeRollout, VLLMRollout])
-def test_it_learns(monkeypatch, engine, seed):
+def test_it_learns(monkeypatch, engine):
     monkeypatch.setattr(arithmetic, "tiny_model", tiny_model)
     rollout = engine()
     try:
-        before, after = arithmetic.learn("grpo", seed, rollout)
+        check_most(
+            functools.partial(arithmetic.check, rollout=rollout), (0, 1, 2)
+        )
     finally:
         rollout.stop()
-    print(engine.__name__, seed, before, after)
-    assert before <= 0.2
-    assert after >= 0.8
