@@ -30,6 +30,9 @@ def say(text):
 def write(text):
     """Writes to the standard output, in characters that it can encode."""
     out = sys.stdout
+    if out is None:
+        # As `print` does.
+        return
     encoding = getattr(out, "encoding", None) or "utf-8"
     with _lock:
         out.write(text.encode(encoding, "replace").decode(encoding))

@@ -300,7 +300,33 @@ def test_terminals_of_40_80_and_200_columns():
     assert "mean_token_accuracy" in first[1]
     # What takes long is named.
     assert "scoring" in raw and "compiling" in raw
-    assert re.search(r"sampling \d/8", raw)
+
+
+def test_what_a_rollout_is_doing(monkeypatch):
+    class Recorder(displays.Lines):
+        def update(self, status):
+            shown.add(status.activity)
+
+    def slow(completions):
+        time.sleep(0.2)
+        return contract.odd(completions)
+
+    shown = set()
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    task = contract.make(
+        contract.TASKS["grpo"],
+        keras.optimizers.SGD(1e-3),
+        compiled={"rewards": [slow]},
+    )
+    rows = contract.PROMPTS[:2]
+    task.fit(
+        rows,
+        batch_size=2,
+        validation_data=rows,
+        callbacks=[kpt.callbacks.Progress(display=Recorder())],
+    )
+    names = {re.sub(r"\d+/|, .*", "", x) for x in shown if x}
+    assert names >= {"sampling 8", "scoring", "preparing batches", "training"}
 
 
 # The notebook
