@@ -75,10 +75,9 @@ class Task(keras.Model):
 
     # The learning rates of `optimizer="auto"`: with an adapter, and without.
     auto_learning_rates = (2e-4, 2e-5)
-    # Why a step with a finite gradient may change nothing, for the last line
-    # of the progress bar.
+    # Why a step with a finite gradient may change nothing, for messages.
     skipped_because = "no token carried loss"
-    # The metrics of the progress bar; `None` for all.
+    # The metrics that progress shows, in this order; `None` for all.
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
     can_share_prefix = False
