@@ -466,3 +466,14 @@ def test_distillation_is_compared_with_both_libraries(distill_summary):
         "- peak memory over TRL GKD: 0.40",
     ):
         assert line in text
+
+
+def test_the_best_learning_rate_is_that_of_a_parabola(folder):
+    """In the logarithm: of losses (log2 rate - 0.25)^2 it is 2^0.25."""
+    lowest = load("learning_rate").lowest
+    powers = np.arange(-2.0, 3.0)
+    found = lowest(list(2.0**powers), list((powers - 0.25) ** 2))
+    assert found == pytest.approx(2**0.25)
+    # At the end of a grid it is the end, or near it.
+    found = lowest([1.0, 2.0, 4.0], [3.0, 2.0, 1.0])
+    assert 2.0 <= found <= 4.0

@@ -15,6 +15,7 @@ LEVELS = {
     "workers": -1,
     "losses": 0,
     "_compilation_cache": 0,
+    "_console": -1,
     "_tensorflow": 0,
     "_variables": 0,
     "data": 0,

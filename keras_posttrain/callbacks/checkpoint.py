@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.callbacks import callback_state
 from keras_posttrain.callbacks.directories import (
     advice,
@@ -350,11 +351,10 @@ class Checkpoint(keras.callbacks.Callback):
         epochs = self.params["epochs"]
         done = self.model.run.state.initial_epoch
         if done >= epochs and processes.is_first():
-            print(
+            _console.say(
                 f"The run in {str(self.directory)!r} is finished, at step "
                 f"{self._saved}: nothing is trained. To train further, use "
-                f"more epochs than {epochs}, or another directory.",
-                flush=True,
+                f"more epochs than {epochs}, or another directory."
             )
 
     def _override(self, changed):
@@ -372,10 +372,9 @@ class Checkpoint(keras.callbacks.Callback):
                     if pair[0] is not optimizer._learning_rate
                 ]
             if processes.is_first():
-                print(
+                _console.say(
                     f"Resuming from step {self._saved} with the optimizer's "
-                    f"{name} {new!r} instead of {old!r}.",
-                    flush=True,
+                    f"{name} {new!r} instead of {old!r}."
                 )
 
     def _try(self, handler, folder, args):
@@ -404,10 +403,9 @@ class Checkpoint(keras.callbacks.Callback):
         for step in later:
             self._manager.delete(step)
         if later and processes.is_first():
-            print(
+            _console.say(
                 f"Resuming from step {self._saved}; removed the checkpoints "
-                f"of steps {sorted(later)}.",
-                flush=True,
+                f"of steps {sorted(later)}."
             )
 
     def _delete_damaged(self, failures):
@@ -421,11 +419,10 @@ class Checkpoint(keras.callbacks.Callback):
             )
         for step, error in failures:
             if processes.is_first():
-                print(
+                _console.say(
                     f"Checkpoint of step {step} is damaged "
                     f"({error.split(':')[0]}); resuming from step "
-                    f"{self._saved}.",
-                    flush=True,
+                    f"{self._saved}."
                 )
             self._manager.delete(step)
 

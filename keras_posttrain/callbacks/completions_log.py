@@ -9,6 +9,7 @@ import shutil
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.callbacks.directories import (
     as_path,
     lock,
@@ -43,7 +44,8 @@ class CompletionsLog(keras.callbacks.Callback):
     Args:
         directory: str or path, created if missing.
         every: int, steps between two rollouts that are written and shown.
-        num_rows: int, completions to show in the terminal, 0 for none.
+        num_rows: int, completions to show in the terminal, 0 for none. With
+            `verbose=0` none is shown.
         format: `"jsonl"`, or `"parquet"`, which needs pyarrow.
 
     Example:
@@ -141,7 +143,7 @@ class CompletionsLog(keras.callbacks.Callback):
             raise not_written(e, what, self._store.path) from e
         self._steps.add(step)
         if self.num_rows:
-            print("\n" + table_text(table, self.num_rows), flush=True)
+            _console.say("\n" + table_text(table, self.num_rows))
 
 
 def _checked(table):

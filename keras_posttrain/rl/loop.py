@@ -5,6 +5,7 @@ calls them, then the interface for checkpoints.
 """
 
 import contextlib
+import dataclasses
 import math
 import random
 import time
@@ -13,12 +14,29 @@ import jax
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, monitors, run_state
 from keras_posttrain.training.step import counters
+
+
+@dataclasses.dataclass
+class Activity:
+    """What a run is doing, for the progress that it shows.
+
+    Attributes:
+        name: str.
+        since: float, when it began, by `time.perf_counter`.
+        done, total: ints, samples; 0 of 0 where none are counted.
+    """
+
+    name: str
+    since: float
+    done: int = 0
+    total: int = 0
 
 
 class RolloutRun:
@@ -69,6 +87,10 @@ class RolloutRun:
         self.is_waiting = False
         self.async_sampler = self.last_rollout = None
         self._means = Means()
+        self._begin("sampling")
+
+    def _begin(self, name):
+        self.activity = Activity(name, time.perf_counter())
 
     def _epoch_size(self):
         """Steps of an epoch; `None` where it depends on rewards, or of a
@@ -129,7 +151,8 @@ class RolloutRun:
         engine, self.is_running = self.engine, True
         engine.overlaps = self.settings.max_staleness > 0
         try:
-            yield
+            with _console.silenced(self.settings.silent):
+                yield
         except BaseException:
             self._stop_sampling()
             engine.stop()
@@ -167,9 +190,13 @@ class RolloutRun:
         self.is_waiting = True
         try:
             if self.async_sampler is not None:
+                self._begin("waiting for samples")
                 round = self.async_sampler.next()
             else:
-                round = self.score(self.sample(self.state.step))
+                self._begin("sampling")
+                round = self.sample(self.state.step)
+                self._begin("scoring")
+                round = self.score(round)
             self.is_waiting = False
         except BaseException:
             self.is_waiting = False
@@ -196,8 +223,25 @@ class RolloutRun:
 
     def generate(self, requests):
         """Returns the engine's completions of requests, a list of lists."""
-        engine = self.async_sampler or self.engine
-        return engine.generate(requests)
+        if self.async_sampler is not None:
+            return self.async_sampler.generate(requests)
+        if not self.settings.verbose:
+            return self.engine.generate(requests)
+        before, self.activity = (
+            self.activity,
+            Activity(
+                "sampling",
+                time.perf_counter(),
+                total=sum(r.num_generations for r in requests),
+            ),
+        )
+        try:
+            return self.engine.generate(requests, progress=self._count)
+        finally:
+            self.activity = before
+
+    def _count(self, samples):
+        self.activity.done += samples
 
     def score(self, round):
         """Scores a sampled `Round`."""
@@ -205,6 +249,7 @@ class RolloutRun:
 
     def collect(self, round):
         """Builds the batches of a rollout, one for each optimizer step."""
+        self._begin("preparing batches")
         collection = self.collector.build(round)
         self.at_rest = False
         self.last_rollout = collection.table
@@ -214,6 +259,7 @@ class RolloutRun:
 
     def update(self, batch):
         """Makes one optimizer step and returns its metrics, floats."""
+        self._begin("training")
         start, state = time.perf_counter(), self.state
         groups = self._saved.variables()
         changing = {k: [v.value for v in group] for k, group in groups.items()}
@@ -239,6 +285,7 @@ class RolloutRun:
 
     def sync(self):
         """Gives the engine the new weights after a rollout."""
+        self._begin("sending weights")
         start = time.perf_counter()
         if self.async_sampler is None:
             self.engine.sync_weights()
@@ -264,6 +311,7 @@ class RolloutRun:
         """Evaluates the held-out rows, where there are any."""
         if self._validate is None:
             return {}
+        self._begin("validating")
         callbacks.on_test_begin()
         logs = self._validate()
         callbacks.on_test_end(logs)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.reward import name as reward_name
@@ -173,10 +174,9 @@ class Sampler:
         )
         for name, entry in report.items():
             if entry["skipped"]:
-                print(
+                _console.say(
                     f"Step {step + 1}: {entry['skipped']} rewards of "
-                    f"{name!r} were left out. {entry['error']}",
-                    flush=True,
+                    f"{name!r} were left out. {entry['error']}"
                 )
         return rewards.reshape(len(prompts), many, -1)
 

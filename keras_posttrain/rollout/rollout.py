@@ -179,7 +179,8 @@ class Rollout(keras.callbacks.Callback):
                 during sampling with new tokens of a sample, in order. The
                 first two arguments are the index of the request and that of
                 the sample within it.
-            progress: bool, whether to show a progress bar.
+            progress: bool, whether to show a progress bar, or a function
+                that is called with numbers of samples that are done.
 
         Returns:
             A list with, for each request, the list of its `Completion`s.
@@ -434,6 +435,17 @@ def _check_fits(what, tokens, new_tokens, max_length):
         f"{tokens + new_tokens} in all. Shorten it"
         + (" or lower `max_tokens`." if new_tokens else ".")
     )
+
+
+def sample_counter(progress, requests):
+    """Returns a function that counts samples that are done, or `None`.
+
+    `progress` is that of `Rollout.generate`.
+    """
+    if not progress or callable(progress):
+        return progress or None
+    total = sum(r.num_generations for r in requests)
+    return keras.utils.Progbar(total, unit_name="sample").add
 
 
 @contextlib.contextmanager

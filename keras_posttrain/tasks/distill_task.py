@@ -41,6 +41,7 @@ from keras_posttrain.losses import (
 from keras_posttrain.models import presets
 from keras_posttrain.models.feature_maps import feature_maps
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.planning import suggestion
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.collector import ForwardPass
 from keras_posttrain.rl.loop import RolloutRun
@@ -628,6 +629,12 @@ class DistillTask(Task):
                 # The student may change before training begins.
                 self.companions, self.cached = {}, None
                 self._renew_step()
+
+    def suggest(self, dataset, *, memory=None):
+        if self.on_policy < 1.0:
+            return super().suggest(dataset, memory=memory)
+        checks.memory(memory)
+        return suggestion.of_prompts(self, dataset, memory)
 
     def example_batch(self, batch_size, **kwargs):
         distill_checks.plannable(

@@ -6,7 +6,7 @@ from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import keras_words
 from keras_posttrain.training import preference_checks as checks
-from keras_posttrain.training.callbacks import moves_reference
+from keras_posttrain.training.callbacks import moves_reference, show
 from keras_posttrain.training.frozen import Untracked, make_reference
 from keras_posttrain.training.frozen_cache import (
     FrozenCache,
@@ -127,7 +127,7 @@ class DPOTask(PreferenceTask):
             self._make_reference(moves)
             if self._verbose and self.reference.num_bytes:
                 size = self.reference.num_bytes / 2**20
-                print(f"reference: {size:,.1f} MiB", flush=True)
+                show(f"reference: {size:,.1f} MiB", self._verbose)
         if self.cached is None:
             checks.reference_packs(self.reference, self.packs)
             return

@@ -4,16 +4,19 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 
-from keras_posttrain import optimizers
+from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.batches.prompt_stream import prompt_order
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.prompts import Prompt, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
+from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
+from keras_posttrain.planning import suggestion
 from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.batches import rollout_layout
@@ -22,7 +25,7 @@ from keras_posttrain.rl.evaluation import evaluate_prompts
 from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Sampler
 from keras_posttrain.rollout.rollout import ready_engine
-from keras_posttrain.tasks.task import Task
+from keras_posttrain.tasks.task import Task, show_report
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_words, padding
 from keras_posttrain.training.frozen import Untracked, make_reference
@@ -43,8 +46,9 @@ class RolloutTask(Task):
 
     auto_learning_rates = (1e-5, 1e-6)
     shown_metrics = (
-        "loss",
         "reward",
+        "loss",
+        "pass@1",
         "reward_std",
         "frac_reward_zero_std",
         "completions/mean_length",
@@ -52,7 +56,6 @@ class RolloutTask(Task):
         "entropy",
         "kl",
         "grad_norm",
-        "pass@1",
     )
     skipped_because = "the completions of each prompt earned the same"
     can_share_prefix = True
@@ -427,7 +430,7 @@ class RolloutTask(Task):
         correct_reward=1.0,
         answer=None,
         seed=0,
-        verbose=0,
+        verbose="auto",
     ):
         """Samples completions and scores them.
 
@@ -442,7 +445,9 @@ class RolloutTask(Task):
             answer: function from the text of a completion to the answer that
                 `maj@k` votes on, or `None` for the text itself.
             seed: int, of the samples.
-            verbose: bool, whether to print the report of the data.
+            verbose: 0 prints nothing; `"auto"` the report of the data if
+                prompts are dropped or cut; 1 always the report, and a
+                progress bar.
 
         Returns:
             A dict of floats: `reward` and the other metrics of rewards and
@@ -463,8 +468,7 @@ class RolloutTask(Task):
         if not _are_prepared(dataset):
             prompts, report = self.prepare_prompts(dataset)
             prompts = list(prompts)
-            shown = verbose or bool(report.dropped or report.cut)
-            callback_lib.show(report, shown)
+            show_report(report, verbose)
         sampling = dataclasses.replace(
             self.sampling,
             num_generations=num_generations,
@@ -472,8 +476,16 @@ class RolloutTask(Task):
         )
         running = self.run is not None and self.run.is_running
         generate = self.run.generate if running else self.rollout.generate
+        if not running and verbose not in (0, "auto") and processes.is_first():
+            bar = keras.utils.Progbar(
+                len(prompts) * num_generations, unit_name="sample"
+            )
+            generate = functools.partial(generate, progress=bar.add)
         sampler = Sampler(generate, sampling, self.scoring, self.tokenizer)
-        with ready_engine(self.rollout, self, running):
+        with (
+            _console.silenced(verbose == 0),
+            ready_engine(self.rollout, self, running),
+        ):
             return evaluate_prompts(
                 sampler,
                 prompts,
@@ -485,6 +497,10 @@ class RolloutTask(Task):
             )
 
     # Planning
+
+    def suggest(self, dataset, *, memory=None):
+        checks.memory(memory)
+        return suggestion.of_prompts(self, dataset, memory)
 
     def example_batch(
         self, batch_size, prompt_length=None, packing=False, share_prefix=False

@@ -1,5 +1,6 @@
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.losses import SFTLoss
+from keras_posttrain.planning import suggestion
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import checks, keras_words
 
@@ -58,6 +59,11 @@ class SFTTask(Task):
         loss = self.default_loss() if loss == "auto" else loss
         checks.loss_of_completions(loss)
         super().compile(optimizer, loss, **kwargs)
+
+    def suggest(self, dataset, *, memory=None):
+        checks.memory(memory)
+        rate = suggestion.rate_by_width(self.policy)
+        return suggestion.of_rows(self, dataset, memory, rate)
 
     def prepare(self, dataset, name="dataset", train_on=None, **overrides):
         settings = self.row_settings(name, **overrides)

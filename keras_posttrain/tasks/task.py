@@ -5,7 +5,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain import optimizers
+from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
@@ -24,7 +24,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.planning import decode_plan, train_plan
+from keras_posttrain.planning import decode_plan, suggestion, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import (
@@ -84,10 +84,9 @@ class Task(keras.Model):
 
     # The learning rates of `optimizer="auto"`: with an adapter, and without.
     auto_learning_rates = (2e-4, 2e-5)
-    # Why a step with a finite gradient may change nothing, for the last line
-    # of the progress bar.
+    # Why a step with a finite gradient may change nothing, for messages.
     skipped_because = "no token carried loss"
-    # The metrics of the progress bar; `None` for all.
+    # The metrics that progress shows, in this order; `None` for all.
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
     can_share_prefix = False
@@ -490,7 +489,7 @@ class Task(keras.Model):
         *,
         num_samples=0,
         max_tokens=256,
-        verbose=0,
+        verbose="auto",
         **kwargs,
     ):
         """Computes the loss and metrics of rows, as means over all tokens.
@@ -503,7 +502,9 @@ class Task(keras.Model):
                 token with loss.
             max_tokens: int, the maximum number of new tokens of such a
                 completion.
-            verbose: as in Keras.
+            verbose: 0 prints nothing; `"auto"` the report of the data if
+                rows are dropped or cut; 1 always the report, and a progress
+                bar.
 
         Returns:
             A dict of floats: `loss`, the metrics of the loss and, for a loss
@@ -524,19 +525,20 @@ class Task(keras.Model):
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
             if not is_stream(examples):
-                _show_report(report, verbose)
+                show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
-            callback_lib.show(note, verbose)
+            callback_lib.show(note, verbose not in (0, "auto"))
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
+        hidden = verbose == "auto" or not processes.is_first()
         self._evaluating = True
         try:
             with keras_fit.epochs_may_end():
                 logs = super().evaluate(
                     x=dataset,
-                    verbose=verbose if processes.is_first() else 0,
+                    verbose=0 if hidden else verbose,
                     return_dict=True,
                     **of_keras,
                 )
@@ -545,17 +547,18 @@ class Task(keras.Model):
             self.jax_state_sync()
             self._evaluating = False
         if is_stream(examples):
-            _show_report(report, verbose)
+            show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
         if num_samples:
             checks.need_tokenizer(self.tokenizer, "num_samples")
-            logs["samples"] = complete_rows(
-                self._engine,
-                self.tokenizer,
-                itertools.islice(iter(examples), num_samples),
-                max_tokens,
-            )
+            with _console.silenced(verbose == 0):
+                logs["samples"] = complete_rows(
+                    self._engine,
+                    self.tokenizer,
+                    itertools.islice(iter(examples), num_samples),
+                    max_tokens,
+                )
         return logs
 
     # The training step
@@ -885,25 +888,63 @@ class Task(keras.Model):
         checks.own_adapter(self.policy)
         if seed is not None:
             checks.seed(seed)
-        return complete(
-            self._engine,
-            self.tokenizer,
-            prompts,
-            template_kwargs=self.chat_template_kwargs,
-            num_generations=num_generations,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            return_token_ids=return_token_ids,
-            on_text=on_text,
-            verbose=verbose,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        with _console.silenced(not verbose):
+            return complete(
+                self._engine,
+                self.tokenizer,
+                prompts,
+                template_kwargs=self.chat_template_kwargs,
+                num_generations=num_generations,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+                return_token_ids=return_token_ids,
+                on_text=on_text,
+                verbose=verbose,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+            )
 
     # Planning
+
+    def suggest(self, dataset, *, memory=None):
+        """Suggests settings for a dataset, each with its reason and source.
+
+        The sequence length follows from the lengths of the rows, packing
+        from how full batches would be, the micro-batch and rematerialisation
+        from an estimate of the memory, and the batch size from the number of
+        rows. The learning rate is that of `optimizer="auto"`, for
+        `kpt.SFTTask` by the width of the model, and depends on the scale of
+        an adapter. Nothing is compiled and the task is not changed; it need
+        not be compiled, except for a loss whose rows differ.
+
+        Args:
+            dataset: as in `fit`. Of a stream, the first 4,096 rows are read.
+            memory: float or `None`, the bytes of a device, weights included;
+                `None` for what is there.
+
+        Returns:
+            A `Suggestion`; `print` shows it. Its `compile` and `fit` are
+            dicts of arguments, and its `task` those for making the task,
+            such as `sequence_length`. What cannot be known is left out.
+
+        Raises:
+            ValueError: for rows that cannot be trained on, and for an
+                iterator that could not be read again.
+
+        Example:
+
+        ```python
+        s = task.suggest(rows)
+        print(s)
+        task.compile(**s.compile)
+        task.fit(rows, **s.fit)
+        ```
+        """
+        checks.memory(memory)
+        return suggestion.of_rows(self, dataset, memory)
 
     def plan(
         self,
@@ -1136,6 +1177,8 @@ class Task(keras.Model):
         )
 
 
-def _show_report(report, verbose):
-    """Prints a report, of rows that are missing in any case."""
-    callback_lib.show(report, verbose or bool(report.dropped or report.cut))
+def show_report(report, verbose):
+    """Prints a report, with `verbose="auto"` if rows are missing."""
+    if verbose == "auto":
+        verbose = bool(report.dropped or report.cut)
+    callback_lib.show(report, verbose)

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_posttrain import _console
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.process_group import ProcessGroup
@@ -24,7 +25,7 @@ def ordered(callbacks, verbose):
     own = [Divergence()]
     if processes.count() > 1:
         own.append(ProcessGroup())
-    if verbose:
+    if verbose and not any(isinstance(c, Progress) for c in callbacks):
         own.append(Progress(verbose))
     return sorted(
         own + list(callbacks), key=lambda c: isinstance(c, Checkpoint)
@@ -68,4 +69,4 @@ def read_logs(callbacks):
 def show(report, verbose):
     """Prints a report once, in the first process."""
     if verbose and report is not None and processes.is_first():
-        print(report, flush=True)
+        _console.say(report)

@@ -1,5 +1,6 @@
 """Checks of what users pass to tasks, before anything is compiled."""
 
+import math
 import numbers
 import operator
 import os
@@ -78,6 +79,16 @@ def flag(name, value):
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(
             f"`{name}` must be True or False. Received: {name}={value!r}"
+        )
+
+
+def memory(value):
+    """Checks the `memory` of `suggest`, in bytes."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ValueError(
+            "`memory` must be a positive number of bytes, such as 24 * 2**30, "
+            f"or None for what is there. Received: memory={value!r}"
         )
 
 

@@ -6,6 +6,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.data.batches.preference import completion_key
 from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.examples import Example
@@ -52,7 +53,7 @@ class FrozenCache:
         """
         processes.check_equal({"rows that the cache lacks": sorted(missing)})
         if verbose:
-            print(f"{message} {str(self.rows.directory)!r}", flush=True)
+            _console.say(f"{message} {str(self.rows.directory)!r}")
         bar = keras.utils.Progbar(len(missing), verbose=int(bool(verbose)))
         # By length, so that no batch is longer than need be.
         keys = sorted(missing, key=lambda key: length(missing[key]))

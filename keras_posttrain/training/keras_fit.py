@@ -6,6 +6,7 @@ import warnings
 import jax
 import keras
 
+from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import TokenLoss
 from keras_posttrain.training import callbacks as callback_lib
@@ -51,7 +52,7 @@ class RowRun:
         # Keras reads it after `on_train_begin`, which restores checkpoints.
         self.model._initial_epoch = None
         try:
-            with epochs_may_end():
+            with epochs_may_end(), _console.silenced(self.settings.silent):
                 return keras.Model.fit(
                     self.model,
                     x=self.data,

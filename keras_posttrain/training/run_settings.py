@@ -11,7 +11,7 @@ from keras_posttrain.training import checks
 class RunSettings:
     """The arguments of `fit` that every run has, checked.
 
-    `verbose` is 0 in every process but the first.
+    `verbose` is 0 in every process but the first, `silent` in all or none.
     """
 
     epochs: int
@@ -21,6 +21,7 @@ class RunSettings:
     skip_steps: frozenset
     max_staleness: int = 0
     micro_batch_size: int | None = None
+    silent: bool = False
 
     @classmethod
     def of(cls, policy, packing, *, callbacks, verbose, skip_steps, **given):
@@ -35,6 +36,7 @@ class RunSettings:
         return cls(
             callbacks=callbacks,
             verbose=verbose if processes.is_first() else 0,
+            silent=verbose == 0,
             skip_steps=checks.steps_to_skip(skip_steps),
             **given,
         )

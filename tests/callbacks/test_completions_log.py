@@ -58,7 +58,7 @@ def fit(directory, steps, start=0, steps_per_rollout=1, **kwargs):
         CompletionsLog(directory, **{"num_rows": 0, **kwargs}),
     ]
     rows = random_rows(2 * steps, seed=1)
-    task.fit(rows, batch_size=2, verbose=0, callbacks=callbacks)
+    task.fit(rows, batch_size=2, verbose=2, callbacks=callbacks)
     return task
 
 

@@ -33,7 +33,7 @@ def run(directory, *, keep=5, from_step=None, skip_steps=(), stop_at=None):
         ROWS,
         batch_size=4,
         epochs=2,
-        verbose=0,
+        verbose=2,
         callbacks=callbacks,
         skip_steps=skip_steps,
     )

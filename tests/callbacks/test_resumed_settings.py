@@ -24,7 +24,7 @@ def run(directory, optimizer, epochs=1, override=(), task=None):
         ROWS,
         batch_size=4,
         epochs=epochs,
-        verbose=0,
+        verbose=2,
         callbacks=[
             kpt.callbacks.Checkpoint(directory, every=1, override=override),
             kpt.callbacks.MetricsLog(directory),

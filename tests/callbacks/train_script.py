@@ -79,7 +79,7 @@ def fit(task, directory, callbacks=(), **settings):
         packing=settings["packing"],
         validation_data=random_rows(6, seed=6),
         seed=3,
-        verbose=0,
+        verbose=2,
         callbacks=[
             kpt.callbacks.MetricsLog(directory),
             kpt.callbacks.Checkpoint(

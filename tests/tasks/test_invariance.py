@@ -193,7 +193,7 @@ def test_a_masked_batch_changes_nothing_and_says_so(capsys, tmp_path):
         np.testing.assert_array_equal(value, Watch.seen[0][key])
     assert any((start[k] != Watch.seen[1][k]).any() for k in start)
     assert int(task.optimizer.iterations.value) == 1
-    assert "1 steps changed nothing" in capsys.readouterr().out
+    assert "step 1 changed nothing" in capsys.readouterr().out
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():

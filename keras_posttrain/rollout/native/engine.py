@@ -1,6 +1,5 @@
 """The built-in engine: continuous batching on the trainer's arrays."""
 
-import functools
 import numbers
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
@@ -17,7 +17,11 @@ from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.samples import check_finite, power_of_two
 from keras_posttrain.rollout.native.schedule import Schedule
 from keras_posttrain.rollout.native.scoring import Scorer
-from keras_posttrain.rollout.rollout import Completion, Rollout
+from keras_posttrain.rollout.rollout import (
+    Completion,
+    Rollout,
+    sample_counter,
+)
 
 
 class NativeRollout(Rollout):
@@ -127,11 +131,7 @@ class NativeRollout(Rollout):
         policy = self.model.policy
         guards.check_generate(policy.causal_lm)
         self._refresh()
-        advance = None
-        if progress:
-            total = sum(r.num_generations for r in requests)
-            bar = keras.utils.Progbar(total, unit_name="sample")
-            advance = functools.partial(bar.add, 1)
+        advance = sample_counter(progress, requests)
         if not policy.packable:
             return self._decode_batches(requests, on_tokens, advance)
         schedule = Schedule(
@@ -165,7 +165,7 @@ class NativeRollout(Rollout):
             for completion in samples:
                 check_finite(i, completion.per_token_logps)
                 if advance is not None:
-                    advance()
+                    advance(1)
         return done
 
     def _refresh(self):
@@ -263,11 +263,10 @@ class NativeRollout(Rollout):
         if not self._reported_slots:
             self._reported_slots = True
             if processes.is_first():
-                print(
+                _console.say(
                     f"NativeRollout: up to {slots} slots of {tokens} tokens, "
                     f"{readable(slots // shards * per_slot)} of cache a "
-                    f"device (budget {readable(budget)})",
-                    flush=True,
+                    f"device (budget {readable(budget)})"
                 )
         needed = power_of_two(-(-samples // shards)) * shards
         return min(slots, needed)

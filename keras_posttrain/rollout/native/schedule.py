@@ -29,7 +29,7 @@ class Schedule:
 
     Requests have seeds. `slots_for(tokens, samples)` returns the number of
     slots of `tokens` to use, `is_interrupted()` whether to end early.
-    `version` is that of the weights; `progress` is called when a sample has
+    `version` is that of the weights; `progress` is called with 1 when one has
     ended.
     """
 
@@ -200,4 +200,4 @@ class Schedule:
             sample.finish(out["stopped"][slot])
             self.occupants[slot] = None
             if self.progress is not None:
-                self.progress()
+                self.progress(1)

@@ -5,11 +5,15 @@ import shutil
 import time
 import uuid
 
-import keras
 import numpy as np
 
 from keras_posttrain.rollout.native.samples import check_finite
-from keras_posttrain.rollout.rollout import Completion, Rollout, Scores
+from keras_posttrain.rollout.rollout import (
+    Completion,
+    Rollout,
+    Scores,
+    sample_counter,
+)
 from keras_posttrain.rollout.vllm import jobs as vllm_jobs
 from keras_posttrain.rollout.vllm import settings, tpu
 from keras_posttrain.rollout.vllm import weights as vllm_weights
@@ -301,16 +305,13 @@ class VLLMRollout(Rollout):
         for i, request in enumerate(requests):
             vllm_jobs.check_temperature(i, request)
         jobs = {i: vllm_jobs.sampling_job(r) for i, r in enumerate(requests)}
-        bar = None
-        if progress:
-            total = sum(r.num_generations for r in requests)
-            bar = keras.utils.Progbar(total, unit_name="sample")
+        advance = sample_counter(progress, requests)
         stream = on_tokens and _TokenStream(requests, on_tokens)
         started, done = time.perf_counter(), [None] * len(requests)
         for i, result in self._run(jobs, stream, self._interrupted()):
             done[i] = self._completions(i, requests[i], result)
-            if bar is not None:
-                bar.add(len(done[i]))
+            if advance is not None:
+                advance(len(done[i]))
         seconds = time.perf_counter() - started
         tokens = sum(len(c.token_ids) for samples in done for c in samples)
         if tokens:
