@@ -4,6 +4,7 @@ import numbers
 import os
 import signal
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -419,10 +420,12 @@ class Checkpoint(keras.callbacks.Callback):
             )
         for step, error in failures:
             if processes.is_first():
-                _console.say(
+                # Also where `verbose` is 0: steps are lost.
+                warnings.warn(
                     f"Checkpoint of step {step} is damaged "
                     f"({error.split(':')[0]}); resuming from step "
-                    f"{self._saved}."
+                    f"{self._saved}.",
+                    stacklevel=2,
                 )
             self._manager.delete(step)
 

@@ -580,17 +580,14 @@ DAMAGES = [
 # TensorStore continues reading after Orbax has raised an error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped(damage, straight, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped(damage, straight, tmp_path):
     with pytest.raises(Interrupted):
         fit(fresh_task(), tmp_path, [At(9, interrupt)], every=2)
     assert steps_saved(tmp_path) == [6, 8]
     damage(tmp_path / "checkpoints" / "8")
-    capsys.readouterr()
     task = fresh_task()
-    fit(task, tmp_path, every=2)
-    printed = capsys.readouterr().out
-    assert "step 8 is damaged" in printed
-    assert "resuming from step 6" in printed
+    with pytest.warns(match="step 8 is damaged .* resuming from step 6"):
+        fit(task, tmp_path, every=2)
     assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
 
 

@@ -560,7 +560,7 @@ def test_what_plan_refuses_of_layouts():
     task.compile(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match="SFTTask have no prompt"):
         task.plan("v5e:2x2", share_prefix=True)
-    with pytest.raises(ValueError, match="`packing` must be a positive int"):
+    with pytest.raises(ValueError, match="`packing` must be True, False or"):
         task.plan("v5e:2x2", packing=-1)
     task = shaped(kind=kpt.DPOTask)
     task.compile(keras.optimizers.SGD(0.1))
