@@ -169,6 +169,7 @@ def test_more_prompts_than_a_step_of_vllm_takes(engine):
 
 def test_wrong_weights_stop_the_run(engine, monkeypatch):
     """If the weights of vLLM differ, the error has both numbers."""
+    engine.sync_weights()
     weights, version = engine._weights, engine.weight_version
     true = type(weights).arrays
 
@@ -176,8 +177,6 @@ def test_wrong_weights_stop_the_run(engine, monkeypatch):
         for name, array in true(self, names):
             yield name, array * (1.5 if name == "model.norm.weight" else 1)
 
-    engine.sync_weights()
-    version = engine.weight_version
     monkeypatch.setattr(type(weights), "arrays", one_is_off)
     with pytest.raises(RuntimeError) as error:
         engine.sync_weights()
