@@ -99,7 +99,8 @@ def check_killed_runs(name, numbers, folder, atol=0.0):
         numbers: list of signals.
         folder: `pathlib.Path`, an empty directory.
         atol: float, how far weights may be off. Where it is 0 the log is
-            compared too.
+            compared too; where it is infinite, no run equals another, as
+            when rollouts run ahead, and only the steps are compared.
     """
     rng = random.Random(name)
     cache, shared = folder / "cache", pathlib.Path("/dev/shm")
@@ -122,17 +123,19 @@ def check_killed_runs(name, numbers, folder, atol=0.0):
                 found[path], value, rtol=0, atol=atol, err_msg=path
             )
         ours, theirs = map(contract.log_of, (straight, directory))
-        assert len(ours) == len(theirs)
+        steps = [[line["step"] for line in log] for log in (ours, theirs)]
+        assert steps[0] == steps[1]
         assert atol or json.dumps(ours) == json.dumps(theirs)
     if shared.exists():
         assert set(shared.iterdir()) <= before
 
 
 def test_a_run_ends_by_signals_and_goes_on(tmp_path):
-    check_killed_runs("grpo_ahead", IN_CI, tmp_path)
+    check_killed_runs("grpo", IN_CI, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_ends_by_signals_and_goes_on(name, tmp_path):
-    check_killed_runs(name, KILLS, tmp_path)
+    atol = np.inf if name == "grpo_ahead" else 0.0
+    check_killed_runs(name, KILLS, tmp_path, atol)
