@@ -149,8 +149,18 @@ less memory. The gradient is still exactly that of the full batch, even where
 rows differ in their number of tokens. Gradients with a norm above
 `max_grad_norm` are scaled down.
 
-The learning rate is high because the model is tiny. Leave `optimizer` out to
-get AdamW with a usual rate for LoRA.
+`suggest` proposes settings for a model and its data: the learning rate, the
+batch size, the sequence length, packing, and what fits into the memory. Each
+comes with its reason and source. `task.compile(**settings.compile)` and
+`task.fit(rows, **settings.fit)` take them.
+"""
+
+settings = task.suggest(rows)
+print(settings)
+
+"""
+Here the learning rate is higher, because the model is tiny. Leave `optimizer`
+out to get AdamW with a usual rate for LoRA.
 """
 
 optimizer = keras.optimizers.AdamW(5e-3, weight_decay=0.0)

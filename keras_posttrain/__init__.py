@@ -27,6 +27,7 @@ from keras_posttrain import (
     callbacks,  # noqa: E402
     data,  # noqa: E402
     distribution,  # noqa: E402
+    episodes,  # noqa: E402
     examples,  # noqa: E402
     losses,  # noqa: E402
     rewards,  # noqa: E402
@@ -61,6 +62,7 @@ __all__ = [
     "data",
     "decay_mask",
     "distribution",
+    "episodes",
     "examples",
     "losses",
     "rewards",

@@ -42,11 +42,13 @@ def write(text):
 @contextlib.contextmanager
 def silenced(silent=True):
     """Opens a scope in which `say` prints nothing, in any thread."""
-    _state["silent"] += bool(silent)
+    with _lock:
+        _state["silent"] += bool(silent)
     try:
         yield
     finally:
-        _state["silent"] -= bool(silent)
+        with _lock:
+            _state["silent"] -= bool(silent)
 
 
 def show(live):

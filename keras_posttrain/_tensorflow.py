@@ -23,7 +23,7 @@ class _Deferred(types.ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
     def executing_eagerly(self):
-        """KerasHub asks whether TensorFlow has this as it is imported."""
+        """KerasHub looks this up when it is imported."""
         return self.__getattr__("executing_eagerly")()
 
 

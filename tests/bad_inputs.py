@@ -76,6 +76,10 @@ def sft_evaluate(t, dataset=ROWS, **kwargs):
     t.sft.evaluate(dataset, **kwargs)
 
 
+def suggest(t, dataset=ROWS, **kwargs):
+    t.sft.suggest(dataset, **kwargs)
+
+
 def dpo_fit(t, dataset=(PAIR, PAIR), **kwargs):
     t.dpo.fit(list(dataset), **kwargs)
 
@@ -402,13 +406,60 @@ for call in (sft_fit, dpo_fit, grpo_fit, sft_evaluate, grpo_evaluate):
         "`batch_size`",
         error=TypeError,
     )
+each("suggest", suggest, "memory", ["8GB", 0, -1, np.nan, True], "bytes")
+each("suggest", suggest, "dataset", [None, 3, "no.jsonl", []], "`dataset`")
+bad("suggest-column", lambda t: suggest(t, [{"txt": "a"}]), "row 0", "'txt'")
+each("grpo", grpo_compile, "episode", [3, "tools", print, []], "`episode`")
+each("grpo", grpo_compile, "episode", [reward], "async def")
+bad("grpo-nothing", lambda t: grpo_compile(t, rewards=None), "`rewards`")
+bad("play-early", lambda t: t.blank.play(), "compile")
+bad("play-no-episode", lambda t: t.grpo.play(), "episode=None")
+
+
+async def chatting(chat, secret):
+    await chat("a")
+    return 1.0
+
+
+def episode(t, function=chatting, **kwargs):
+    kpt.episodes.Episode(function, **kwargs)
+
+
+def limits(t, **kwargs):
+    kpt.episodes.Limits(**kwargs)
+
+
+def tools(t, tools=(), **kwargs):
+    kpt.episodes.Tools(tools, **kwargs)
+
+
+each("episode", episode, "limits", [3, {"turns": 4}], "`limits`", "Limits")
+each("episode", episode, "history", ["all", None], "append", "template")
+for name in ("turns", "tokens", "context", "tool_calls"):
+    each("limits", limits, name, [0, -1, 1.5, "4", True], f"`{name}`", "int")
+each("limits", limits, "concurrency", [0, None, 2.5], "`concurrency`")
+each("limits", limits, "retries", [-1, None, 0.5], "`retries`")
+for name in ("tool_seconds", "seconds"):
+    each("limits", limits, name, [0, -1.0, np.inf, "10"], "positive number")
+each("limits", limits, "after_cut", ["go on", None], "'end'", "'continue'")
+each("limits", limits, "limit_reward", [0, "none"], "'keep'", "'zero'")
+each("tools", tools, "tools", [None, [], 3, [3], "python"], "`tools`")
+bad("frozen-every", lambda t: kpt.episodes.Frozen(every=0), "`every`")
+bad("frozen-share", lambda t: kpt.episodes.Frozen(share=0), "`share`")
+bad(
+    "two-names",
+    lambda t: grpo_compile(
+        t, episode=kpt.episodes.Episode(chatting, name="reward")
+    ),
+    "different names",
+)
 bad("predict", lambda t: t.sft.predict(["a"]), "predict", "generate")
 bad("train_on_batch", lambda t: t.sft.train_on_batch(ROWS), "fit(rows")
 bad("test_on_batch", lambda t: t.sft.test_on_batch(ROWS), "evaluate(rows)")
 bad("save", lambda t: t.sft.save("a.keras"), "`save`", "export")
 bad("save_weights", lambda t: t.sft.save_weights("a.weights.h5"), "Checkpoint")
 bad("load_weights", lambda t: t.sft.load_weights("a.h5"), "load_adapter")
-bad("quantize", lambda t: t.sft.quantize("int8"), "causal_lm")
+bad("quantize", lambda t: t.sft.quantize("int8"), "export")
 bad("deepcopy", lambda t: copy.deepcopy(t.sft), "__deepcopy__", "from_task")
 bad("copy", lambda t: copy.copy(t.sft), "from_task")
 bad("get_config", lambda t: t.sft.get_config(), "from_preset")

@@ -477,3 +477,22 @@ def test_the_best_learning_rate_is_that_of_a_parabola(folder):
     # At the end of a grid it is the end, or near it.
     found = lowest([1.0, 2.0, 4.0], [3.0, 2.0, 1.0])
     assert 2.0 <= found <= 4.0
+
+
+def test_trees_hold_the_same_loss_in_all_layouts(folder):
+    """Of 8 trajectories of 128 + 4 * 128 tokens, 64 of a turn sampled."""
+    branches = load("branches")
+    for fork, turns in (("at the last turn", 3 + 8), ("at three turns", 15)):
+        rng = np.random.default_rng(0)
+        groups = [branches.tree(rng, 500, branches.FORKS[fork])]
+        found = {}
+        for layout in branches.LAYOUTS:
+            arrays, found[layout] = branches.make_batch(groups, layout)
+            assert arrays["completion_mask"].sum() == 64 * turns
+            assert arrays["sequence_mask"].sum() == pytest.approx(8)
+        assert found == {
+            "tree": 128 + 128 * turns,
+            # Three rows, each with the prompt.
+            "prompt": 3 * 128 + 8 * 4 * 128,
+            "separate": 8 * 5 * 128,
+        }

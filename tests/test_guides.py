@@ -74,19 +74,26 @@ def read_log(folder):
     return [json.loads(line) for line in lines]
 
 
-def passed_as_rewards(body):
-    """The names in `rewards=[...]` of the calls in a guide."""
-    keywords = [
-        keyword
+def passed_on(body):
+    """The names in `rewards=`, `episode=` and in calls of `kpt.episodes`."""
+    found = [
+        part
         for node in body
-        for keyword in ast.walk(node)
-        if isinstance(keyword, ast.keyword) and keyword.arg == "rewards"
+        for part in ast.walk(node)
+        if (
+            isinstance(part, ast.keyword)
+            and part.arg in ("rewards", "episode", "opponents")
+        )
+        or (
+            isinstance(part, ast.Call)
+            and ast.unparse(part.func).startswith("kpt.episodes.")
+        )
     ]
     return {
-        reward.id
-        for keyword in keywords
-        for reward in keyword.value.elts
-        if isinstance(reward, ast.Name)
+        name.id
+        for part in found
+        for name in ast.walk(part)
+        if isinstance(name, ast.Name)
     }
 
 
@@ -109,9 +116,9 @@ def test_a_guide_is_a_tutobook(path):
     assert "import keras_hub" not in source
     assert "import tokenizers" not in source
     # A guide that needs a helper function shows that the library lacks one.
-    # Rewards are functions by nature.
+    # Rewards, tools and opponents are functions by nature.
     functions = {n.name for n in body if isinstance(n, ast.FunctionDef)}
-    assert functions <= passed_as_rewards(body)
+    assert functions <= passed_on(body)
 
 
 def test_all_guides_are_run():

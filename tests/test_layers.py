@@ -25,6 +25,7 @@ LEVELS = {
     "rewards": 1,
     "rollout": 2,
     "callbacks": 2,
+    "episodes": 3,
     "training": 3,
     "rl": 4,
     "planning": 4,

@@ -6,6 +6,7 @@ a reviewer sees. Write it again with
 """
 
 import dataclasses
+import functools
 import inspect
 import pathlib
 import re
@@ -43,6 +44,7 @@ def public_classes():
     modules = [keras_posttrain, keras_posttrain.callbacks]
     modules += [keras_posttrain.losses, keras_posttrain.rewards]
     modules += [keras_posttrain.rollout, keras_posttrain.distribution]
+    modules += [keras_posttrain.episodes]
     values = [getattr(m, name) for m in modules for name in m.__all__]
     return [value for value in values if isinstance(value, type)]
 
@@ -64,7 +66,7 @@ def members(cls):
             yield f"{name}{signature(getattr(cls, name))}  # {kind}"
         elif isinstance(value, types.FunctionType):
             yield f"{name}{signature(value)}"
-        elif isinstance(value, property):
+        elif isinstance(value, (property, functools.cached_property)):
             yield f"{name}  # property"
         elif not dataclasses.is_dataclass(cls) or name not in [
             field.name for field in dataclasses.fields(cls)

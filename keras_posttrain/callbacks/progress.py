@@ -191,6 +191,8 @@ class Progress(keras.callbacks.Callback):
             return "the gradient was not finite"
         # A rollout reports how many of its groups have equal rewards, and a
         # mean of rewards if a completion has one.
+        if logs.get("episodes/failed") and "reward" not in logs:
+            return "every episode failed"
         if "frac_reward_zero_std" in logs and "reward" not in logs:
             return "no completion was given a reward"
         return self._model.skipped_because

@@ -316,6 +316,20 @@ def plannable(given, *, on_policy, cache, other):
         )
 
 
+def episode(given, tokenizer, on_policy, teachers):
+    """Returns the `Episode` of what a user passed to `compile`, or `None`."""
+    found = rl_checks.episode(given, tokenizer)
+    if found is None:
+        return None
+    if on_policy < 1.0 or len(teachers) > 1 or found.opponents:
+        raise ValueError(
+            "An episode needs on_policy=True, one teacher and no opponents. "
+            f"Received: on_policy={on_policy}, teachers={teachers.names}, "
+            f"opponents={sorted(found.opponents)}"
+        )
+    return found
+
+
 def samples(on_policy, engine, *, sequence_length, max_length, **settings):
     """Makes `(Rollout, Sampling)` of how the student samples, checked.
 

@@ -8,6 +8,7 @@ from keras_posttrain.distill.teacher_cache import (
     served_top_tokens,
     teacher_span,
 )
+from keras_posttrain.rl import episode_sampler
 from keras_posttrain.rl.collector import METRICS, Collection, Collector
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
 from keras_posttrain.training import keras_fit
@@ -24,12 +25,13 @@ class DistillCollector(Collector):
         top_k: int or `None`, tokens that are asked of the engine.
         kept_temperature: float, of the engine's log-probabilities.
         teacher_pass: `TeacherPass` for a policy gradient, else `None`.
-        generate, **kwargs: as in `Collector`.
+        generate, open_session, **kwargs: as in `Collector`.
     """
 
     def __init__(
         self,
         generate,
+        open_session=None,
         *,
         prompts,
         share,
@@ -40,7 +42,7 @@ class DistillCollector(Collector):
         teacher_pass=None,
         **kwargs,
     ):
-        super().__init__(generate, **kwargs)
+        super().__init__(generate, open_session, **kwargs)
         self.prompts, self.share = prompts, share
         self.engine, self.top_k = engine, top_k
         self.kept_temperature = kept_temperature
@@ -50,6 +52,8 @@ class DistillCollector(Collector):
     @property
     def metric_names(self):
         own = ("reverse_kl",) if self.by_policy_loss else ()
+        if self.episodes:
+            own += episode_sampler.METRICS
         return (*METRICS, *LENGTH_METRICS, *own)
 
     @property
@@ -71,12 +75,15 @@ class DistillCollector(Collector):
         groups = round.groups
         _, given = self._split(round.prompts, round.step)
         examples = [
-            self.prompts.example(group.prompt, trajectory)
+            example
             for group in groups
             for trajectory in group.trajectories
+            for example in self.prompts.examples(group.prompt, trajectory)
         ]
         examples += [self.prompts.stored[prompt.row] for prompt in given]
         metrics = round.sampler.seconds | round.metrics
+        if self.episodes:
+            metrics |= round.sampler.results()
         if groups:
             metrics |= length_metrics(groups)
         layout = self.layout
@@ -158,5 +165,5 @@ def _table(step, groups):
         "step": [step] * len(many),
         "prompt": [g.prompt.prompt for g, _ in many],
         "completion": [g.texts[i] for g, i in many],
-        "finish_reason": [g.trajectories[i].finish_reason for g, i in many],
+        "finish_reason": [g.trajectories[i].ended for g, i in many],
     }

@@ -33,12 +33,13 @@ class StudentPrompts:
     stored: dict = dataclasses.field(default_factory=dict)
     contexts: dict = dataclasses.field(default_factory=dict)
 
-    def example(self, prompt, trajectory):
-        """Returns the example of a sample, a prompt and its trajectory."""
-        new = trajectory.token_ids
-        ids = np.concatenate([np.array(prompt.token_ids, np.int32), new])
-        mask = np.zeros(len(ids), np.float32)
-        mask[len(ids) - len(new) :] = trajectory.mask
+    def examples(self, prompt, trajectory):
+        """Returns the examples of a trajectory, one for each segment."""
+        return [self._example(prompt, s) for s in trajectory.segments]
+
+    def _example(self, prompt, segment):
+        ids, mask = segment.token_ids, segment.mask
+        new = ids[len(prompt.token_ids) :]
         before, index = self.contexts.get(prompt.row, (None, None))
         theirs = source = None
         if before is not None:

@@ -119,6 +119,10 @@ from keras_posttrain.losses.reward_modeling import (
 from keras_posttrain.losses.sum_loss import (
     SumLoss,
 )
+from keras_posttrain.losses.turn_advantages import (
+    RoleAdvantages,
+    TurnAdvantages,
+)
 from keras_posttrain.losses.unpaired import (
     APOZeroUnpairedLoss,
     KTOLoss,
@@ -188,6 +192,7 @@ __all__ = [
     "ReverseKL",
     "ReverseKLLoss",
     "RobustDPOLoss",
+    "RoleAdvantages",
     "SAPOLoss",
     "SFTLoss",
     "SPPOHardLoss",
@@ -197,6 +202,7 @@ __all__ = [
     "TokenLoss",
     "TopEntropyMask",
     "TotalVariationLoss",
+    "TurnAdvantages",
     "ULDLoss",
     "VESPOLoss",
     "ValueLoss",

@@ -80,6 +80,7 @@ class OffPolicyMask:
 
     name = "off_policy"
     batch_coupled = False
+    by_sequence = True
 
     def __post_init__(self):
         check_types(self)

@@ -25,7 +25,9 @@ class PolicyTokens:
     Attributes:
         mask: the completion mask.
         segment_ids: int array of shape `(rows, length)`.
-        sequence_mask: float array of shape `(rows, num_sequences)`.
+        sequence_mask: float array of shape `(rows, num_sequences)`. The
+            slots of a trajectory of several segments add up to 1, each with
+            its share of the trajectory's loss tokens.
         logps: log-probabilities under the policy in training.
         old_logps: the same under the policy that sampled, as the trainer
             computes it. If the batch has none, `logps` without a gradient.
@@ -106,10 +108,12 @@ class PolicyTokens:
     def sequence_mean_weights(self):
         """Returns the mask divided by the length of each token's sequence.
 
-        With these weights a sum over tokens is a sum of sequence means.
+        With these weights a sum over tokens is a sum of sequence means. Of a
+        trajectory of several segments it is the mean over all of them.
         """
         length = self.sequence_sum(jnp.ones_like(self.mask))
-        return self.mask * self.spread(reductions.ratio(1.0, length))
+        shares = reductions.ratio(self.sequence_mask, length)
+        return self.mask * self.spread(shares)
 
     def spread(self, values):
         """Gives each token the value of its sequence, `(rows, length)`."""
@@ -122,8 +126,9 @@ class PolicyTokens:
 
     def sequence_metric(self, values):
         """Returns the metric of the mean of `values` over all sequences."""
-        values = jnp.where(self.sequence_mask != 0, values, 0.0)
-        return ("mean", values.sum(), self.sequence_mask.sum())
+        mask = self.sequence_mask
+        values = jnp.where(mask != 0, values * mask, 0.0)
+        return ("mean", values.sum(), mask.sum())
 
 
 def _advantages(batch):

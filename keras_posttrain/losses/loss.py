@@ -19,8 +19,8 @@ class Loss:
     the same.
 
     Subclasses define `normalizers` and `total`, and override `needs`,
-    `logps_mask`, `metric_names` and `batch_coupled` where the defaults do
-    not apply.
+    `logps_mask`, `metric_names`, `batch_coupled` and `by_sequence` where the
+    defaults do not apply.
 
     Call arguments:
         batch: dict of arrays with a leading `rows` axis. `completion_mask`
@@ -41,6 +41,13 @@ class Loss:
 
     @property
     def batch_coupled(self):
+        return False
+
+    @property
+    def by_sequence(self):
+        """Whether the loss computes one value for each sequence, such as a
+        ratio. It then needs all loss tokens of a trajectory in one segment.
+        """
         return False
 
     def logps_mask(self, batch):

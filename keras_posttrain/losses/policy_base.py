@@ -47,13 +47,15 @@ class PolicyLoss(Loss):
             `use_bias_correction_kl`, its default).
         entropy_coef: float, the weight of the entropy bonus.
         masks: tuple of `TopEntropyMask`, `OffPolicyMask` or others with
-            `name`, `batch_coupled` and `keep`.
+            `name`, `batch_coupled` and `keep`, and `by_sequence` if what
+            they keep depends on more than a token.
         correction: `ImportanceCorrection` or `None`, for rollout engines
             whose log-probabilities differ from the trainer's.
 
     Call arguments:
         batch: dict of arrays: `segment_ids` and `completion_mask`
-            `(rows, length)`; `sequence_mask` `(rows, num_sequences)`;
+            `(rows, length)`; `sequence_mask` `(rows, num_sequences)`, the
+            weight of each slot in means over sequences;
             `advantages` of either shape; `old_per_token_logps`
             `(rows, length)`, without which the samples count as on-policy;
             `rollout_per_token_logps` if there is a correction.
@@ -118,6 +120,13 @@ class PolicyLoss(Loss):
     @property
     def batch_coupled(self):
         return any(mask.batch_coupled for mask in self.masks)
+
+    @property
+    def by_sequence(self):
+        parts = (*self.masks, self.correction)
+        return self.importance_sampling_level == "sequence" or any(
+            getattr(part, "by_sequence", False) for part in parts
+        )
 
     def surrogate(self, tokens, log_ratios):
         """Computes the loss of each token before masks, correction and KL.
@@ -208,5 +217,8 @@ class PolicyLoss(Loss):
 
 
 def sequence_count(batch):
-    """Counts the sequences of a batch, a float32 scalar."""
+    """Counts the sequences of a batch, a float32 scalar.
+
+    The segments of one trajectory count as one.
+    """
     return batch["sequence_mask"].astype("float32").sum()

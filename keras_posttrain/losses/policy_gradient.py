@@ -668,6 +668,10 @@ class VESPOLoss(PolicyLoss):
             for name in (f"k_{side}", f"lambda_{side}"):
                 check(self, name, getattr(self, name) >= 0, "0 or more")
 
+    @property
+    def by_sequence(self):
+        return True
+
     def surrogate(self, tokens, log_ratios):
         log_w = tokens.sequence_sum(jax.lax.stop_gradient(log_ratios))
         if self.correction is not None:
@@ -750,6 +754,10 @@ class ReinforceLoss(PolicyLoss):
     def own_metrics(self):
         return () if self.epsilon is None else CLIP_METRICS
 
+    @property
+    def by_sequence(self):
+        return super().by_sequence or self.epsilon is not None
+
     def surrogate(self, tokens, log_ratios):
         if self.epsilon is None:
             return reinforce_loss(tokens.logps, tokens.advantages), {}
@@ -776,7 +784,8 @@ def clip_metrics(tokens, log_ratios, low, high, by_sequence):
 
     These are the shares with ratios below `low` and a negative advantage and
     above `high` and a positive one, and the minimum and maximum of these
-    shares over single sequences. `by_sequence` counts sequences instead.
+    shares over single sequences, or segments of trajectories that have
+    several. `by_sequence` counts sequences instead.
     """
     ratios = jnp.exp(jax.lax.stop_gradient(log_ratios))
     below = ((ratios < low) & (tokens.advantages < 0)).astype("float32")

@@ -78,6 +78,10 @@ class SumLoss(Loss):
     def batch_coupled(self):
         return any(loss.batch_coupled for loss in self.losses)
 
+    @property
+    def by_sequence(self):
+        return any(loss.by_sequence for loss in self.losses)
+
     def logps_mask(self, batch):
         mask = self.losses[0].logps_mask(batch)
         for loss in self.losses[1:]:

@@ -12,13 +12,15 @@ from keras_posttrain.losses.loss import Loss, check_types
 
 def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
     """Computes the reward of each token: `-beta * kl`, plus the sequence's
-    reward at its last token.
+    reward at its last token, or the token's own.
 
     The result is float32 whatever the types of the arguments are.
 
     Args:
         rewards: float array of shape `(rows, num_sequences)`. Those of
-            sequences without a token in `mask` are ignored.
+            sequences without a token in `mask` are ignored. Or one of the
+            shape of `mask`: a reward for each token, such as those of turns
+            at their last tokens; ignored outside `mask`.
         mask: float array of shape `(rows, length)`, not 0 for the tokens of
             the completions.
         segment_ids: int array of shape `(rows, length)`:
@@ -41,23 +43,30 @@ def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
     _check_shapes(mask=mask, segment_ids=segment_ids, kl=kl)
     if rewards.ndim != 2 or rewards.shape[0] != mask.shape[0]:
         raise ValueError(
-            "`rewards` must have the shape (rows, num_sequences). Received: "
-            f"rewards.shape={rewards.shape}, mask.shape={mask.shape}."
+            "`rewards` must have the shape (rows, num_sequences), or that of "
+            f"`mask`. Received: rewards.shape={rewards.shape}, "
+            f"mask.shape={mask.shape}."
         )
     mask = jnp.asarray(mask) != 0
-    segment_ids = jnp.asarray(segment_ids)
-    num_sequences = rewards.shape[1]
-    places = jnp.arange(mask.shape[1])[None, :, None]
-    ids = jnp.arange(1, num_sequences + 1)[None, None, :]
-    member = mask[:, :, None] & (segment_ids[:, :, None] == ids)
-    last = jnp.max(jnp.where(member, places, -1), axis=1)
-    is_last = member & (places == last[:, None, :])
-    values = jnp.asarray(rewards).astype("float32")[:, None, :]
-    total = jnp.sum(jnp.where(is_last, values, 0.0), axis=2)
+    rewards = jnp.asarray(rewards).astype("float32")
+    if rewards.shape == mask.shape:
+        total = jnp.where(mask, rewards, 0.0)
+    else:
+        total = _at_last_tokens(rewards, mask, jnp.asarray(segment_ids))
     if kl is None:
         return total
     kl = jnp.asarray(kl).astype("float32")
     return total - jnp.where(mask, beta * kl, 0.0)
+
+
+def _at_last_tokens(values, mask, segment_ids):
+    """Puts the value of each sequence at its last token of `mask`."""
+    places = jnp.arange(mask.shape[1])[None, :, None]
+    ids = jnp.arange(1, values.shape[1] + 1)[None, None, :]
+    member = mask[:, :, None] & (segment_ids[:, :, None] == ids)
+    last = jnp.max(jnp.where(member, places, -1), axis=1)
+    is_last = member & (places == last[:, None, :])
+    return jnp.sum(jnp.where(is_last, values[:, None, :], 0.0), axis=2)
 
 
 def generalized_advantages(

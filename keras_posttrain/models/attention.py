@@ -30,7 +30,7 @@ MAX_GROUPS = 8
 
 @contextlib.contextmanager
 def attention_scope(
-    segment_ids, positions, prefix_ids=None, *, kept=None, capture=None
+    segment_ids, positions, subtree_ends=None, *, kept=None, capture=None
 ):
     """Makes decoder layers called inside attend within segments.
 
@@ -41,9 +41,10 @@ def attention_scope(
         segment_ids: a token attends to itself and to earlier tokens of the
             same segment. 0 is padding.
         positions: the position of each token in its sequence.
-        prefix_ids: the segment that a token's own segment continues, which
-            the token also attends to; -1 where there is none. Positions
-            continue those of that segment.
+        subtree_ends: the last segment that continues a token's own segment,
+            directly or not, from `subtree_ends` below; `None` where no
+            segment continues another. A token also attends to the tokens of
+            all segments that its own one continues.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
@@ -60,7 +61,7 @@ def attention_scope(
             flat = (rows * length, num_kv_heads, head_dim)
             kept.append((k.reshape(flat), v.reshape(flat)))
         q, k, v = (x.reshape(shape) for x in (q, k, v))
-        tokens = (segment_ids, positions, prefix_ids)
+        tokens = (segment_ids, positions, subtree_ends)
         settings = {
             "scale": float(scale),
             "sliding_window": sliding_window,
@@ -80,8 +81,36 @@ def attention_scope(
         yield
 
 
+def subtree_ends(prefix_segments, segment_ids):
+    """Computes the last segment that continues that of each token.
+
+    The segments of a row are numbered in pre-order: each one comes before
+    those that continue it, and these are adjacent. A token of segment `s` then
+    sees segment `a` if `a <= s <= subtree_end(a)`.
+
+    Args:
+        prefix_segments: int array of shape `(rows, num_sequences)`, the
+            segment that each one continues, 0 where there is none.
+        segment_ids: int array of shape `(rows, length)`.
+
+    Returns:
+        An int32 array of shape `(rows, length)`, 0 at padding.
+    """
+    slots = prefix_segments.shape[1]
+    ids = jnp.arange(1, slots + 1, dtype="int32")
+    # The first later segment that continues neither the segment nor one of
+    # its subtree.
+    beyond = (ids[None, :] > ids[:, None]) & (
+        prefix_segments[:, None, :] < ids[:, None]
+    )
+    ends = jnp.min(jnp.where(beyond, ids - 1, slots), axis=2)
+    slot = jnp.maximum(segment_ids - 1, 0)
+    of_token = jnp.take_along_axis(ends, slot, axis=1)
+    return jnp.where(segment_ids > 0, of_token, 0)
+
+
 def segment_attention(
-    query, key, value, segment_ids, positions, prefix_ids=None, *, scale,
+    query, key, value, segment_ids, positions, subtree_ends=None, *, scale,
     sliding_window=None, soft_cap=None,
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
@@ -92,13 +121,13 @@ def segment_attention(
         query: float array of shape `(rows, length, heads, head_dim)`.
         key, value: float arrays of shape
             `(rows, length, kv_heads, head_dim)`.
-        segment_ids, positions, prefix_ids: as in `attention_scope`.
+        segment_ids, positions, subtree_ends: as in `attention_scope`.
         scale: float, multiplied with the scores.
         sliding_window: int or `None`; a token sees this many tokens, itself
             included.
         soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
     """
-    if tpu_attention.is_supported(query, prefix_ids):
+    if tpu_attention.is_supported(query, subtree_ends):
         return tpu_attention.splash_attention(
             query,
             key,
@@ -128,18 +157,18 @@ def segment_attention(
         # is also a window of columns. Only a shared prefix may be further
         # back.
         first = 0
-        if sliding_window is not None and prefix_ids is None:
+        if sliding_window is not None and subtree_ends is None:
             first = max(0, start - sliding_window + 1)
         keys = slice(first, stop)
         k, v = key[:, keys], value[:, keys]
-        seen = (segment_ids[:, keys], positions[:, keys])
+        seen = [segment_ids[:, keys], positions[:, keys]]
+        if subtree_ends is not None:
+            seen.append(subtree_ends[:, keys])
 
-        def block(q, ids, places, prefixes=None, k=k, v=v, seen=seen):
-            return attend(q, k, v, ids, places, *seen, prefixes)
+        def block(q, ids, places, k=k, v=v, seen=seen):
+            return attend(q, k, v, ids, places, *seen)
 
-        part = [query, segment_ids, positions]
-        if prefix_ids is not None:
-            part.append(prefix_ids)
+        part = (query, segment_ids, positions)
         part = tuple(x[:, start:stop] for x in part)
         size = stop - start
         if size > BLOCK and size % BLOCK == 0:
@@ -153,7 +182,7 @@ def segment_attention(
 
 
 def attention_weights(
-    query, key, segment_ids, positions, prefix_ids=None, **settings
+    query, key, segment_ids, positions, subtree_ends=None, **settings
 ):
     """Computes the attention weights of `segment_attention`.
 
@@ -169,7 +198,7 @@ def attention_weights(
         jnp.moveaxis(key, 1, 2),
         *tokens,
         *tokens,
-        prefix_ids,
+        subtree_ends,
         **settings,
     ).reshape(rows, heads, length, length)
     used = (segment_ids > 0)[:, None, :, None]
@@ -183,7 +212,7 @@ def _split(x, size):
 
 
 def _attend_block(
-    q, k, v, q_segments, q_positions, k_segments, k_positions, q_prefixes, *,
+    q, k, v, q_segments, q_positions, k_segments, k_positions, k_ends=None, *,
     scale, sliding_window, soft_cap,
 ):  # fmt: skip
     rows, length, kv_heads, group, head_dim = q.shape
@@ -192,7 +221,7 @@ def _attend_block(
     q = jnp.moveaxis(q, 1, 3).reshape(rows, kv_heads, -1, head_dim)
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = _masked_scores(
-        q, k, q_segments, q_positions, k_segments, k_positions, q_prefixes,
+        q, k, q_segments, q_positions, k_segments, k_positions, k_ends,
         scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
@@ -208,7 +237,7 @@ def _attend_block(
 
 
 def _masked_scores(
-    q, k, q_segments, q_positions, k_segments, k_positions, q_prefixes, *,
+    q, k, q_segments, q_positions, k_segments, k_positions, k_ends, *,
     scale, sliding_window, soft_cap,
 ):  # fmt: skip
     """Computes scores of shape `(rows, kv_heads, group, queries, keys)`.
@@ -225,9 +254,12 @@ def _masked_scores(
     scores = scores * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    same = q_segments[:, :, None] == k_segments[:, None, :]
-    if q_prefixes is not None:
-        same |= q_prefixes[:, :, None] == k_segments[:, None, :]
+    q_segments, k_segments = q_segments[:, :, None], k_segments[:, None, :]
+    if k_ends is None:
+        same = q_segments == k_segments
+    else:
+        after = q_segments >= k_segments
+        same = after & (q_segments <= k_ends[:, None, :])
     ahead = q_positions[:, :, None] - k_positions[:, None, :]
     visible = same & (ahead >= 0)
     if sliding_window is not None:
@@ -284,6 +316,56 @@ class KeyValues:
             )
         )
 
+    def select(self, slots):
+        """Returns the keys and values of some slots."""
+        return KeyValues(self.keys[slots], self.values[slots])
+
+    def extend(self, slots, lengths, counts, keys, values):
+        """Writes tokens after the first ones of some slots.
+
+        Args:
+            slots: int array of shape `(sequences,)`. A sequence whose slot
+                is out of range is ignored.
+            lengths: int array of that shape, the tokens of each slot before.
+            counts: int array of that shape, the tokens to write.
+            keys, values: arrays of shape
+                `(sequences, tokens, kv_heads, head_dim)`.
+        """
+        width = keys.shape[1]
+        columns = jnp.arange(width)
+
+        def slot(old_keys, old_values, new_keys, new_values, length, count):
+            # Near the end of a slot the window begins earlier.
+            at = jnp.minimum(length, old_keys.shape[2] - width)
+            shift = length - at
+            new = (columns >= shift) & (columns < shift + count)
+
+            def write(old, tokens, axis):
+                window = jax.lax.dynamic_slice_in_dim(old, at, width, axis)
+                tokens = jnp.roll(tokens, shift, axis).astype(old.dtype)
+                shape = [width if i == axis else 1 for i in range(3)]
+                window = jnp.where(new.reshape(shape), tokens, window)
+                return jax.lax.dynamic_update_slice_in_dim(
+                    old, window, at, axis
+                )
+
+            return write(old_keys, new_keys, 2), write(
+                old_values, new_values, 1
+            )
+
+        rows = jax.vmap(slot)(
+            self.keys[slots],
+            self.values[slots],
+            keys.transpose(0, 2, 3, 1),
+            values.transpose(0, 2, 1, 3),
+            lengths,
+            counts,
+        )
+        return KeyValues(
+            self.keys.at[slots].set(rows[0], mode="drop"),
+            self.values.at[slots].set(rows[1], mode="drop"),
+        )
+
     def fill(self, slots, keys, values):
         """Writes prompts to some slots, starting at the first column.
 
@@ -313,6 +395,81 @@ class KeyValues:
 
 
 jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
+
+
+@contextlib.contextmanager
+def extending_scope(positions, past, kept):
+    """Makes decoder layers called inside attend to a cache of tokens.
+
+    These layers take the next tokens of each sequence,
+    `(sequences * tokens, 1, hidden)`.
+
+    Args:
+        positions: int array of shape `(sequences, tokens)`. The first one of
+            a sequence is the number of its tokens in `past`.
+        past: list of `KeyValues`, one for each layer, with a slot for each
+            sequence; not changed.
+        kept: list: each layer appends its new keys and values, arrays of
+            shape `(sequences, tokens, kv_heads, head_dim)`.
+    """
+    layers = iter(range(len(past)))
+    sequences, width = positions.shape
+    places = jnp.arange(width)
+
+    def attend(
+        cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
+        sliding_window=None, soft_cap=None,
+    ):  # fmt: skip
+        old = past[next(layers)]
+        q, k, v = (x.reshape(sequences, -1, y, head_dim) for x, y in (
+            (q, num_heads), (k, num_kv_heads), (v, num_kv_heads)
+        ))  # fmt: skip
+        kept.append((k, v))
+        # Keys as they will be read again.
+        k, v = (x.astype(old.keys.dtype) for x in (k, v))
+
+        def sequence(args):
+            q, k, v, keys, values, length = args
+            at = (length + places)[:, None]
+            columns = jnp.arange(keys.shape[2])
+            seen = jnp.broadcast_to(columns < length, (width, columns.size))
+            since = places <= places[:, None]
+            if sliding_window is not None:
+                seen &= at - columns < sliding_window
+                since &= places[:, None] - places < sliding_window
+            # The heads that share a key are rows of one product.
+            query = jnp.moveaxis(q, 0, 1).reshape(
+                1, num_kv_heads, -1, head_dim
+            )
+            group = num_heads // num_kv_heads
+            parts = (
+                (keys[None], values[None], jnp.tile(seen, (group, 1))),
+                (
+                    k.transpose(1, 2, 0)[None],
+                    v.transpose(1, 0, 2)[None],
+                    jnp.tile(since, (group, 1)),
+                ),
+            )
+            scores = [
+                _scores(query, keys, mask, float(scale), soft_cap)
+                for keys, _, mask in parts
+            ]
+            out = _weigh(scores, [values for _, values, _ in parts])[0]
+            out = out.reshape(num_heads, width, head_dim)
+            return jnp.moveaxis(out, 0, 1).astype(v.dtype)
+
+        row = 4 * num_heads * width * (old.keys.shape[3] + width)
+        out = jax.lax.map(
+            sequence,
+            (q, k, v, old.keys, old.values, positions[:, 0]),
+            batch_size=max(1, min(sequences, KEEP_SCORES // row)),
+        )
+        return cache, out.reshape(sequences * width, -1)
+
+    with vllm_context_scope(
+        paged_attention_func=attend, positions=positions.reshape(-1)
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -357,7 +514,9 @@ def decoding_scope(lengths, step, past, recent):
             visible_since &= step - since < sliding_window
         parts = [(old, visible), (new, visible_since)]
         scores = [
-            _scores(query, part.keys, seen, float(scale), soft_cap)
+            _scores(
+                query, part.keys, seen[:, None, None], float(scale), soft_cap
+            )
             for part, seen in parts
         ]
         out = _weigh(scores, [part.values for part, _ in parts])
@@ -379,7 +538,7 @@ def _scores(query, keys, visible, scale, soft_cap):
     scores = scores * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    return jnp.where(visible[:, None, None], scores, -1e30)
+    return jnp.where(visible, scores, -1e30)
 
 
 def _weigh(scores, values):

@@ -12,7 +12,12 @@ import keras_hub
 
 from keras_posttrain.models import divergence_head, sharding
 from keras_posttrain.models import head as heads
-from keras_posttrain.models.attention import attention_scope, decoding_scope
+from keras_posttrain.models.attention import (
+    attention_scope,
+    decoding_scope,
+    extending_scope,
+    subtree_ends,
+)
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.top_tokens import top_tokens
 
@@ -123,8 +128,8 @@ class Policy:
             batch: dict with `token_ids`, `segment_ids` and `positions`, int
                 arrays of shape `(rows, length)`; `sequence_ids` of shape
                 `(rows, num_sequences)` where an adapter drops inputs;
-                `prefix_segments` of that shape where sequences share a
-                prompt.
+                `prefix_segments` of that shape where segments continue
+                others: see `attention.py:subtree_ends`.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -149,7 +154,7 @@ class Policy:
         scope = attention_scope(
             batch["segment_ids"],
             batch["positions"],
-            _prefix_ids(batch),
+            _subtree_ends(batch),
             capture=capture,
         )
         layers = itertools.count()
@@ -179,14 +184,34 @@ class Policy:
     def prefill(self, batch):
         """Computes the keys, rotated, and values of prompts.
 
+        `batch` is as in `hidden_states`. Segments may continue others.
+
         Returns a pair for each layer, both of shape
         `(rows * length, kv_heads, head_dim)`.
         """
         kept = []
         scope = attention_scope(
-            batch["segment_ids"], batch["positions"], kept=kept
+            batch["segment_ids"],
+            batch["positions"],
+            _subtree_ends(batch),
+            kept=kept,
         )
         self._run_layers(batch["token_ids"].reshape(-1), scope)
+        return kept
+
+    def extend(self, token_ids, positions, past):
+        """Computes the keys, rotated, and values of tokens after others.
+
+        `token_ids` has the shape `(sequences, tokens)`. The other arguments
+        are those of `attention.py:extending_scope`.
+
+        Returns:
+            A pair for each layer, both of shape
+            `(sequences, tokens, kv_heads, head_dim)`.
+        """
+        kept = []
+        scope = extending_scope(positions, past, kept)
+        self._run_layers(token_ids.reshape(-1), scope)
         return kept
 
     def decode(self, token_ids, lengths, step, past, recent):
@@ -517,14 +542,11 @@ def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
     )
 
 
-def _prefix_ids(batch):
-    """Returns the segment that each token's segment continues, or -1."""
+def _subtree_ends(batch):
     prefixes = batch.get("prefix_segments")
     if prefixes is None:
         return None
-    slot = jnp.maximum(batch["segment_ids"] - 1, 0)
-    of_token = jnp.take_along_axis(prefixes, slot, axis=1)
-    return jnp.where(of_token > 0, of_token, -1)
+    return subtree_ends(prefixes, batch["segment_ids"])
 
 
 def _selected_by(batch):

@@ -19,7 +19,7 @@ BLOCKS = (512, 256, 128)
 PRECISIONS = (None, "default", "bfloat16", "fastest")
 
 
-def is_supported(query, prefix_ids=None):
+def is_supported(query, subtree_ends=None):
     """Returns whether the kernel supports these arrays on the devices used.
 
     There must be no shared prefixes.
@@ -31,7 +31,7 @@ def is_supported(query, prefix_ids=None):
     return (
         _platform() == "tpu"
         and (precision in PRECISIONS or query.dtype.itemsize > 2)
-        and prefix_ids is None
+        and subtree_ends is None
         and length % BLOCKS[-1] == 0
         and head_dim % 64 == 0
     )

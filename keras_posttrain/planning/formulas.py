@@ -23,14 +23,8 @@ def model_flops(planned, batch):
     are left out, and of experts those count that a token passes through.
     """
     trained = {id(v) for v in planned.step.weights.trainable}
-    ids = np.asarray(batch["segment_ids"])
-    lengths = [np.bincount(row, minlength=2)[1:] for row in ids]
-    tokens = sum(int(x.sum()) for x in lengths)
-    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
-    # A segment that continues another is the rest of a longer square.
-    for x, before in zip(lengths, batch.get("prefix_segments", ())):
-        prefixes = np.append(0, x)[before[: len(x)]]
-        squares += 2.0 * float((x * prefixes).sum())
+    tokens = int((np.asarray(batch["segment_ids"]) > 0).sum())
+    squares = token_pairs(batch)
     policy = planned.policy
     _, both, width = _token_flops(policy, planned.weights_of(), trained)
     found = both * tokens + 12 * width * squares
@@ -39,6 +33,23 @@ def model_flops(planned, batch):
         forward, _, width = _token_flops(model.policy, weights, set())
         found += forward * tokens + 4 * width * squares
     return found
+
+
+def token_pairs(batch):
+    """Counts pairs of a token and one that sees it or that it sees.
+
+    They are the squares of the sequences' lengths. Of sequences that share a
+    prefix, its square counts once.
+    """
+    lengths = [np.bincount(x, minlength=2)[1:] for x in batch["segment_ids"]]
+    squares = sum(float((x.astype("float64") ** 2).sum()) for x in lengths)
+    # A segment that continues others is the rest of a longer square.
+    for x, prefixes in zip(lengths, batch.get("prefix_segments", ())):
+        ends = [0]
+        for length, prefix in zip(x, prefixes):
+            squares += 2.0 * float(length) * ends[prefix]
+            ends.append(ends[prefix] + int(length))
+    return squares
 
 
 def forward_flops(planned):

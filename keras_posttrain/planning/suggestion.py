@@ -90,7 +90,7 @@ class Suggestion:
 
     @property
     def task(self):
-        """Dict, arguments for making the task anew, as in `from_preset`."""
+        """Dict, arguments for making the task again, as in `from_preset`."""
         return self._of("task")
 
     @property

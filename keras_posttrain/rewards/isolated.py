@@ -61,23 +61,7 @@ class Isolated(Reward):
 
     @functools.cached_property
     def _workers(self):
-        try:
-            # A dependency of Grain.
-            import cloudpickle
-        except ImportError:
-            raise ImportError(
-                "`Isolated` needs the package cloudpickle. Install it: "
-                "`pip install cloudpickle`."
-            ) from None
-        try:
-            data = cloudpickle.dumps(self.function)
-        except Exception as error:
-            raise ValueError(
-                "`function` must be a function that can be pickled. Received: "
-                f"function={self.function!r}, {type(error).__name__}: "
-                f"{error}. Create locks, connections and models inside it."
-            ) from error
-        return Workers(data, self.timeout, self.max_bytes)
+        return Workers(pickled(self.function), self.timeout, self.max_bytes)
 
     @property
     def _inner(self):
@@ -98,3 +82,23 @@ class Isolated(Reward):
                 for i in range(len(completions))
             ]
         )
+
+
+def pickled(function):
+    """Pickles a function of the user's script, or raises a `ValueError`."""
+    try:
+        # A dependency of Grain.
+        import cloudpickle
+    except ImportError:
+        raise ImportError(
+            "`Isolated` needs the package cloudpickle. Install it: "
+            "`pip install cloudpickle`."
+        ) from None
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:
+        raise ValueError(
+            "`function` must be a function that can be pickled. Received: "
+            f"function={function!r}, {type(error).__name__}: "
+            f"{error}. Create locks, connections and models inside it."
+        ) from error

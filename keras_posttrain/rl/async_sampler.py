@@ -6,10 +6,10 @@ import functools
 import threading
 import time
 
-import keras
 import numpy as np
 
 from keras_posttrain.rollout.interrupted import generate_whole
+from keras_posttrain.workers.threads import in_thread
 
 # Seconds between checks whether the engine waits for weights, while a rollout
 # is waited for.
@@ -156,9 +156,7 @@ class AsyncSampler:
 
     def _staleness(self, round):
         """Computes the age of the sampling weights, in rollouts."""
-        versions = [
-            t.token_versions for g in round.groups for t in g.trajectories
-        ]
+        versions = [t.versions for g in round.groups for t in g.trajectories]
         versions = np.concatenate(versions) if versions else np.zeros(0)
         ages = self._trained - np.array([self._made[v] for v in versions])
         if not len(ages):
@@ -167,37 +165,6 @@ class AsyncSampler:
             "staleness/mean": float(ages.mean()),
             "staleness/max": float(ages.max()),
         }
-
-
-def in_thread(function, after=()):
-    """Calls a function in a thread of its own.
-
-    A thread pool would not serve: the interpreter waits at its end for the
-    threads of pools, and a reward that hangs would keep the process alive.
-
-    Args:
-        function: callable without arguments.
-        after: futures that are waited for first, whatever becomes of them.
-
-    Returns:
-        A `concurrent.futures.Future`.
-    """
-    future = concurrent.futures.Future()
-    # Keras keeps the distribution for each thread.
-    distribution = keras.distribution.distribution()
-
-    def work():
-        concurrent.futures.wait(after)
-        if not future.set_running_or_notify_cancel():
-            return
-        keras.distribution.set_distribution(distribution)
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 def _scored(score, sampled):

@@ -8,7 +8,10 @@ import numbers
 import keras
 import numpy as np
 
+from keras_posttrain.data.chat.bridge import Bridges
 from keras_posttrain.distribution import processes
+from keras_posttrain.episodes.episode import Episode
+from keras_posttrain.episodes.seat import Table
 from keras_posttrain.losses import (
     DrGRPOLoss,
     GroupAdvantages,
@@ -20,6 +23,7 @@ from keras_posttrain.losses import (
 )
 from keras_posttrain.rewards import ModelReward, run
 from keras_posttrain.rewards import reward as reward_lib
+from keras_posttrain.rl.episode_sampler import Episodes
 from keras_posttrain.rl.sampling import Sampling, Scoring
 from keras_posttrain.rollout import NativeRollout, Rollout
 from keras_posttrain.training import checks
@@ -163,6 +167,62 @@ def rewards(given):
                 ) from error
         found.append(function)
     return found
+
+
+def episode(given, tokenizer):
+    """Returns the `Episode` of what a user passed to `compile`, or `None`."""
+    if given is None:
+        return None
+    found = Episode.of(given)
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ValueError(
+            "An episode is a conversation, which needs a tokenizer with a "
+            "chat template. Received: "
+            + ("tokenizer=None" if tokenizer is None else "chat_template=None")
+            + ". Pass `chat_template=` with a Jinja2 template."
+        )
+    return found
+
+
+def episodes(given, prompts, sampling, tokenizer, lengths, template_kwargs):
+    """Makes `Episodes`, and checks that its turns can be bridged.
+
+    Args:
+        given: `Episode`.
+        prompts: list or stream of `Prompt`s.
+        sampling: `Sampling`.
+        lengths: list of ints, limits of a segment's tokens, or `None`s.
+        template_kwargs: dict of variables for the chat template.
+    """
+    bridges = Bridges(tokenizer, template_kwargs)
+    if given.history == "append":
+        bridges.check(*getattr(given.function, "says", ()))
+    lengths = [*lengths, given.limits.context]
+    table = Table(
+        bridges,
+        tokenizer,
+        given.limits,
+        given.history,
+        context=min(x for x in lengths if x is not None),
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+    first = next(iter(prompts), None)
+    columns = () if first is None else first.columns
+    return Episodes(given, table, given.players(columns))
+
+
+def row_columns(given, functions, columns, name):
+    """Checks that rewards and the episode can be called on the columns."""
+    columns = list(columns)
+    if given is None:
+        run.check_rewards(functions, columns, f"`{name}`")
+        return
+    given.players(columns)
+    if functions:
+        columns = [c for c in columns if c != "prompt"] + ["trajectories"]
+        run.check_rewards(functions, columns, f"`{name}`")
 
 
 def weights(reward_weights, names):
@@ -317,19 +377,38 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
     return Sampling(**settings)
 
 
-def scoring(given, reward_weights, advantages_, loss, num_generations, **kw):
-    """Makes a `Scoring` of its fields as the user passed them, checked."""
+def scoring(
+    given, reward_weights, advantages_, loss, num_generations, episode=None,
+    **kw,
+):  # fmt: skip
+    """Makes a `Scoring` of its fields as the user passed them, checked.
+
+    With an `Episode`, its own reward is the first one.
+    """
     run.check_settings(
         kw["timeout"], kw["on_error"], ("reward_timeout", "on_reward_error")
     )
-    functions = rewards(given)
+    functions = []
+    if given is not None or episode is None:
+        functions = rewards(given)
     names = reward_lib.names(functions)
+    values = weights(reward_weights, names)
+    if episode is not None:
+        names = [episode.name, *names]
+        if names.count(episode.name) > 1:
+            raise ValueError(
+                "The rewards and the episode must have different names. "
+                f"Received: names={names}. Rename one, or pass "
+                "`kpt.episodes.Episode(..., name=...)`."
+            )
+        if values is not None:
+            values = np.append(1.0, values)
     checks.not_negative("max_resamples", kw["max_resamples"])
     kind = advantages(advantages_, loss, num_generations)
     return Scoring(
         rewards=tuple(functions),
         names=tuple(names),
-        weights=weights(reward_weights, names),
+        weights=values,
         advantages=kind,
         kl_in_reward=takes_kl(kind),
         **kw,

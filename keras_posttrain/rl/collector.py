@@ -6,8 +6,12 @@ import jax
 import numpy as np
 
 from keras_posttrain.data.batches.layout import Group
+from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
+from keras_posttrain.losses import RoleAdvantages, TurnAdvantages
 from keras_posttrain.losses import advantages as advantage_lib
+from keras_posttrain.rl import episode_sampler
+from keras_posttrain.rl.episode_sampler import EpisodeSampler
 from keras_posttrain.rl.sampling import Sampler, request_seed
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
 
@@ -36,6 +40,11 @@ RESERVED = (
     "reward",
     "advantage",
     "finish_reason",
+    "row",
+    "player",
+    "tokens",
+    "turn_rewards",
+    "error",
 )
 
 
@@ -56,7 +65,7 @@ class Round:
     step: int
     prompts: list = dataclasses.field(default_factory=list)
     taken: int = 0
-    sampler: Sampler | None = None
+    sampler: Sampler | EpisodeSampler | None = None
     completions: list = dataclasses.field(default_factory=list)
     groups: list = dataclasses.field(default_factory=list)
     sampled: list = dataclasses.field(default_factory=list)
@@ -132,13 +141,16 @@ class Collector:
 
     `generate` is a function of a list of `Request`s to completions, and
     `layout` the `BatchLayout` of the batch of one step. `order` is
-    a `PromptOrder` or a `PromptStream`.
+    a `PromptOrder` or a `PromptStream`. With `episodes`, `Episodes`, these are
+    run in the session that `open_session` opens.
     """
 
     def __init__(
         self,
         generate,
+        open_session=None,
         *,
+        episodes=None,
         sampling,
         scoring,
         tokenizer,
@@ -148,6 +160,9 @@ class Collector:
         seed,
     ):
         self.generate, self.tokenizer = generate, tokenizer
+        self.open_session, self.episodes = open_session, episodes
+        # Of `RoleAdvantages`: a baseline for each role.
+        self.baselines = {}
         self.sampling, self.scoring = sampling, scoring
         self.layout, self.forward = layout, forward
         self.order, self.seed = order, seed
@@ -161,6 +176,7 @@ class Collector:
             *LENGTH_METRICS,
             *advantage_lib.reward_metric_names(self.scoring.names),
             *(resamples if self.scoring.max_resamples else ()),
+            *(episode_sampler.METRICS if self.episodes else ()),
         )
 
     @property
@@ -172,14 +188,21 @@ class Collector:
     def num_steps(self, num_prompts):
         """Returns optimizer steps of a rollout of so many prompts."""
         completions = num_prompts * self.sampling.num_generations
+        if self.episodes:
+            completions *= len(self.episodes.trained)
         batches = -(-completions // self.layout.num_sequences)
         return batches * self.sampling.num_iterations
 
+    def sampler(self):
+        """Returns a new `Sampler`, or `EpisodeSampler`."""
+        settings = self.sampling, self.scoring
+        if self.episodes:
+            return EpisodeSampler(self.open_session, self.episodes, *settings)
+        return Sampler(self.generate, *settings, self.tokenizer)
+
     def sample(self, prompts, step):
         """Samples a `Round` from prompts, after `step` steps of the run."""
-        sampler = Sampler(
-            self.generate, self.sampling, self.scoring, self.tokenizer
-        )
+        sampler = self.sampler()
         taken = self.order.taken
         completions = sampler.sample(prompts, request_seed(self.seed, step))
         return Round(step, prompts, taken, sampler, completions)
@@ -217,25 +240,43 @@ class Collector:
         groups = round.groups
         rewards = np.concatenate([g.rewards for g in groups])
         trajectories = [t for g in groups for t in g.trajectories]
-        batches = self.layout.minibatches(list(map(sequences, groups)))
+        batches = self._batches(groups)
         advantages = self._fill(batches, trajectories, rewards)
         metrics = self._metrics(round.sampled)
         metrics |= self._advantage_metrics(groups, advantages)
         metrics |= round.sampler.seconds | round.metrics
+        if self.episodes:
+            metrics |= round.sampler.results()
         table = self._table(round.step, groups, rewards, advantages)
         return Collection([b.arrays for b in batches], metrics, table)
+
+    def _batches(self, groups):
+        """Returns the batches of a rollout, one for each optimizer step.
+
+        Trajectories without tokens are left out. A step that has none gets a
+        sequence without loss, and is skipped.
+        """
+        found = [sequences(group) for group in groups]
+        found = [group for group in found if group.sequences]
+        batches = self.layout.minibatches(found) if found else []
+        count = sum(len(g.trajectories) for g in groups)
+        steps = -(-count // self.layout.num_sequences)
+        nothing = Example(np.zeros(2, np.int32), np.zeros(2, np.float32), 0)
+        while len(batches) < steps:
+            batch = self.layout([nothing])
+            batches.append(dataclasses.replace(batch, parts={}, units={}))
+        return batches
 
     def _fill(self, batches, trajectories, rewards):
         """Adds the other inputs of the loss and returns advantages."""
         self._put_logps(batches, trajectories)
-        return self._put_advantages(batches, rewards)
+        return self._put_advantages(batches, trajectories, rewards)
 
     def _put_logps(self, batches, trajectories):
         source, forward = self.sampling.old_log_probs, self.forward
-        engine = [t.per_token_logps for t in trajectories]
+        engine = [s.per_token_logps for t in trajectories for s in t.segments]
         for batch in batches:
-            if all(x is not None for x in engine):
-                batch.put_tokens("rollout_per_token_logps", engine)
+            batch.put_tokens("rollout_per_token_logps", engine)
             several = len(batches) * self.sampling.num_iterations > 1
             if source == "rollout":
                 batch.put_tokens("old_per_token_logps", engine)
@@ -250,15 +291,32 @@ class Collector:
         found = self.forward.policy(batch)
         return {"old_per_token_logps": found["per_token_logps"]}
 
-    def _put_advantages(self, batches, rewards):
+    def _put_advantages(self, batches, trajectories, rewards):
         scoring, settings = self.scoring, {}
-        if scoring.kl_in_reward:
-            settings["kl"] = _kl(batches)
-        advantages = scoring.advantages(
-            rewards, self.sampling.num_generations, scoring.weights, **settings
-        )
+        many = self.sampling.num_generations
+        if isinstance(scoring.advantages, RoleAdvantages):
+            advantages, self.baselines = scoring.advantages(
+                scoring.total(rewards, many).reshape(-1),
+                [t.player for t in trajectories],
+                self.baselines,
+            )
+        elif isinstance(scoring.advantages, TurnAdvantages):
+            turns = scoring.advantages(
+                turn_rewards(trajectories, rewards, scoring), many
+            )
+            of_tokens = token_values(trajectories, turns)
+            for batch in batches:
+                batch.put_tokens("advantages", of_tokens)
+            return np.array([x.mean() if len(x) else 0.0 for x in turns])
+        else:
+            if scoring.kl_in_reward:
+                settings["kl"] = _kl(batches)
+            advantages = scoring.advantages(
+                rewards, many, scoring.weights, **settings
+            )
+        in_batch = [a for a, t in zip(advantages, trajectories) if t.segments]
         for batch in batches:
-            batch.put_sequences("advantages", advantages)
+            batch.put_units("advantages", in_batch)
         return np.asarray(advantages)
 
     def _metrics(self, groups):
@@ -291,23 +349,69 @@ class Collector:
         for name, values in zip(self.scoring.names, rewards.T):
             name = f"rewards/{name}" if name in RESERVED else name
             table[name] = values.tolist()
-        return table | {
+        found = [t for g in groups for t in g.trajectories]
+        table |= {
             "reward": total.reshape(-1).tolist(),
             "advantage": advantages.tolist(),
-            "finish_reason": [
-                t.finish_reason for g in groups for t in g.trajectories
-            ],
+            "finish_reason": [t.ended for t in found],
         }
+        if self.episodes:
+            table |= {
+                "row": [t.row for t in found],
+                "player": [t.player for t in found],
+                "tokens": [len(t) for t in found],
+                "turn_rewards": [t.turn_rewards for t in found],
+                "error": [t.error for t in found],
+            }
+        return table
 
 
 def sequences(group):
-    """Returns the trajectories of a group as sequences of a batch."""
-    return Group.of_completions(
-        np.array(group.prompt.token_ids, np.int32),
-        [t.token_ids for t in group.trajectories],
-        [t.mask for t in group.trajectories],
-        group.prompt.row,
-    )
+    """Returns the segments of a group's trajectories as a batch's `Group`."""
+    found = [
+        (unit, Example(s.token_ids, s.mask, t.row))
+        for unit, t in enumerate(group.trajectories)
+        for s in t.segments
+    ]
+    examples = [example for _, example in found]
+    if group.prompt.token_ids:
+        return Group(examples, len(group.prompt.token_ids))
+    # Of episodes: what they share is found.
+    return Group(examples, None, [unit for unit, _ in found])
+
+
+def turn_rewards(trajectories, rewards, scoring):
+    """Returns the rewards of each trajectory's turns, lists of floats.
+
+    `None` for a trajectory without a reward. What functions gave is earned by
+    the last turn; what the episode itself gave is in its turns already.
+    """
+    total = scoring.total(rewards, 1)[:, 0]
+    weights = np.ones(rewards.shape[1])
+    if scoring.weights is not None:
+        weights = scoring.weights
+    own = np.nan_to_num(rewards[:, 0] * weights[0])
+    is_own = len(scoring.names) > len(scoring.rewards)
+    found = []
+    for i, t in enumerate(trajectories):
+        if not t.turn_rewards or np.isnan(total[i]):
+            found.append(None)
+            continue
+        turns = [float(x) for x in t.turn_rewards]
+        turns[-1] += float(total[i] - (own[i] if is_own else 0.0))
+        found.append(turns)
+    return found
+
+
+def token_values(trajectories, turns):
+    """Returns the value of each token's turn, an array for each segment."""
+    found = []
+    for t, values in zip(trajectories, turns):
+        padded = np.append(values, np.float32(0.0))
+        if len(padded) == 1:
+            padded = np.zeros(len(t.turn_rewards) + 1, np.float32)
+        found += [padded[segment.turns] for segment in t.segments]
+    return found
 
 
 def has_equal_rewards(group, weights):
@@ -330,5 +434,5 @@ def _kl(batches):
     for batch in batches:
         old = batch.arrays["old_per_token_logps"]
         gap = old - batch.arrays["ref_per_token_logps"]
-        sums |= batch.sequence_sums(gap * batch.arrays["completion_mask"])
+        sums |= batch.unit_sums(gap * batch.arrays["completion_mask"])
     return np.array([sums[i] for i in range(len(sums))])

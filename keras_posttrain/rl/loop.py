@@ -45,9 +45,9 @@ class RolloutRun:
     Args:
         frozen: dict by name of `FrozenPolicy`s that checkpoints hold.
         order: `PromptOrder` or `PromptStream`, the data of the run.
-        collector: function of `generate`, a function of requests to
-            completions, to a `Collector`.
+        collector: function of `generate` and `open_session` to a `Collector`.
         validate: function without arguments to a dict of floats, or `None`.
+        opponents: dict by player of `FrozenOpponent`s, or `None`.
     """
 
     def __init__(
@@ -62,12 +62,18 @@ class RolloutRun:
         collector,
         settings,
         validate=None,
+        opponents=None,
     ):
         self.model, self.state, self.engine = model, state, engine
         self.order = self.data = order
         self._step, self._validate = step, validate
-        self._saved = run_state.Saved.of(step, frozen)
-        self.collector = collector(self.generate)
+        self.opponents, self.rollouts = opponents or {}, 0
+        copies = {
+            f"opponent_{name}": opponent.copy
+            for name, opponent in self.opponents.items()
+        }
+        self._saved = run_state.Saved.of(step, frozen | copies)
+        self.collector = collector(self.generate, self.open_session)
         self.settings = settings
         trained = [tracker.name for tracker in step.train_trackers]
         trained += [*self.collector.metric_names, *engine.metrics()]
@@ -163,6 +169,9 @@ class RolloutRun:
 
     def _start_sampling(self):
         self.engine.sync_weights()
+        for opponent in self.opponents.values():
+            # A checkpoint may have restored it.
+            opponent.use()
         if self.settings.max_staleness:
             self.async_sampler = AsyncSampler(
                 self.engine,
@@ -240,6 +249,22 @@ class RolloutRun:
         finally:
             self.activity = before
 
+    @contextlib.contextmanager
+    def open_session(self, episodes):
+        """Opens a session of the engine for a number of episodes.
+
+        It gives the session and a function that counts those that are done.
+        """
+        before, self.activity = (
+            self.activity,
+            Activity("sampling", time.perf_counter(), total=episodes),
+        )
+        try:
+            with self.engine.session() as session:
+                yield session, self._count
+        finally:
+            self.activity = before
+
     def _count(self, samples):
         self.activity.done += samples
 
@@ -291,6 +316,9 @@ class RolloutRun:
             self.engine.sync_weights()
         else:
             self.async_sampler.sync()
+        self.rollouts += 1
+        for opponent in self.opponents.values():
+            opponent.after(self.rollouts)
         self.at_rest = True
         seconds = time.perf_counter() - start
         return {"time/sync": seconds, **self.engine.metrics()}
@@ -343,6 +371,8 @@ class RolloutRun:
             "random": random.getstate(),
             "np_random": [kind, keys.tolist(), place, has_gauss, gauss],
             "means": self._means.sums,
+            "baselines": self.collector.baselines,
+            "rollouts": self.rollouts,
         }
         return self._saved.arrays(), meta
 
@@ -360,6 +390,8 @@ class RolloutRun:
         random.setstate((version, tuple(keys), gauss))
         np.random.set_state(meta["np_random"])
         self._means = Means(meta["means"])
+        self.collector.baselines = meta.get("baselines", {})
+        self.rollouts = meta.get("rollouts", 0)
 
     def agreement(self):
         """Returns settings that all processes of the run must share."""

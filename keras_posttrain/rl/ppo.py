@@ -8,10 +8,15 @@ import numpy as np
 from keras_posttrain.losses import (
     generalized_advantages,
     importance,
+    reductions,
     token_rewards,
     whiten,
 )
-from keras_posttrain.rl.collector import Collector
+from keras_posttrain.rl.collector import (
+    Collector,
+    token_values,
+    turn_rewards,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +34,19 @@ class TokenAdvantages:
     gae_lambda: float
     whitened: bool
 
-    def __call__(self, batches, kl):
+    def __call__(self, batches, kl, chains=None):
         """Returns lists of advantages and returns, `(rows, length)` a batch.
 
-        `batches`, with `rewards` and `old_values`, are all of a rollout; `kl`
-        has an array `(rows, length)` or `None` for each.
+        Args:
+            batches: list of dicts of arrays with `old_values` and `rewards`,
+                of sequences or of tokens: all of a rollout.
+            kl: list of an array `(rows, length)` or `None` for each.
+            chains: list of `Batch.chains()` of each, where trajectories have
+                several segments: the next value after the last token of a
+                segment is then that of the first one of the next.
         """
-        pairs = [self._of_batch(*pair) for pair in zip(batches, kl)]
+        chains = [None] * len(batches) if chains is None else chains
+        pairs = [self._of_batch(*args) for args in zip(batches, kl, chains)]
         advantages, returns = zip(*jax.tree.map(np.asarray, pairs))
         if not self.whitened:
             return advantages, returns
@@ -47,7 +58,9 @@ class TokenAdvantages:
             part.reshape(x.shape) for part, x in zip(parts, advantages)
         ], returns
 
-    def _of_batch(self, batch, kl):
+    def _of_batch(self, batch, kl, chains):
+        if chains is not None:
+            return self._of_chains(batch, kl, chains)
         mask, ids = batch["completion_mask"], batch["segment_ids"]
         rewards = token_rewards(batch["rewards"], mask, ids, kl, self.beta)
         return generalized_advantages(
@@ -58,6 +71,34 @@ class TokenAdvantages:
             gamma=self.gamma,
             gae_lambda=self.gae_lambda,
         )
+
+    def _of_chains(self, batch, kl, chains):
+        """Computes them with a row for each chain, and puts them back."""
+        used, shape = chains >= 0, batch["completion_mask"].shape
+
+        def gather(values):
+            return np.asarray(values).reshape(-1)[np.where(used, chains, 0)]
+
+        rewards = batch["rewards"]
+        if rewards.shape == shape:
+            rewards = gather(rewards)
+        else:
+            # All segments have the reward of their trajectory.
+            rewards = gather(reductions.spread(rewards, batch["segment_ids"]))
+            rewards = rewards[:, :1]
+        rows = {
+            "rewards": rewards,
+            "completion_mask": used.astype(np.float32),
+            "segment_ids": np.ones(used.shape, np.int32),
+            "old_values": gather(batch["old_values"]),
+        }
+        found = []
+        kl = None if kl is None else gather(kl)
+        for values in self._of_batch(rows, kl, None):
+            whole = np.zeros(shape, np.float32)
+            whole.reshape(-1)[chains[used]] = np.asarray(values)[used]
+            found.append(whole)
+        return tuple(found)
 
 
 class PPOCollector(Collector):
@@ -73,13 +114,19 @@ class PPOCollector(Collector):
     def _fill(self, batches, trajectories, rewards):
         many = self.sampling.num_generations
         total = self.scoring.total(rewards, many).reshape(-1)
+        in_batch = [x for x, t in zip(total, trajectories) if t.segments]
         for batch in batches:
             _check_shapes(batch.arrays)
-            for i, place in batch.places.items():
-                if np.isnan(total[i]):
+            for unit, places in batch.unit_parts().items():
+                for place in places if np.isnan(in_batch[unit]) else ():
                     # A completion without a reward gives no training signal.
                     batch.arrays["completion_mask"][place.tokens] = 0.0
-            batch.put_sequences("rewards", np.nan_to_num(total))
+            if self.episodes:
+                batch.put_tokens(
+                    "rewards", self._token_rewards(trajectories, rewards)
+                )
+            else:
+                batch.put_units("rewards", np.nan_to_num(in_batch))
         return super()._fill(batches, trajectories, rewards)
 
     def _put_logps(self, batches, trajectories):
@@ -96,7 +143,20 @@ class PPOCollector(Collector):
             "old_values": found["values"],
         }
 
-    def _put_advantages(self, batches, rewards):
+    def _token_rewards(self, trajectories, rewards):
+        """Returns the rewards of turns at their last tokens, an array for
+        each segment."""
+        turns = turn_rewards(trajectories, rewards, self.scoring)
+        turns = [np.array(x or (), np.float32) for x in turns]
+        values = token_values(trajectories, turns)
+        segments = [s for t in trajectories for s in t.segments]
+        # A turn is in one piece.
+        return [
+            np.where(s.turns != np.append(s.turns[1:], -1), x, 0.0)
+            for s, x in zip(segments, values)
+        ]
+
+    def _put_advantages(self, batches, trajectories, rewards):
         arrays = [batch.arrays for batch in batches]
         kl = [None] * len(arrays)
         if self.scoring.kl_in_reward:
@@ -106,15 +166,20 @@ class PPOCollector(Collector):
                 )
                 for x in arrays
             ]
-        advantages, returns = self.scoring.advantages(arrays, kl)
+        advantages, returns = self.scoring.advantages(
+            arrays, kl, [batch.chains() for batch in batches]
+        )
         means = {}
         for batch, a, r in zip(batches, advantages, returns):
             batch.arrays |= {"advantages": a, "returns": r}
-            count = batch.sequence_sums(batch.arrays["completion_mask"])
-            for i, total in batch.sequence_sums(a).items():
-                means[i] = total / max(count[i], 1.0)
+            count = batch.unit_sums(batch.arrays["completion_mask"])
+            for unit, total in batch.unit_sums(a).items():
+                means[unit] = total / max(count[unit], 1.0)
         self._value_metrics = _value_metrics(arrays, kl)
-        return np.array([means[i] for i in range(len(means))])
+        unit = iter(range(len(means)))
+        return np.array(
+            [means[next(unit)] if t.segments else 0.0 for t in trajectories]
+        )
 
     def _metrics(self, groups):
         metrics = super()._metrics(groups) | self._value_metrics

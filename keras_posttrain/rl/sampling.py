@@ -7,11 +7,12 @@ import numpy as np
 
 from keras_posttrain import _console
 from keras_posttrain.distribution import processes
+from keras_posttrain.episodes.trajectory import of_completion
 from keras_posttrain.losses import advantages as advantage_lib
 from keras_posttrain.rewards.reward import name as reward_name
 from keras_posttrain.rewards.run import run_rewards
-from keras_posttrain.rl.trajectory import Group, from_completion
-from keras_posttrain.rollout.rollout import Request
+from keras_posttrain.rl.trajectory import Group
+from keras_posttrain.rollout.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,12 @@ class Sampler:
         self.seconds["time/reward"] += time.perf_counter() - start
         masked = self.sampling.mask_truncated_completions
         return [
-            Group(p, [from_completion(c, masked) for c in group], text, reward)
+            Group(
+                p,
+                [of_completion(p.token_ids, c, p.row, masked) for c in group],
+                text,
+                reward,
+            )
             for p, group, text, reward in zip(
                 prompts, completions, texts, rewards
             )
@@ -172,13 +178,18 @@ class Sampler:
             timeout=scoring.timeout,
             on_error=scoring.on_error,
         )
-        for name, entry in report.items():
-            if entry["skipped"]:
-                _console.say(
-                    f"Step {step + 1}: {entry['skipped']} rewards of "
-                    f"{name!r} were left out. {entry['error']}"
-                )
+        say_skipped(report, step)
         return rewards.reshape(len(prompts), many, -1)
+
+
+def say_skipped(report, step):
+    """Says which rewards of a batch were left out."""
+    for name, entry in report.items():
+        if entry["skipped"]:
+            _console.say(
+                f"Step {step + 1}: {entry['skipped']} rewards of {name!r} "
+                f"were left out. {entry['error']}"
+            )
 
 
 def request_seed(seed, step, attempt=0):

@@ -1,10 +1,7 @@
 from keras_posttrain.rollout.native.engine import NativeRollout
-from keras_posttrain.rollout.rollout import (
-    Completion,
-    Request,
-    Rollout,
-    Scores,
-)
+from keras_posttrain.rollout.request import Completion, Request, Scores
+from keras_posttrain.rollout.rollout import Rollout
+from keras_posttrain.rollout.session import Session
 from keras_posttrain.rollout.vllm.engine import VLLMRollout
 
 __all__ = [
@@ -13,5 +10,6 @@ __all__ = [
     "Request",
     "Rollout",
     "Scores",
+    "Session",
     "VLLMRollout",
 ]

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from keras_posttrain.rollout.rollout import Completion
+from keras_posttrain.rollout.request import Completion
 
 
 def generate_whole(engine, requests, wait):
@@ -31,11 +31,11 @@ def generate_whole(engine, requests, wait):
         for (request, places), samples in zip(pending, found):
             for (i, g), completion in zip(places, samples):
                 parts[i][g].append(completion)
-            rest += _unfinished(request, places, samples)
+            rest += unfinished(request, places, samples)
         pending = rest
         if pending:
             wait()
-    return [[_joined(pieces) for pieces in samples] for samples in parts]
+    return [[joined(pieces) for pieces in samples] for samples in parts]
 
 
 def _numbered(requests):
@@ -47,7 +47,7 @@ def _numbered(requests):
         seen[key] += r.num_generations
 
 
-def _unfinished(request, places, samples):
+def unfinished(request, places, samples):
     """Returns requests for the rest of the interrupted samples."""
     cut = [c.finish_reason == "interrupted" for c in samples]
     if all(cut) and not any(c.token_ids for c in samples):
@@ -69,7 +69,7 @@ def _unfinished(request, places, samples):
     ]
 
 
-def _joined(pieces):
+def joined(pieces):
     """Concatenates the pieces of a sample."""
     if len(pieces) == 1:
         return pieces[0]

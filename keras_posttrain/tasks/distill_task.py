@@ -9,7 +9,11 @@ from keras_posttrain.data.batches.distillation import (
 )
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
-from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.prompts import (
+    PromptOrder,
+    prepare_columns,
+    prepare_prompts,
+)
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distill import checks as distill_checks
@@ -138,6 +142,7 @@ class DistillTask(Task):
         self.given, self.feature_maps, self._feature_losses = given, (), ()
         # Set by `compile` and `fit`.
         self.on_policy, self.rollout, self.sampling = 0.0, None, None
+        self.episode = None
         self.teacher_cache = self.cached = self.teacher_tokenizer = None
         self.teacher_column = self.teacher_weights = self.top_k = None
         self._began = self._packs = False
@@ -156,6 +161,7 @@ class DistillTask(Task):
         top_k=None,
         teacher_cache=None,
         on_policy=False,
+        episode=None,
         rollout="auto",
         num_generations=1,
         max_completion_length=256,
@@ -191,6 +197,8 @@ class DistillTask(Task):
             on_policy: bool, whether the student is trained on its own
                 samples; or a float, the share of sampled rows in each batch,
                 next to rows used as given.
+            episode: as in `kpt.GRPOTask.compile`, for the student's own
+                samples; what it returns is not used.
             rollout, num_generations, max_completion_length, temperature,
                 stop_token_ids, num_minibatches, num_iterations,
                 old_log_probs, mask_truncated_completions: of the samples,
@@ -229,6 +237,9 @@ class DistillTask(Task):
             num_iterations=num_iterations,
             old_log_probs=old_log_probs,
             mask_truncated_completions=mask_truncated_completions,
+        )
+        self.episode = distill_checks.episode(
+            episode, self.tokenizer, on_policy, given
         )
         self.temperature = self.sampling.temperature if on_policy else 1.0
         self.teacher_tokenizer = distill_checks.other_tokenizer(
@@ -510,6 +521,17 @@ class DistillTask(Task):
         settings.show(padding.describe(self.micro_batch_size, *filled))
         longest = max(len(p.token_ids) for p in prompts.prompts)
         longest += sampling.max_completion_length
+        episodes = None
+        if self.episode is not None:
+            longest = self.sequence_length
+            episodes = rl_checks.episodes(
+                self.episode,
+                prompts.prompts,
+                sampling,
+                self.tokenizer,
+                [self.sequence_length, self.max_length],
+                self.chat_template_kwargs,
+            )
         layout = self._layout(sequences, packing, longest)
         validate = None
         if validation_data is not None:
@@ -544,6 +566,7 @@ class DistillTask(Task):
                 order=order,
                 collector=functools.partial(
                     DistillCollector,
+                    episodes=episodes,
                     prompts=prompts,
                     share=self.on_policy,
                     engine=self.given.engine,
@@ -566,6 +589,11 @@ class DistillTask(Task):
 
     def _student_prompts(self, dataset, name="dataset"):
         """`(StudentPrompts, report)` of prompts, or of rows to sample from."""
+        if self.episode is not None:
+            prompts, report = prepare_columns(dataset, self.row_settings(name))
+            prompts = list(prompts)
+            self.episode.players(prompts[0].columns)
+            return StudentPrompts(prompts), report
         completion = self.sampling.max_completion_length
         most, why = rl_checks.room(
             self.sequence_length, self.max_length, completion
@@ -649,6 +677,8 @@ class DistillTask(Task):
         found = super().fingerprint()
         if self.on_policy:
             found |= Scoring().fingerprint() | self.sampling.fingerprint()
+        if self.episode is not None:
+            found["episode"] = self.episode.fingerprint()
         return found | {
             "on_policy": self.on_policy,
             "top_k": self.top_k,

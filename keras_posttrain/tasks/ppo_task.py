@@ -190,7 +190,7 @@ class PPOTask(RolloutTask):
 
     # Training
 
-    def _layout(self, prompts, batch_size, packing, share_prefix):
+    def _layout(self, prompts, batch_size, packing, share_prefix, *args):
         own = self.value_model.policy
         if (packing or share_prefix) and own is not None and not own.packable:
             raise ValueError(
@@ -199,7 +199,9 @@ class PPOTask(RolloutTask):
                 "packing=False, or a value model of a Gemma 1-3, Llama, "
                 "Mistral or Qwen 2-3 preset."
             )
-        return super()._layout(prompts, batch_size, packing, share_prefix)
+        return super()._layout(
+            prompts, batch_size, packing, share_prefix, *args
+        )
 
     def token_outputs(self, batch, mask, needs, *, dropout_key=None, **kwargs):
         hidden = self.policy.hidden_states(batch, dropout_key)

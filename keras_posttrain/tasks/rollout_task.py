@@ -11,24 +11,34 @@ from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.batches.prompt_stream import prompt_order
 from keras_posttrain.data.rows.datasets import is_stream
-from keras_posttrain.data.rows.prompts import Prompt, prepare_prompts
+from keras_posttrain.data.rows.prompts import (
+    Prompt,
+    prepare_columns,
+    prepare_prompts,
+)
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import reductions
 from keras_posttrain.planning import suggestion
-from keras_posttrain.rewards.run import check_rewards
 from keras_posttrain.rl import checks as rl_checks
+from keras_posttrain.rl import play
 from keras_posttrain.rl.batches import rollout_layout
 from keras_posttrain.rl.collector import Collector, ForwardPass
+from keras_posttrain.rl.episode_sampler import EpisodeSampler, session_of
 from keras_posttrain.rl.evaluation import evaluate_prompts
 from keras_posttrain.rl.loop import RolloutRun
+from keras_posttrain.rl.opponents import make_opponents
 from keras_posttrain.rl.sampling import Sampler
 from keras_posttrain.rollout.rollout import ready_engine
 from keras_posttrain.tasks.task import Task, show_report
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, keras_words, padding
-from keras_posttrain.training.frozen import Untracked, make_reference
+from keras_posttrain.training.frozen import (
+    Untracked,
+    frozen_policy,
+    make_reference,
+)
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
@@ -67,6 +77,7 @@ class RolloutTask(Task):
         self._given_reference = Untracked(reference)
         # Set by `compile` and `fit`.
         self.rollout = self.sampling = self.scoring = self.reference = None
+        self.episode = None
 
     @keras_words.explained
     def compile(
@@ -74,7 +85,8 @@ class RolloutTask(Task):
         optimizer="auto",
         loss="auto",
         *,
-        rewards,
+        rewards=None,
+        episode=None,
         reward_weights=None,
         advantages="auto",
         rollout="auto",
@@ -104,6 +116,13 @@ class RolloutTask(Task):
             loss: `"auto"` or a `kpt.losses.PolicyLoss`.
             rewards: list of functions, see `kpt.rewards.Reward`, and of
                 models such as a trained `kpt.RewardTask`; or one of these.
+                With an `episode` they may be left out.
+            episode: `None` to sample one completion of each prompt; or an
+                async function of chats and of the row's columns, which
+                samples as many turns as it wants and returns the reward; or
+                an object such as `kpt.episodes.Tools([...])`. See
+                `kpt.episodes.Episode`. Rewards then score messages and ids of
+                all turns, and may have a parameter `trajectories`.
             reward_weights: list of floats, one per reward; 1 by default.
             advantages: `"auto"` for the advantages that suit the loss, an
                 object such as `kpt.losses.GroupAdvantages()`, or a function.
@@ -144,6 +163,7 @@ class RolloutTask(Task):
                 loss, max_completion_length=max_completion_length
             )
         rl_checks.whole_distribution(top_k, top_p, min_p)
+        episode = rl_checks.episode(episode, self.tokenizer)
         sampling = rl_checks.sampling(
             tokenizer=self.tokenizer,
             vocabulary_size=self.causal_lm.backbone.vocabulary_size,
@@ -165,12 +185,14 @@ class RolloutTask(Task):
             advantages,
             loss,
             num_generations,
+            episode,
             max_resamples=max_resamples,
             timeout=reward_timeout,
             on_error=on_reward_error,
         )
         self.rollout = rl_checks.engine(rollout)
         self.sampling, self.scoring = sampling, scoring
+        self.episode = episode
         self.temperature, self.reference = sampling.temperature, None
         super().compile(
             optimizer,
@@ -196,22 +218,40 @@ class RolloutTask(Task):
 
         The prompts of a stream are a stream, which is read from its start.
         """
-        most, why = rl_checks.room(
-            self.sequence_length,
-            self.max_length,
-            self.sampling.max_completion_length,
-        )
-        prompts, report = prepare_prompts(
-            dataset,
-            self.row_settings(name),
-            max_prompt_length=most,
-            limit=why,
-        )
+        settings = self.row_settings(name)
+        if self.episode is not None:
+            prompts, report = prepare_columns(dataset, settings)
+        else:
+            most, why = rl_checks.room(
+                self.sequence_length,
+                self.max_length,
+                self.sampling.max_completion_length,
+            )
+            prompts, report = prepare_prompts(
+                dataset, settings, max_prompt_length=most, limit=why
+            )
         first = next(iter(prompts), None)
         if first is not None:
-            columns = list(first.columns)
-            check_rewards(self.scoring.rewards, columns, f"`{name}`")
+            rl_checks.row_columns(
+                self.episode, self.scoring.rewards, first.columns, name
+            )
         return prompts, report
+
+    def _episodes(self, prompts, temperature=None):
+        """Returns the `Episodes` of a run on rows, or `None`."""
+        if self.episode is None:
+            return None
+        sampling = self.sampling
+        if temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=temperature)
+        return rl_checks.episodes(
+            self.episode,
+            prompts,
+            sampling,
+            self.tokenizer,
+            [self.sequence_length, self.max_length],
+            self.chat_template_kwargs,
+        )
 
     # Training
 
@@ -297,7 +337,10 @@ class RolloutTask(Task):
         check_epochs(prompts, epochs)
         if not streamed:
             settings.show(self.data_report)
-        layout = self._layout(prompts, batch_size, packing, share_prefix)
+        episodes = self._episodes(prompts)
+        layout = self._layout(
+            prompts, batch_size, packing, share_prefix, episodes
+        )
         filled = self.filled_rows(layout.num_sequences, packs)
         settings.show(padding.describe(self.micro_batch_size, *filled))
         held_out = None
@@ -332,6 +375,11 @@ class RolloutTask(Task):
             order = prompt_order(
                 prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
             )
+            engines, opponents = make_opponents(
+                self.episode, self.rollout, self, self._copy
+            )
+            if episodes is not None:
+                episodes = dataclasses.replace(episodes, engines=engines)
             self.run = RolloutRun(
                 self,
                 step=self._step,
@@ -341,6 +389,7 @@ class RolloutTask(Task):
                 order=order,
                 collector=functools.partial(
                     self.collector,
+                    episodes=episodes,
                     sampling=self.sampling,
                     scoring=self.scoring,
                     tokenizer=self.tokenizer,
@@ -353,6 +402,7 @@ class RolloutTask(Task):
                 ),
                 settings=settings,
                 validate=None if held_out is None else validate,
+                opponents=opponents,
             )
             try:
                 return self.run.fit()
@@ -360,16 +410,21 @@ class RolloutTask(Task):
                 if streamed:
                     settings.show(self.data_report)
 
-    def _layout(self, prompts, batch_size, packing, share_prefix):
+    def _layout(
+        self, prompts, batch_size, packing, share_prefix, episodes=None
+    ):
         """Returns the layout of the batch of one step."""
-        sampling = self.sampling
-        sequences = rl_checks.minibatches(
-            batch_size, sampling.num_generations, sampling.num_minibatches
-        )
-        if is_stream(prompts):
-            longest = self.sequence_length - sampling.max_completion_length
-        else:
+        sampling, players = self.sampling, 1
+        longest = self.sequence_length - sampling.max_completion_length
+        if episodes is not None:
+            players = len(episodes.trained)
+        elif not is_stream(prompts):
             longest = max(len(p.token_ids) for p in prompts)
+        sequences = rl_checks.minibatches(
+            batch_size,
+            sampling.num_generations * players,
+            sampling.num_minibatches,
+        )
         packs = packing or share_prefix
         return rollout_layout(
             num_sequences=sequences,
@@ -380,6 +435,7 @@ class RolloutTask(Task):
                 longest + sampling.max_completion_length,
             ),
             share_prefix=share_prefix,
+            by_sequence=self.objective.by_sequence,
             num_generations=sampling.num_generations,
             row_multiple=padding.row_multiple(
                 self.micro_batch_size, *self.filled_rows(sequences, packs)
@@ -389,6 +445,11 @@ class RolloutTask(Task):
 
     def filled_rows(self, batch_size, packing=False):
         return None if packing else batch_size, 1
+
+    def _copy(self):
+        """Returns a copy of what is trained, for an opponent."""
+        weights = ModelWeights.of(self)
+        return frozen_policy(self.policy, weights, moves=True)
 
     def _make_reference(self, settings):
         compares = "ref_per_token_logps" in self.objective.needs
@@ -412,6 +473,7 @@ class RolloutTask(Task):
             super().fingerprint()
             | self.scoring.fingerprint()
             | self.sampling.fingerprint()
+            | ({"episode": self.episode.fingerprint()} if self.episode else {})
         )
 
     @property
@@ -476,12 +538,24 @@ class RolloutTask(Task):
         )
         running = self.run is not None and self.run.is_running
         generate = self.run.generate if running else self.rollout.generate
+        bar = None
         if not running and verbose not in (0, "auto") and processes.is_first():
             bar = keras.utils.Progbar(
                 len(prompts) * num_generations, unit_name="sample"
             )
             generate = functools.partial(generate, progress=bar.add)
-        sampler = Sampler(generate, sampling, self.scoring, self.tokenizer)
+        if self.episode is not None:
+            open_session = functools.partial(
+                session_of, self.rollout, bar and bar.add
+            )
+            sampler = EpisodeSampler(
+                self.run.open_session if running else open_session,
+                self._episodes(prompts, temperature),
+                sampling,
+                self.scoring,
+            )
+        else:
+            sampler = Sampler(generate, sampling, self.scoring, self.tokenizer)
         with (
             _console.silenced(verbose == 0),
             ready_engine(self.rollout, self, running),
@@ -495,6 +569,44 @@ class RolloutTask(Task):
                 seed=seed,
                 step=self.step,
             )
+
+    def play(
+        self, episode=None, *, human=None, seed=0, temperature=None, **columns
+    ):
+        """Runs one episode and prints it.
+
+        Args:
+            episode: as in `compile`; that of `compile` by default.
+            human: string, a player whose turns are typed in the terminal, or
+                `None`. The others are played by the policy.
+            seed: int, of the samples.
+            temperature: float; that of training by default.
+            **columns: the row.
+
+        Returns:
+            A `kpt.episodes.Trajectory`, or with several players a dict of
+            them by player.
+        """
+        self._assert_compile_called("play")
+        checks.placed(self.causal_lm)
+        compiled = self.episode
+        given = compiled if episode is None else episode
+        if given is None:
+            raise ValueError(
+                "`play` needs an episode. Received: episode=None, and none "
+                "in `compile`."
+            )
+        self.episode = rl_checks.episode(given, self.tokenizer)
+        try:
+            prompts = [Prompt((), columns.get("prompt"), columns, 0)]
+            episodes = self._episodes(prompts, temperature)
+        finally:
+            self.episode = compiled
+        with ready_engine(self.rollout, self):
+            found = play.play(
+                episodes, self.rollout, columns, checks.seed(seed), human
+            )
+        return found if len(found) > 1 else next(iter(found.values()))
 
     # Planning
 

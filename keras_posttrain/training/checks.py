@@ -269,7 +269,7 @@ def own_adapter(policy):
 def placed(causal_lm):
     """Raises a `ValueError` for a model that was made before the mesh was."""
     distribution = keras.distribution.distribution()
-    value = causal_lm.backbone.token_embedding.variables[0].value
+    value = causal_lm.backbone.variables[0].value
     sharding = getattr(value, "sharding", None)
     if distribution is None or sharding is None:
         return

@@ -88,7 +88,10 @@ METHODS = {
     "save": _SAVING,
     "save_weights": _WEIGHT_FILES,
     "load_weights": _WEIGHT_FILES,
-    "quantize": "Quantize the `causal_lm` before the task is made.",
+    "quantize": (
+        "A quantized model can be sampled from but not trained: export the "
+        "trained model, then quantize that."
+    ),
     "get_config": _NO_COPY,
     "__deepcopy__": _NO_COPY,
     "__reduce__": _NO_COPY,

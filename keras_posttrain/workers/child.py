@@ -57,14 +57,14 @@ def serve(connection, parent):
 
 
 def _load(function):
-    """Returns the function of a pickle, or of `(file, name)`."""
+    """Returns the function of a pickle, or of `(file, name, arguments...)`."""
     if isinstance(function, bytes):
         return Scorer(pickle.loads(function))
-    file, name = function
+    file, name, *arguments = function
     spec = importlib.util.spec_from_file_location("kpt_worker", file)
     module = sys.modules["kpt_worker"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)()
+    return getattr(module, name)(*arguments)
 
 
 class Scorer:

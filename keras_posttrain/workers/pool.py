@@ -49,9 +49,9 @@ class Workers:
     starts, or copies a process in which JAX runs threads.
 
     Args:
-        function: `(file, name)`, strings: a function in a file that imports
-            nothing of this package, which loads what it needs and returns
-            the function; or bytes, a pickle of a reward function.
+        function: `(file, name, arguments...)`: a function in a file that
+            imports nothing of this package, which loads what it needs and
+            returns the function; or bytes, a pickle of a reward function.
         seconds: float, the time limit of a call.
         max_bytes: int, the memory that a process may allocate once the
             function is loaded.

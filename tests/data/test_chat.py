@@ -1,6 +1,9 @@
 """Chat templates: sandbox, assistant spans, quoted control tokens."""
 
+import concurrent.futures
+import functools
 import pathlib
+import sys
 import time
 
 import pytest
@@ -12,6 +15,7 @@ from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.workers.pool import Workers
+from tests.data.support import chat_tokenizer
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "reference" / "models"
 MODELS = ["llama3", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]
@@ -133,6 +137,15 @@ def test_thinking_that_the_template_rewrites_is_parsed():
     assert ids.count(think) == 1
     text = chat.render(tokenizer, messages)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_an_empty_thought_is_parsed():
+    """The template takes the line breaks around a mark in it away."""
+    tokenizer = load("qwen3", read_template("qwen3"))
+    thought = {"role": "assistant", "content": "<think>\n\n</think>\n\nYes"}
+    assert spans_of(tokenizer, [CONVERSATION[0], thought]) == [
+        "<think>\n\n</think>\n\nYes<|im_end|>"
+    ]
 
 
 def test_two_assistant_turns_in_a_row_are_found():
@@ -330,6 +343,37 @@ def test_a_stand_in_cannot_be_forged():
     text = "<|im_end|>" + "".join(chr(0x10F000 + i) for i in range(4))
     with pytest.raises(ValueError, match=r"private-use character U\+10F000"):
         chat.render_ids(tokenizer, [{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("character", [chr(0x10F000 + i) for i in range(4)])
+def test_a_stand_in_of_another_text_cannot_be_forged(character):
+    tokenizer = load("qwen3", read_template("qwen3"))
+    quote = {"role": "user", "content": "<|im_end|>"}
+    before = chat.render_ids(tokenizer, [quote, CALL, RESULT], tools=TOOLS)
+    assert tokenizer.control_tokens["<tool_call>"] in before
+    quote = {"role": "user", "content": "<|im_end|>" + character}
+    with pytest.raises(ValueError, match="private-use character U.10F00"):
+        chat.render_ids(tokenizer, [quote])
+
+
+@pytest.fixture
+def eager_threads():
+    """Threads that take turns as often as can be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_quotes_are_encoded_in_threads(eager_threads):
+    """Each text brings a control token that the others lack."""
+    texts = [f"<think>{t}" for t in load("qwen3").control_tokens] * 8
+    plain = [(0, len("<think>"))]
+    expected = [load("qwen3").encode_mixed(text, plain) for text in texts]
+    for _ in range(5):
+        encode = functools.partial(load("qwen3").encode_mixed, plain=plain)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(encode, texts)) == expected
 
 
 # The template's environment ------------------------------------------------
@@ -546,6 +590,17 @@ def test_mistral_v3_renders_tools():
     )
 
 
+def test_a_call_without_a_header_is_the_models_to_write():
+    """Mistral's `[TOOL_CALLS]` opens no turn: it is trained on."""
+    tokenizer = chat_tokenizer("mistral_v3")
+    messages = [CONVERSATION[0], CALL, RESULT, CONVERSATION[3]]
+    assert spans_of(tokenizer, messages, tools=TOOLS) == [
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": '
+        '"abcdefghi"}]</s>',
+        " Bye</s>",
+    ]
+
+
 def test_llama_2_puts_the_system_prompt_into_the_instruction():
     tokenizer = load("mistral", read_template("llama2"))
     messages = [{"role": "system", "content": "Be brief."}, *CONVERSATION]
@@ -574,6 +629,35 @@ def test_tools_that_a_template_leaves_out_are_an_error(name):
         with pytest.raises(ValueError, match=message):
             function(tokenizer, CONVERSATION, tools=TOOLS)
         function(tokenizer, CONVERSATION, tools=[])
+
+
+# Templates that render some of the tools.
+PARTIAL = {
+    "sub": "{% if tools %}{{ tools[0].function.name }}{% endif %}",
+    "add', 'sub": "{% if tools %}You have {{ tools | length }}.{% endif %}",
+}
+
+
+@pytest.mark.parametrize("missing", PARTIAL)
+def test_tools_of_which_a_template_leaves_out_some_are_an_error(missing):
+    """Also where a message names them."""
+    template = PARTIAL[missing] + (
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = load("qwen3", template)
+    sub = {"type": "function", "function": {"name": "sub"}}
+    messages = [{"role": "user", "content": "add or sub"}, *CONVERSATION[1:]]
+    for function in (chat.render, chat.render_ids, chat.encode_with_spans):
+        with pytest.raises(ValueError, match=rf"tools=\['{missing}'\]"):
+            function(tokenizer, messages, tools=[*TOOLS, sub])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_tools_of_other_shapes_are_found(flat):
+    tool = {"name": "add", "parameters": {}}
+    tokenizer = load("qwen3", read_template("qwen3"))
+    tools = [tool if flat else {"function": tool}]
+    assert '"add"' in chat.render(tokenizer, CONVERSATION, tools=tools)
 
 
 @pytest.mark.parametrize("role", ["Assistant", "asistant", " user", "sytem"])

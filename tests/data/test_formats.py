@@ -74,6 +74,18 @@ def test_token_pairs_are_taken_as_they_are():
     assert example.completion_mask.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "row", [{"text": "Hi"}, {"prompt": "Hi", "completion": " there"}]
+)
+def test_tools_of_plain_text_are_an_error(row, qwen2):
+    """Nothing renders them."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    one(row | {"tools": None}, qwen2)
+    one(row | {"tools": "[]"}, qwen2)
+    with pytest.raises(ValueError, match="plain text.*row 0 .*'add'"):
+        one(row | {"tools": tools}, qwen2)
+
+
 def test_masked_tokens_keep_their_weights():
     row = {"token_ids": [1, 2, 3], "completion_mask": [1, 0.5, 2]}
     assert one(row).completion_mask.tolist() == [0, 0.5, 2]

@@ -150,7 +150,7 @@ def test_rows_hold_each_completion_once():
     # None is cut that fits; each row keeps to its tokens.
     assert sorted(g for g, _ in pieces) == [0, 1, 2, 3]
     for row in rows:
-        assert sum(groups[g].shared_length() for g, _ in row) <= 64
+        assert sum(groups[g].shared_size()[0] for g, _ in row) <= 64
 
 
 def test_a_group_over_the_capacity_is_cut():

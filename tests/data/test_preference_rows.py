@@ -64,6 +64,19 @@ def test_strings_are_joined_and_ended():
         )
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
+        {"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5"},
+    ],
+)
+def test_tools_of_strings_are_an_error(row):
+    prepare([row | {"tools": []}])
+    with pytest.raises(ValueError, match="plain text.*row 0.*'add'"):
+        prepare([row | {"tools": [{"name": "add"}]}])
+
+
 def test_messages_with_a_prompt_in_common():
     user = {"role": "user", "content": "hi"}
     good = {"role": "assistant", "content": "hello"}

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from keras_posttrain.models import tpu_attention
-from keras_posttrain.models.attention import BLOCK, segment_attention
+from keras_posttrain.models.attention import (
+    BLOCK,
+    segment_attention,
+    subtree_ends,
+)
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
 from tests.models.tiny_checkpoints import make_checkpoint
@@ -155,6 +159,66 @@ def test_gradients_are_those_of_the_definition(length, settings):
     got = jax.jit(jax.grad(ours, argnums=(0, 1, 2)))(*arrays)
     want = jax.jit(jax.grad(theirs, argnums=(0, 1, 2)))(*arrays)
     for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def random_tree(length, seed):
+    """A row of segments that continue others, and who sees whom."""
+    rng = np.random.default_rng(seed)
+    segments, positions = np.zeros((2, length), "int32")
+    visible = np.eye(length, dtype=bool)
+    # The columns of each segment's path; 0 is no segment.
+    prefixes, paths, chain, start = [], [[]], [0], 0
+    while start < length - 5:
+        size = int(min(rng.integers(1, length // 8), length - 5 - start))
+        # In pre-order a segment continues the last one or one before that.
+        chain = chain[: rng.integers(1, len(chain) + 1)]
+        path = paths[chain[-1]] + list(range(start, start + size))
+        prefixes.append(chain[-1])
+        chain.append(len(prefixes))
+        paths.append(path)
+        segments[start : start + size] = len(prefixes)
+        for column in range(start, start + size):
+            positions[column] = path.index(column)
+            visible[column, path[: positions[column] + 1]] = True
+        start += size
+    return np.array([prefixes]), segments[None], positions[None], visible[None]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("length", [40, 520])
+def test_a_token_sees_the_segments_that_its_own_one_continues(
+    length, settings
+):
+    """Values and gradients, with more unused slots than segments."""
+    arrays, *_ = example(length, rows=1)
+    prefixes, segments, positions, visible = random_tree(length, length)
+    assert prefixes.max() > 1 and (prefixes == 0).sum() > 1
+    slots = np.pad(prefixes, ((0, 0), (0, 3)))
+    ends = subtree_ends(slots, segments)
+    if "sliding_window" in settings:
+        ahead = positions[:, :, None] - positions[:, None, :]
+        visible = visible & (ahead < settings["sliding_window"])
+    cotangent = np.random.default_rng(1).normal(size=arrays[0].shape)
+    cotangent = np.where(segments[..., None, None] > 0, cotangent, 0)
+
+    def ours(*arrays):
+        out = segment_attention(
+            *arrays, segments, positions, ends, scale=0.3, **settings
+        )
+        return jnp.sum(out * cotangent), out
+
+    def theirs(*arrays):
+        out = naive_jax(*arrays, visible, 0.3, settings.get("soft_cap"))
+        return jnp.sum(out * cotangent), out
+
+    got, want = (
+        jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(*arrays)
+        for f in (ours, theirs)
+    )
+    used = segments[..., None, None] > 0
+    np.testing.assert_allclose(got[1] * used, want[1] * used, atol=2e-6)
+    for a, b in zip(got[0], want[0]):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 

@@ -49,7 +49,7 @@ def gone(pids, seconds=20):
 
 
 def test_a_formula_that_holds_the_interpreter_gets_0():
-    """With `reward_timeout` as well: the run goes on as if it were wrong."""
+    """With `reward_timeout` as well: the run continues as if it were wrong."""
     reward = kpt.rewards.MathReward(timeout=1.0)
     completions = ["$9^{9^{9^{9}}}$", "$2$", r"$\frac{4}{2}$", "$3$"]
     assert score(reward, completions, answer=["2"] * 4) == [0, 1, 1, 0]

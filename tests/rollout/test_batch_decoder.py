@@ -9,7 +9,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.samples import Samples
-from keras_posttrain.rollout.rollout import Request
+from keras_posttrain.rollout.request import Request
 
 M = keras_hub.models
 COMMON = dict(

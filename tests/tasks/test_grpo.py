@@ -818,3 +818,5 @@ def test_tools_of_prompts_may_be_json():
         [{"prompt": chat, "tools": json.dumps(tools)}]
     )
     assert as_list.token_ids == as_text.token_ids
+    with pytest.raises(ValueError, match="plain text.*row 0 .*'add'"):
+        task.prepare_prompts([{"prompt": "Add.", "tools": tools}])

@@ -281,7 +281,7 @@ def test_settings_may_be_numpys(tmp_path):
     task = run(np.int64, np.float32, tmp_path / "b")
     for name, value in weights(task).items():
         np.testing.assert_array_equal(value, ours[name], name)
-    # What Python's numbers go on with is the same run.
+    # Python's numbers resume the same run.
     assert run(int, float, tmp_path / "b").step == 2
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.tasks import contract
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = [*contract.TASKS, "grpo_ahead"]
+NAMES = [*contract.TASKS, "grpo_ahead", "grpo_episodes"]
 KILLS = 11 * [signal.SIGKILL] + 2 * [signal.SIGINT] + 2 * [signal.SIGTERM]
 # Names a run to the processes that it starts.
 MARK = "KERAS_POSTTRAIN_TEST_RUN"
@@ -91,8 +91,15 @@ def interrupt(process, directory, number, rng):
     return code == -number
 
 
+def without_rounding(log):
+    return [
+        {k: v for k, v in line.items() if not k.startswith("sampling/")}
+        for line in log
+    ]
+
+
 def check_killed_runs(name, numbers, folder, atol=0.0):
-    """Compares a run that signals end and that goes on with a straight one.
+    """Compares a run ended by signals and resumed with a straight one.
 
     Args:
         name: string, of a run of `killed_script.py`.
@@ -125,6 +132,9 @@ def check_killed_runs(name, numbers, folder, atol=0.0):
         ours, theirs = map(contract.log_of, (straight, directory))
         steps = [[line["step"] for line in log] for log in (ours, theirs)]
         assert steps[0] == steps[1]
+        if name == "grpo_episodes":
+            # Which turns share a batch hangs on time, and so does rounding.
+            ours, theirs = map(without_rounding, (ours, theirs))
         assert atol or json.dumps(ours) == json.dumps(theirs)
     if shared.exists():
         assert set(shared.iterdir()) <= before

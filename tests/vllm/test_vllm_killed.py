@@ -1,4 +1,4 @@
-"""A run with a vLLM server, ended by signals at random, goes on."""
+"""A run with a vLLM server, ended by signals at random, is resumed."""
 
 import importlib.util
 import signal

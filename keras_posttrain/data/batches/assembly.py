@@ -8,15 +8,19 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a sequence is stored: columns `start` to `stop` of a row.
+    """Where tokens of a sequence are stored: columns of a row.
 
-    Behind a shared prefix these are the columns of the tokens after it.
+    Args:
+        row, slot: ints.
+        start, stop: ints, the columns.
+        position: int, that of the first of the tokens in its sequence.
     """
 
     row: int
     slot: int
     start: int
     stop: int
+    position: int = 0
 
     @property
     def tokens(self):
@@ -25,22 +29,23 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Segment:
-    """Tokens that are stored in one piece: a sequence, or a shared prefix.
+    """Tokens that are stored in one piece: of a sequence, or shared.
 
     Args:
         token_ids: ints of shape `(tokens,)`.
         completion_mask: float32 array of the same shape, or 0.
         row: int, index of the dataset row.
-        prefix: int, the slot of the prefix that the tokens continue, or
+        prefix: int, the slot of the segment that the tokens continue, or
             `None`.
-        is_prefix: bool.
+        sequence: int, the number of the sequence that the segment belongs
+            to, or `None` of a prefix without loss that several share.
     """
 
     token_ids: np.ndarray
     completion_mask: np.ndarray | float = 0.0
     row: int = 0
     prefix: int | None = None
-    is_prefix: bool = False
+    sequence: int | None = 0
 
 
 def assemble(
@@ -49,7 +54,8 @@ def assemble(
     """Puts segments into the arrays of a batch.
 
     Args:
-        rows: list of at most `num_rows` lists of `Segment`s.
+        rows: list of at most `num_rows` lists of `Segment`s, in pre-order:
+            right after a segment come those that continue it.
         length: int, tokens of a row.
         num_rows: int, rows of the batch. Missing ones are empty: they have no
             sequence and no weight.
@@ -66,7 +72,7 @@ def assemble(
         `predicted_by` of shape `(num_rows, length)` and `prefix_segments` of
         shape `(num_rows, max_sequences)`, both int32. A prefix has a slot,
         whose `sequence_mask` is 0. And a list of the `Place`s of the
-        sequences, row by row.
+        segments that belong to a sequence, row by row.
 
     Raises:
         ValueError: the rows do not fit.
@@ -98,17 +104,17 @@ def assemble(
                 f"{r} with {len(row)} sequences of {total} tokens, "
                 f"length={length}, max_sequences={max_sequences}."
             )
-        stops = [0]
+        # The columns and the positions at which segments end.
+        stops, ends = [0], []
         for s, segment in enumerate(row):
-            start = stops[s]
+            start, first = stops[s], 0
             stops.append(start + len(segment.token_ids))
-            place = Place(r, s, start, stops[-1])
-            first = 0
             if segment.prefix is not None:
-                end = stops[segment.prefix + 1]
-                first = end - stops[segment.prefix]
-                batch["predicted_by"][r, start : start + 1] = end - 1
+                first, before = ends[segment.prefix], stops[segment.prefix + 1]
+                batch["predicted_by"][r, start : start + 1] = before - 1
                 batch["prefix_segments"][r, s] = segment.prefix + 1
+            ends.append(first + len(segment.token_ids))
+            place = Place(r, s, start, stops[-1], first)
             batch["token_ids"][place.tokens] = segment.token_ids
             batch["segment_ids"][place.tokens] = s + 1
             batch["positions"][place.tokens] = first + np.arange(
@@ -119,7 +125,7 @@ def assemble(
                 # Nothing comes before a sequence's first token to predict it.
                 batch["completion_mask"][r, start : start + 1] = 0.0
             batch["sequence_ids"][r, s] = segment.row
-            if not segment.is_prefix:
+            if segment.sequence is not None:
                 batch["sequence_mask"][r, s] = 1.0
                 places.append(place)
     return batch, places
@@ -130,17 +136,58 @@ class Batch:
     """A batch, and where its sequences are stored.
 
     Sequences are numbered in the order of the groups they were given in. The
-    numbers of a rollout's minibatches run on from one to the next.
+    numbers of a rollout's minibatches run on from one to the next. So do those
+    of units: the sequences of a unit are the segments of one trajectory.
 
     Attributes:
         arrays: dict of arrays.
         sequences: dict of `Example`s by number.
-        places: dict of `Place`s by number.
+        parts: dict by number of lists of `Place`s: those of a sequence's own
+            segments, from its beginning to its end. Prefixes that belong to
+            no sequence or to another are left out.
+        units: dict by number of the number of the sequence's unit.
     """
 
     arrays: dict
     sequences: dict
-    places: dict
+    parts: dict
+    units: dict
+
+    @property
+    def places(self):
+        """Dict of the last `Place` of each sequence by number."""
+        return {i: places[-1] for i, places in self.parts.items()}
+
+    def unit_parts(self):
+        """Returns the `Place`s of the sequences of each unit, in order."""
+        found = {}
+        for i, places in self.parts.items():
+            found.setdefault(self.units[i], []).extend(places)
+        return found
+
+    def chains(self):
+        """Returns the loss tokens of each unit in order, over its segments.
+
+        Returns:
+            An int32 array of shape `(units, tokens)`, both rounded up to
+            powers of two: indices of the flattened `(rows, length)`, -1 after
+            the last. `None` if each unit is in one segment.
+        """
+        by_unit = list(self.unit_parts().values())
+        if all(len(places) == 1 for places in by_unit):
+            return None
+        mask = self.arrays["completion_mask"]
+        columns = np.arange(mask.size).reshape(mask.shape)
+        found = [
+            np.concatenate([columns[x.tokens][mask[x.tokens] != 0] for x in p])
+            for p in by_unit
+        ]
+        sizes = (len(found), max(1, *map(len, found)))
+        shape = [1 << (size - 1).bit_length() for size in sizes]
+        chains = np.full(shape, -1, np.int32)
+        for chain, indices in zip(chains, found):
+            chain[: len(indices)] = indices
+        return chains
 
     def rows(self):
         """Returns the numbers of each filled row's sequences, in order."""
@@ -156,16 +203,23 @@ class Batch:
             name: str, its key.
             values: list or dict by number, the values of the last tokens of
                 each sequence, such as those of its completion. Other tokens
-                have 0.
+                have 0. So have prefixes that belong to no sequence; those
+                that belong to another one have its values.
             dtype: the array's.
         """
         shape = self.arrays["token_ids"].shape
         array = np.zeros(shape, dtype)
-        for i, place in self.places.items():
+        for i, places in self.parts.items():
             given = values[i]
-            count = min(len(given), place.stop - place.start)
-            columns = slice(place.stop - count, place.stop)
-            array[place.row, columns] = given[len(given) - count :]
+            # The position of the first value.
+            first = len(self.sequences[i].token_ids) - len(given)
+            for place in places:
+                at = max(place.position, first)
+                start = place.start + at - place.position
+                count = max(place.stop - start, 0)
+                columns = slice(start, start + count)
+                at -= first
+                array[place.row, columns] = given[at : at + count]
         self.arrays[name] = array
 
     def put_sequences(self, name, values, dtype=np.float32):
@@ -173,16 +227,32 @@ class Batch:
 
         Args:
             name, dtype: as of `put_tokens`.
-            values: list, array or dict by number, a value a sequence.
+            values: list, array or dict by number, a value a sequence. All
+                segments of a sequence have it.
         """
         array = np.zeros(self.arrays["sequence_mask"].shape, dtype)
-        for i, place in self.places.items():
-            array[place.row, place.slot] = values[i]
+        for i, places in self.parts.items():
+            for place in places:
+                array[place.row, place.slot] = values[i]
         self.arrays[name] = array
+
+    def put_units(self, name, values, dtype=np.float32):
+        """Adds an array as `put_sequences`, of values by number of a unit."""
+        self.put_sequences(
+            name, {i: values[unit] for i, unit in self.units.items()}, dtype
+        )
 
     def sequence_sums(self, values):
         """Returns `{number: sum}` of an array `(rows, length)`."""
         return {
-            i: float(values[place.tokens].sum())
-            for i, place in self.places.items()
+            i: sum(float(values[place.tokens].sum()) for place in places)
+            for i, places in self.parts.items()
         }
+
+    def unit_sums(self, values):
+        """Returns `{number of a unit: sum}` of an array `(rows, length)`."""
+        found = {}
+        for i, total in self.sequence_sums(values).items():
+            unit = self.units[i]
+            found[unit] = found.get(unit, 0.0) + total
+        return found

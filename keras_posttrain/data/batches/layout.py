@@ -1,53 +1,25 @@
 """The one layout of batches: groups of sequences to rows, with extras."""
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
 
+import numpy as np
+
 from keras_posttrain.data.batches import packing
 from keras_posttrain.data.batches.assembly import Batch, Segment, assemble
-from keras_posttrain.data.rows.examples import completion_example
+from keras_posttrain.data.batches.group import (
+    Group,
+    number_units,
+    refuse_segments,
+    slice_groups,
+)
 
 # The most sequences that share a row. Fixed, so that the shapes of packed
 # batches differ in their number of rows alone.
 MAX_SEQUENCES = 16
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Group:
-    """Sequences that begin with the same tokens.
-
-    A sequence is any tokens with a mask: a text, a prompt and a completion,
-    or a trajectory in which sampled text and the output of tools alternate.
-    An `Example` is a group of one sequence, a `Preference` a group of one or
-    two.
-
-    Args:
-        sequences: list of `Example`s.
-        prefix_length: int, how many tokens all of them begin with. None of
-            these carries loss.
-    """
-
-    sequences: list
-    prefix_length: int
-
-    @classmethod
-    def of_completions(cls, prompt, completions, masks, row):
-        """Makes the group of a prompt's completions.
-
-        `completions` and `masks` are lists of what `completion_example` takes.
-        """
-        sequences = [
-            completion_example(prompt, *pair, row)
-            for pair in zip(completions, masks, strict=True)
-        ]
-        return cls(sequences, len(prompt))
-
-    def shared_length(self):
-        """Returns the number of tokens with the prefix counted once."""
-        prefix = self.prefix_length
-        return prefix + sum(len(x.token_ids) - prefix for x in self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +31,8 @@ class BatchLayout:
     rows hold several of them.
 
     Args:
-        num_sequences: int, the most sequences of a batch.
+        num_sequences: int, the most units of a batch. A unit is a sequence,
+            or the segments of one trajectory.
         sequence_length: int, the most tokens of a sequence.
         lengths: function of the longest row's tokens to the lengths that
             rows may have, where there is no token budget.
@@ -69,7 +42,8 @@ class BatchLayout:
         together: int, how many neighbours of a group are in one row: 2 for
             pairs. Where it is 1 a group may be spread over rows.
         share_prefix: bool, whether a row stores the prefix of a group once
-            for those of its sequences that it holds.
+            for those of its sequences that it holds. Groups without a
+            `prefix_length` need a token budget.
         row_multiple: int, of which the number of rows is a multiple.
         pad_id: int, the token id at padding.
         regroup: function of the groups of a batch to those that are laid
@@ -78,6 +52,8 @@ class BatchLayout:
             takes up, or `None` for as many as it has.
         extras: function of a `Batch` and its groups that adds arrays, or
             `None`.
+        by_sequence: bool, whether the loss needs all loss tokens of a unit
+            in one slot, as `PolicyLoss.by_sequence`.
     """
 
     num_sequences: int
@@ -92,28 +68,40 @@ class BatchLayout:
     regroup: Callable | None = None
     size: Callable | None = None
     extras: Callable | None = None
+    by_sequence: bool = False
 
-    def __call__(self, groups, first=0, length=None):
+    def __call__(self, groups, first=0, length=None, first_unit=None):
         """Makes a batch.
 
         Args:
             groups: list of `Group`s, `Example`s or `Preference`s.
             first: int, the number of the first sequence.
             length: int, tokens of a row; `None` for the least that fits.
+            first_unit: int, the number of the first unit; `None` for
+                `first`.
+
+        Raises:
+            ValueError: the groups do not fit, or a unit has several
+                sequences and the loss is `by_sequence`.
         """
         if self.regroup is not None:
             groups = self.regroup(groups)
-        # A `Preference` makes its sequences when it is asked for them.
-        whole = [Group(list(g.sequences), g.prefix_length) for g in groups]
+        whole = [Group.of(group) for group in groups]
+        units = number_units(
+            whole, first if first_unit is None else first_unit
+        )
+        several = len(set(units)) < len(units)
+        if several and self.by_sequence:
+            refuse_segments(whole)
         rows = self._rows(whole)
         if length is None:
-            length = self._length(max(map(self._row_length, whole)))
+            length = self._length(map(self._row_length, whole))
         batch = self._assemble(
             rows,
             whole,
-            first,
+            dict(enumerate(units, first)),
             length=length,
-            num_rows=self._num_rows(len(rows)),
+            num_rows=self._num_rows(len(rows), several),
             max_sequences=self._slots(),
         )
         if self.extras is not None:
@@ -126,11 +114,12 @@ class BatchLayout:
         Args:
             rows: list of at most `num_sequences` lists of `Example`s.
         """
+        groups = [Group.of(x) for row in rows for x in row]
         number = itertools.count()
         return self._assemble(
             [[(next(number), [0]) for _ in row] for row in rows],
-            [x for row in rows for x in row],
-            first=0,
+            groups,
+            dict(enumerate(range(len(groups)))),
             length=self.token_budget,
             num_rows=self._up(self.num_sequences),
             max_sequences=self.max_sequences,
@@ -147,18 +136,20 @@ class BatchLayout:
         Returns:
             List of `Batch`es.
         """
-        members = [(group, x) for group in groups for x in group.sequences]
+        groups = [Group.of(group) for group in groups]
+        units = number_units(groups)
         length = None
         if equal_lengths:
-            length = self._length(max(len(x.token_ids) for _, x in members))
-        batches = []
-        for first in range(0, len(members), self.num_sequences):
-            part = members[first : first + self.num_sequences]
-            pieces = [
-                Group([x for _, x in piece], group.prefix_length)
-                for group, piece in itertools.groupby(part, lambda m: m[0])
-            ]
-            batches.append(self(pieces, first, length))
+            length = self._length(
+                len(x.token_ids) for g in groups for x in g.sequences
+            )
+        batches, at = [], 0
+        while at < len(units):
+            first_unit = units[at]
+            stop = bisect.bisect_left(units, first_unit + self.num_sequences)
+            pieces = slice_groups(groups, at, stop)
+            batches.append(self(pieces, at, length, first_unit))
+            at = stop
         return batches
 
     def _rows(self, groups):
@@ -174,6 +165,7 @@ class BatchLayout:
                 self.token_budget,
                 max_sequences=self.max_sequences,
                 together=self.together,
+                by_sequence=self.by_sequence,
             )
         size = self.size or (lambda x: len(x.token_ids))
         units = [
@@ -194,64 +186,93 @@ class BatchLayout:
             return self.max_sequences
         return 1 + self.together if self.share_prefix else 1
 
-    def _num_rows(self, filled):
-        """Returns the rows of a batch: a constant without packing."""
+    def _num_rows(self, filled, several):
+        """Returns the rows of a batch: a constant without packing.
+
+        Where units have `several` sequences, there may be more.
+        """
+        padded = packing.padded_rows(filled, self.row_multiple)
         if self.token_budget is not None:
-            return packing.padded_rows(filled, self.row_multiple)
+            return padded
         each = self.together if self.share_prefix else 1
-        return self._up(self.num_sequences // each)
+        rows = self._up(self.num_sequences // each)
+        return padded if several and filled > rows else rows
 
     def _up(self, rows):
         return -(-rows // self.row_multiple) * self.row_multiple
 
-    def _length(self, longest):
+    def _length(self, lengths):
+        """Returns the tokens of a row, from those that each one needs."""
         if self.token_budget is not None:
             return self.token_budget
+        longest = max(lengths)
         lengths = self.lengths(max(longest, self.sequence_length))
         return lengths[bisect.bisect_left(lengths, longest)]
 
     def _row_length(self, group):
         if self.share_prefix:
-            return group.shared_length()
+            return group.shared_size()[0]
         return max(len(x.token_ids) for x in group.sequences)
 
-    def _assemble(self, rows, groups, first, **shape):
+    def _assemble(self, rows, groups, units, **shape):
+        counts = [len(group.sequences) for group in groups]
+        numbers = list(
+            itertools.accumulate(counts, initial=next(iter(units), 0))
+        )
+        rows = [self._segments(row, groups, numbers) for row in rows]
         arrays, places = assemble(
-            [_segments(row, groups, self.share_prefix) for row in rows],
+            rows,
             pad_id=self.pad_id,
             share_prefix=self.share_prefix,
             **shape,
         )
-        counts = [len(group.sequences) for group in groups]
-        starts = list(itertools.accumulate(counts, initial=first))
-        numbers = [starts[g] + i for row in rows for g, p in row for i in p]
-        sequences = [x for group in groups for x in group.sequences]
-        return Batch(
+        owners = (x.sequence for row in rows for x in row)
+        owners = (i for i in owners if i is not None)
+        parts = collections.defaultdict(list)
+        for i, place in zip(owners, places, strict=True):
+            parts[i].append(place)
+        sequences = (x for group in groups for x in group.sequences)
+        batch = Batch(
             arrays,
-            sequences=dict(enumerate(sequences, first)),
-            places=dict(sorted(zip(numbers, places, strict=True))),
+            sequences=dict(zip(units, sequences)),
+            parts=dict(sorted(parts.items())),
+            units=units,
         )
+        _weigh_units(batch)
+        return batch
+
+    def _segments(self, row, groups, numbers):
+        """Makes the segments of a row of pieces.
+
+        `numbers` has that of the first sequence of each group.
+        """
+        segments = []
+        for g, piece in row:
+            if self.share_prefix:
+                segments += groups[g].shared(
+                    piece, self.by_sequence, numbers[g], len(segments)
+                )
+                continue
+            for i in piece:
+                x = groups[g].sequences[i]
+                tokens = (x.token_ids, x.completion_mask, x.row)
+                segments.append(Segment(*tokens, sequence=numbers[g] + i))
+        return segments
 
 
-def _segments(row, groups, share_prefix):
-    """Makes the segments of a row of pieces."""
-    segments = []
-    for g, piece in row:
-        sequences = groups[g].sequences
-        start, prefix = 0, None
-        if share_prefix:
-            start, prefix = groups[g].prefix_length, len(segments)
-            tokens = sequences[0].token_ids[:start]
-            segments.append(
-                Segment(tokens, row=sequences[0].row, is_prefix=True)
-            )
-        segments += [
-            Segment(
-                sequences[i].token_ids[start:],
-                sequences[i].completion_mask[start:],
-                sequences[i].row,
-                prefix,
-            )
-            for i in piece
-        ]
-    return segments
+def _weigh_units(batch):
+    """Gives each slot of a unit its share of the unit's loss tokens.
+
+    The shares of a unit add up to 1 in `sequence_mask`, so that every mean
+    over sequences is one over units. A unit without loss tokens counts in its
+    first slot.
+    """
+    mask = batch.arrays["completion_mask"]
+    for places in batch.unit_parts().values():
+        if len(places) == 1:
+            continue
+        counts = [mask[x.tokens].sum(dtype=np.float64) for x in places]
+        counts[0] += not any(counts)
+        for place, count in zip(places, counts):
+            share = count / sum(counts)
+            batch.arrays["sequence_mask"][place.row, place.slot] = share

@@ -92,11 +92,13 @@ def padded_rows(filled, multiple):
     return -(-rows // multiple) * multiple
 
 
-def pack_groups(groups, capacity, *, max_sequences=64, together=1):
-    """Packs groups into rows that store the prefix of a group once.
+def pack_groups(
+    groups, capacity, *, max_sequences=64, together=1, by_sequence=False
+):
+    """Packs groups into rows that store the prefixes of a group once.
 
     A group that fits into a row is not cut. One that does not is cut into
-    pieces that do, each with a copy of the prefix.
+    pieces that do, each with a copy of the prefixes.
 
     Args:
         groups: list of `Group`s.
@@ -104,6 +106,7 @@ def pack_groups(groups, capacity, *, max_sequences=64, together=1):
         max_sequences: int, the most prefixes and sequences of a row.
         together: int, how many neighbours of a group are never split: 2
             for pairs.
+        by_sequence: bool, as of `BatchLayout`.
 
     Returns:
         List of rows, each a list of pieces `(group, sequences)`, the index of
@@ -113,32 +116,36 @@ def pack_groups(groups, capacity, *, max_sequences=64, together=1):
         ValueError: a prefix with one sequence (one pair) exceeds the
             capacity.
     """
-    pieces, lengths = [], []
+    pieces, lengths, slots = [], [], []
     for g, group in enumerate(groups):
-        prefix = group.prefix_length
-        sizes = [len(x.token_ids) - prefix for x in group.sequences]
-        piece, total = [], prefix
-        for first in range(0, len(sizes), together):
-            unit = list(range(first, min(first + together, len(sizes))))
-            more = sum(sizes[i] for i in unit)
-            full = 1 + len(piece) + len(unit) > max_sequences
-            if piece and (total + more > capacity or full):
+        piece, size, count = [], 0, len(group.sequences)
+        for first in range(0, count, together):
+            unit = list(range(first, min(first + together, count)))
+            more = group.shared_size(piece + unit, by_sequence)
+            if piece and (more[0] > capacity or more[1] > max_sequences):
                 pieces.append((g, piece))
-                lengths.append(total)
-                piece, total = [], prefix
-            if total + more > capacity:
-                raise ValueError(
-                    "A prompt and its completion must fit into a row. "
-                    f"Received: a prompt of {total} tokens and {more} tokens "
-                    f"of completion {unit[0]} in row "
-                    f"{group.sequences[0].row} of the dataset, "
-                    f"capacity={capacity}."
-                )
-            piece += unit
-            total += more
+                lengths.append(size[0])
+                slots.append(size[1])
+                piece, more = [], group.shared_size(unit, by_sequence)
+            if more[0] > capacity:
+                raise _too_long(group, unit, more[0], capacity)
+            piece, size = piece + unit, more
         pieces.append((g, piece))
-        lengths.append(total)
-    most = max((1 + len(p) for _, p in pieces), default=1)
-    rows = pack(lengths, capacity, max(max_sequences // most, 1))
+        lengths.append(size[0])
+        slots.append(size[1])
+    rows = pack(
+        lengths, capacity, max(max_sequences // max(slots, default=1), 1)
+    )
     # Groups in their order, so that neighbours stay neighbours.
     return [[pieces[i] for i in sorted(row)] for row in rows]
+
+
+def _too_long(group, unit, tokens, capacity):
+    prefix = group.prefix_length or 0
+    return ValueError(
+        "A prompt and its completion must fit into a row. "
+        f"Received: a prompt of {prefix} tokens and {tokens - prefix} tokens "
+        f"of completion {unit[0]} in row "
+        f"{group.sequences[0].row} of the dataset, "
+        f"capacity={capacity}."
+    )

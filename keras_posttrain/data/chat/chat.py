@@ -68,7 +68,7 @@ def _rendered(*settings):
     """Returns a checked `Conversation` and its text."""
     conversation = _checked(*settings)
     text = conversation.render()
-    check_tools(conversation, text)
+    check_tools(conversation)
     return conversation, text
 
 
@@ -88,5 +88,5 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
     """
     conversation = _checked(tokenizer, messages, tools, kwargs)
     text, plain, spans = text_and_spans(conversation)
-    check_tools(conversation, text)
+    check_tools(conversation)
     return *tokenizer.encode_mixed(text, plain), text, spans

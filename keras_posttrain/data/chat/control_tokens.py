@@ -107,6 +107,9 @@ def quoted_places(conversation, text):
         for place, character in places:
             if character == before:
                 match = pattern.match(text, place)
+                if match is None:
+                    # The template stripped what is between them.
+                    return None
                 spans.append(match.span())
             else:
                 spans += [s for s in found if s[1] == place]
@@ -140,36 +143,40 @@ class QuotingEncoder:
     def __init__(self, backend, control_tokens):
         self.backend = backend
         self.control_tokens = control_tokens
-        self._copy = None
-        self._aliases = {}
+        # The characters of control tokens, and a copy that knows them. They
+        # are replaced together: several threads may encode.
+        self._known = {}, None
 
     def encode(self, text, plain):
         """Encodes a text; see `Tokenizer.encode_mixed`."""
-        pieces, ends, shift, at = [], [], [], 0
         plain = set(plain)
-        length = 0
-        for start, end in find_tokens(text, self.control_tokens):
-            if (start, end) in plain:
-                continue
-            alias = self._alias(text[start:end])
+        found = [
+            (start, end)
+            for start, end in find_tokens(text, self.control_tokens)
+            if (start, end) not in plain
+        ]
+        aliases, backend = self._backend_of(
+            dict.fromkeys(text[start:end] for start, end in found)
+        )
+        for alias in aliases.values():
             if alias in text:
                 raise ValueError(
                     "A message that quotes control tokens cannot hold the "
                     f"private-use character U+{ord(alias):X} too. Received: "
                     f"text={text!r}. Remove it from the row."
                 )
-            pieces += [text[at:start], alias]
+        pieces, ends, shift, at, length = [], [], [], 0, 0
+        for start, end in found:
+            pieces += [text[at:start], aliases[text[start:end]]]
             length += start - at + 1
             ends.append(length)
             shift.append(end - length)
             at = end
         pieces.append(text[at:])
-        encoding = self._plain_backend().encode(
-            "".join(pieces), add_special_tokens=False
-        )
+        encoding = backend.encode("".join(pieces), add_special_tokens=False)
         back = {
-            self._copy.token_to_id(alias): self.control_tokens[token]
-            for token, alias in self._aliases.items()
+            backend.token_to_id(alias): self.control_tokens[token]
+            for token, alias in aliases.items()
         }
         ids = [back.get(i, i) for i in encoding.ids]
         place = _unshift(ends, shift)
@@ -186,31 +193,30 @@ class QuotingEncoder:
                 )
         return ids, offsets
 
-    def _alias(self, token):
-        if token not in self._aliases:
-            self._aliases[token] = chr(0x10F000 + len(self._aliases))
-            self._copy = None
-        return self._aliases[token]
-
-    def _plain_backend(self):
-        if self._copy is None:
-            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-            backend.encode_special_tokens = True
-            known = self.backend.get_added_tokens_decoder()
-            backend.add_tokens(
-                [
-                    tokenizers.AddedToken(
-                        alias,
-                        special=False,
-                        normalized=False,
-                        lstrip=known[self.control_tokens[token]].lstrip,
-                        rstrip=known[self.control_tokens[token]].rstrip,
-                    )
-                    for token, alias in self._aliases.items()
-                ]
-            )
-            self._copy = backend
-        return self._copy
+    def _backend_of(self, tokens):
+        """Returns characters for at least these tokens, and the copy."""
+        aliases, backend = self._known
+        if backend is not None and aliases.keys() >= tokens.keys():
+            return aliases, backend
+        aliases = aliases | tokens
+        aliases = {t: chr(0x10F000 + i) for i, t in enumerate(aliases)}
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        known = self.backend.get_added_tokens_decoder()
+        backend.add_tokens(
+            [
+                tokenizers.AddedToken(
+                    alias,
+                    special=False,
+                    normalized=False,
+                    lstrip=known[self.control_tokens[token]].lstrip,
+                    rstrip=known[self.control_tokens[token]].rstrip,
+                )
+                for token, alias in aliases.items()
+            ]
+        )
+        self._known = aliases, backend
+        return aliases, backend
 
 
 def _unshift(ends, shift):

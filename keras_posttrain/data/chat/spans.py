@@ -99,8 +99,8 @@ def _turn_start(conversation, text, i, after, start):
     Args:
         conversation, text, i: as in `text_and_spans`.
         after: int, where the turn before ends.
-        start: int, the length of what is rendered for the model to go on
-            from, or `None`.
+        start: int, the length of what is rendered for the model to continue,
+            or `None`.
     """
     tokenizer = conversation.tokenizer
     header = generation_prompt(tokenizer, conversation.kwargs)
@@ -110,7 +110,13 @@ def _turn_start(conversation, text, i, after, start):
         opens = control_pattern(tuple(tokenizer.control_tokens)).match
         if start is not None and (header or not opens(text, start)):
             return start
-    start, end = _content_place(conversation, text, i)
+    try:
+        start, end = _content_place(conversation, text, i)
+    except ValueError:
+        if start is None or not conversation.messages[i].get("tool_calls"):
+            raise
+        # Nothing is before the call: its mark is the model's to write.
+        return start
     at = text.rfind(header, after, end if start is None else start)
     if header and at >= 0:
         return at + len(header)

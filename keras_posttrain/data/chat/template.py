@@ -141,31 +141,38 @@ def check_template(template):
     _render(template, [{"messages": []}])
 
 
-def check_tools(conversation, text):
-    """Raises where a template renders a conversation without its tools.
+def check_tools(conversation):
+    """Raises where a template leaves out some of a conversation's tools.
+
+    They get other names, which must appear: a tool's own name may also be in
+    a message or in another tool.
 
     Args:
         conversation: `Conversation`.
-        text: string, as the template renders it.
-
-    Raises:
-        ValueError: the text is the same without the tools.
     """
     if not conversation.tools:
         return
+    marked, marks = [], {}
+    for i, tool in enumerate(conversation.tools):
+        mark = f"sentinel_{i}_tool"
+        inner = tool.get("function")
+        if isinstance(inner, dict):
+            marked.append(tool | {"function": inner | {"name": mark}})
+            marks[mark] = inner.get("name")
+        else:
+            marked.append(tool | {"name": mark})
+            marks[mark] = tool.get("name")
     try:
-        without = conversation.render(tools=None)
+        shown = conversation.render(tools=marked)
     except ValueError:
+        # A template that refuses an unknown name has seen it.
         return
-    if without == text:
-        names = [
-            (tool.get("function") or tool).get("name")
-            for tool in conversation.tools
-        ]
+    missing = [name for mark, name in marks.items() if mark not in shown]
+    if missing:
         template = conversation.tokenizer.chat_template
         raise ValueError(
             "The chat template does not render tools: the model would never "
-            f"see them. Received: tools={names}, and the template that "
+            f"see them. Received: tools={missing}, and the template that "
             f"begins with {template[:60]!r}. Pass a `chat_template=` that "
             "reads `tools`, or remove them from the rows."
         )

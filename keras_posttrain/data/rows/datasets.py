@@ -69,7 +69,7 @@ def is_filtered(dataset):
 
 
 def has_no_end(rows):
-    """Returns whether an opened dataset is known to go on for ever."""
+    """Returns whether an opened dataset is known to be infinite."""
     if not is_stream(rows):
         return len(rows) >= sys.maxsize
     kind = type(rows).__name__

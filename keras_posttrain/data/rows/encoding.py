@@ -75,10 +75,12 @@ def encode_text(row, kind, settings, train_on, where):
             "'prompt_ids' and 'completion_ids', or a model with a tokenizer."
         )
     if kind == "text":
+        refuse_tools(row, where)
         return _text(row, tokenizer, train_on, where)
     if kind == "messages":
         messages, first = row["messages"], 0
     elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        refuse_tools(row, where)
         return _strings(row, tokenizer, train_on, where)
     else:
         messages, first = _join(row, where)
@@ -219,6 +221,16 @@ def tools_of(row):
             f"Received: tools={row['tools']!r:.200}."
         )
     return list(tools)
+
+
+def refuse_tools(row, where):
+    """Raises where a row of plain text has tools: nothing renders them."""
+    if tools_of(row):
+        raise ValueError(
+            "Only a chat template renders tools, and a row of plain text has "
+            f"none. Received: {where} with tools={row['tools']!r:.200}. Give "
+            "its text as messages, or remove the column 'tools'."
+        )
 
 
 def _chat(row, messages, first, kind, settings, train_on):

@@ -178,7 +178,7 @@ class _Encoder:
             if self.share_prompt and not os.path.commonprefix(given):
                 raise _not_shared(where, PAIRS[3], given)
             sides = [
-                self._encode({"text": side}, "text", where)[0]
+                self._encode(row | {"text": side}, "text", where)[0]
                 for side in given
             ]
             return self._behind_common(sides, where, PAIRS[3])

@@ -108,16 +108,24 @@ class Preparation:
         limit: int, the most tokens; `None` for `settings.sequence_length`.
         prompts: bool, whether rows are prompts to sample from. One that is
             cut keeps its end.
+        converts: bool, whether rows of known formats are converted.
     """
 
     def __init__(
-        self, encode, settings, messages, report, limit=None, prompts=False
+        self,
+        encode,
+        settings,
+        messages,
+        report,
+        limit=None,
+        prompts=False,
+        converts=True,
     ):
         self.encode, self.settings = encode, settings
         self.messages, self.report = messages, report
         self.limit = limit or settings.sequence_length
         kept = slice(-self.limit, None) if prompts else slice(self.limit)
-        self._kept, self._prompts = kept, prompts
+        self._kept, self._prompts, self._converts = kept, prompts, converts
         # The rows of a stream are counted when they are first read.
         self._counted = 0
 
@@ -153,12 +161,14 @@ class Preparation:
         """Returns the `EncodedRow`, of a row that is converted first."""
         tokenizer = self.settings.tokenizer
         try:
-            new, format = known_formats.convert(
-                row,
-                where,
-                has_template=getattr(tokenizer, "chat_template", None),
-                prompts=self._prompts,
-            )
+            new, format = row, None
+            if self._converts:
+                new, format = known_formats.convert(
+                    row,
+                    where,
+                    has_template=getattr(tokenizer, "chat_template", None),
+                    prompts=self._prompts,
+                )
             if format is not None:
                 report.converted[format] += 1
                 if hasattr(row, "source"):

@@ -92,6 +92,44 @@ def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
     return prepare_rows(dataset, preparation)
 
 
+def prepare_columns(dataset, settings):
+    """Checks rows that episodes are run for, which need no prompt.
+
+    Takes and returns what `prepare_prompts` does. The columns of a `Prompt`
+    are all of its row's.
+    """
+    messages = Messages(
+        too_long="",
+        no_loss=None,
+        none_left="No row of `{name}` is left. Received: {report}.",
+    )
+    preparation = Preparation(
+        _Columns(),
+        settings,
+        messages,
+        PromptReport(settings.name),
+        converts=False,
+    )
+    return prepare_rows(dataset, preparation)
+
+
+class _Columns:
+    def __init__(self):
+        self.first = None
+
+    def __call__(self, index, row, where):
+        columns.check_dict(row, where)
+        if self.first is None:
+            self.first = (index, row)
+        _check_columns(row, where, *self.first)
+        nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
+
+        def build(sides):
+            return Prompt((), row.get("prompt"), dict(row), index)
+
+        return EncodedRow([nothing], build)
+
+
 class _Encoder:
     def __init__(self, settings):
         self.settings, self.first = settings, None
@@ -143,6 +181,7 @@ def _encode(row, side, settings, where):
             "with a tokenizer."
         )
     elif isinstance(value, str):
+        encoding.refuse_tools(row, where)
         ids, _ = encoding.encode_opened(tokenizer, value)
     elif isinstance(value, (list, tuple)):
         try:
@@ -256,5 +295,8 @@ def _hash(prompts):
     digest = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
         digest.update(np.array(prompt.token_ids, np.int32).tobytes())
+        if not prompt.token_ids:
+            # A row without a prompt.
+            digest.update(repr(prompt.columns).encode(errors="replace"))
         digest.update(b"|")
     return digest.hexdigest()

@@ -10,7 +10,11 @@ import numpy as np
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
 from keras_posttrain.rollout.native.decoding import Placement, bucket
-from keras_posttrain.rollout.native.samples import Samples, power_of_two
+from keras_posttrain.rollout.native.samples import (
+    Samples,
+    power_of_two,
+    sampling_arrays,
+)
 from keras_posttrain.rollout.native.sampling import sample
 
 # Columns of a call whose tokens are streamed or which may be interrupted.
@@ -195,7 +199,11 @@ class BatchDecoder:
         settings = {
             "prompt": np.full(rows, shortest, "int32"),
             "end": np.zeros(rows, "int32"),
-            **samples.settings(batch + [None] * (rows - len(batch))),
+            **sampling_arrays(
+                batch + [None] * (rows - len(batch)),
+                samples.num_stop_ids,
+                samples.truncated,
+            ),
         }
         for row, s in enumerate(batch):
             state["tokens"][row, : len(s.prompt)] = s.prompt

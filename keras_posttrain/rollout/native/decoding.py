@@ -22,6 +22,8 @@ from keras_posttrain.rollout.native.sampling import sample
 # Steps of one call. The tokens of a call are stored in a separate small cache
 # until it ends. Slots whose sequence has ended are idle until then.
 STEPS = 32
+# The most tokens of a conversation that are computed at once behind others.
+EXTEND_TOKENS = 512
 # The least number of tokens of prompts that are computed at once.
 PREFILL_TOKENS = 1024
 
@@ -141,6 +143,9 @@ class SlotDecoder:
         self._prefill = jax.jit(self._prefill, static_argnums=0)
         self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=4)
         self._copy = jax.jit(self._copy, donate_argnums=0, static_argnums=3)
+        self._extend = jax.jit(
+            self._extend, static_argnums=0, donate_argnums=2
+        )
         self._decode = jax.jit(
             self._decode, static_argnums=0, donate_argnums=2
         )
@@ -265,6 +270,56 @@ class SlotDecoder:
 
         return [layer(old) for old in cache]
 
+    # Conversations that continue
+
+    def extend(self, weights, slots, lengths, tokens):
+        """Computes tokens behind those that slots hold.
+
+        Args:
+            slots: list of ints.
+            lengths: list of ints, the tokens that each of them holds.
+            tokens: list of int arrays, those that follow.
+        """
+        rows = list(zip(slots, lengths, tokens))
+        while rows:
+            part = [(i, n, ids[:EXTEND_TOKENS]) for i, n, ids in rows]
+            self._extend_part(weights, part)
+            rows = [
+                (i, n + EXTEND_TOKENS, ids[EXTEND_TOKENS:])
+                for i, n, ids in rows
+                if len(ids) > EXTEND_TOKENS
+            ]
+
+    def _extend_part(self, weights, part):
+        longest = max(len(ids) for *_, ids in part)
+        width = min(power_of_two(longest, 16), self.tokens)
+        shards = self.placement.shards
+        count = power_of_two(-(-len(part) // shards), 4) * shards
+        token_ids = np.zeros((count, width), "int32")
+        slots = np.full(count, self.slots, "int32")
+        lengths, counts = np.zeros((2, count), "int32")
+        for row, (slot, length, ids) in enumerate(part):
+            token_ids[row, : len(ids)] = ids
+            slots[row], lengths[row], counts[row] = slot, length, len(ids)
+        self._note(f"extension of {count} slots by {width} tokens")
+        self.cache = self._extend(
+            weights.adapted, weights[:2], self.cache, token_ids, slots,
+            lengths, counts,
+        )  # fmt: skip
+
+    def _extend(
+        self, adapted, weights, cache, token_ids, slots, lengths, counts
+    ):
+        token_ids = self.placement.rows(token_ids)
+        positions = lengths[:, None] + jnp.arange(token_ids.shape[1])
+        past = [self.placement.cache(layer.select(slots)) for layer in cache]
+        with using(self.policy, self._using_weights, adapted, weights):
+            kept = self.policy.extend(token_ids, positions, past)
+        return [
+            self.placement.cache(layer.extend(slots, lengths, counts, *new))
+            for layer, new in zip(cache, kept)
+        ]
+
     # Steps
 
     def decode(self, weights, state, floor, steps=STEPS):
@@ -275,7 +330,7 @@ class SlotDecoder:
                 the last token, which is not in the cache yet), `length`
                 (int32, the tokens in the cache), `remaining` (int32, the most
                 new tokens), `active` (bool), and those of
-                `samples.py:Samples.settings`.
+                `samples.py:sampling_arrays`.
 
         Returns:
             A dict of numpy arrays: `tokens` and `logps` of shape

@@ -1,5 +1,6 @@
 """The built-in engine: continuous batching on the trainer's arrays."""
 
+import functools
 import numbers
 
 import jax
@@ -14,14 +15,12 @@ from keras_posttrain.models import guards
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
-from keras_posttrain.rollout.native.samples import check_finite, power_of_two
-from keras_posttrain.rollout.native.schedule import Schedule
+from keras_posttrain.rollout.native.samples import Samples, check_finite
+from keras_posttrain.rollout.native.schedule import LEAST_SHARED, Schedule
 from keras_posttrain.rollout.native.scoring import Scorer
-from keras_posttrain.rollout.rollout import (
-    Completion,
-    Rollout,
-    sample_counter,
-)
+from keras_posttrain.rollout.native.session import NativeSession
+from keras_posttrain.rollout.request import Completion
+from keras_posttrain.rollout.rollout import Rollout, sample_counter
 
 
 class NativeRollout(Rollout):
@@ -134,16 +133,66 @@ class NativeRollout(Rollout):
         advance = sample_counter(progress, requests)
         if not policy.packable:
             return self._decode_batches(requests, on_tokens, advance)
-        schedule = Schedule(
-            self._decoder,
-            requests,
-            slots_for=self.slots_for,
-            version=self.weight_version,
-            is_interrupted=lambda: self.is_interrupted,
-            on_tokens=on_tokens,
-            progress=advance,
+        samples = Samples(requests)
+        schedule = self._schedule(
+            least_shared=LEAST_SHARED, on_tokens=on_tokens, progress=advance
         )
-        return schedule(self._decoder_weights())
+        schedule.add(samples)
+        weights = self._decoder_weights()
+        try:
+            while schedule.is_busy and not self.is_interrupted:
+                schedule.advance(weights, self.weight_version)
+        finally:
+            self._decoder.free()
+        return [
+            [s.completion(self.weight_version) for s in of_request]
+            for of_request in samples.by_request()
+        ]
+
+    def session(self):
+        self._need_task()
+        if not self.model.policy.packable:
+            return super().session()
+        guards.check_generate(self.model.causal_lm)
+        return NativeSession(
+            self, self._session_schedule, self._decoder_weights
+        )
+
+    def frozen(self):
+        """Returns an engine that samples from other weights of the task.
+
+        They are set by `set_weights`. Both engines take turns.
+        """
+        other = NativeRollout(
+            self.num_slots,
+            cache_bytes=self.cache_bytes,
+            merge_adapter=self.merge_adapter,
+        )
+        other.set_model(self.model)
+        other.turn = self.turn
+        return other
+
+    def set_weights(self, trainable):
+        """Sets the values of the task's trainable variables to sample from.
+
+        Args:
+            trainable: list of arrays.
+        """
+        with self.turn:
+            self._synced = trainable
+            self.weight_version += 1
+
+    def _session_schedule(self):
+        self._refresh()
+        return self._schedule()
+
+    def _schedule(self, **settings):
+        """Makes a `Schedule` within the memory that is free now."""
+        budget = self.cache_bytes
+        if budget == "auto":
+            budget = free_bytes() // 2
+        most_slots = functools.partial(self._most_slots, budget)
+        return Schedule(self._decoder, most_slots, **settings)
 
     def _decode_batches(self, requests, on_tokens, advance):
         if self._batch_decoder is None:
@@ -238,13 +287,10 @@ class NativeRollout(Rollout):
 
     # Memory
 
-    def slots_for(self, tokens, samples):
-        """Returns the number of slots, of `tokens` each, for some samples."""
+    def _most_slots(self, budget, tokens):
+        """Returns the most slots, of `tokens` each, of a budget in bytes."""
         decoder = self._decoder
         shards = decoder.placement.shards
-        budget = self.cache_bytes
-        if budget == "auto":
-            budget = free_bytes() // 2
         # A layer exists twice while it is resized.
         layers = len(decoder.kv_shapes)
         per_slot = decoder.token_bytes() * (tokens + decoding.STEPS)
@@ -258,8 +304,7 @@ class NativeRollout(Rollout):
                 f"or raise the budget. Received: "
                 f"cache_bytes={self.cache_bytes!r}"
             )
-        slots = max(self.num_slots // shards, 1) * shards
-        slots = min(slots, fits)
+        slots = min(max(self.num_slots // shards, 1) * shards, fits)
         if not self._reported_slots:
             self._reported_slots = True
             if processes.is_first():
@@ -268,8 +313,7 @@ class NativeRollout(Rollout):
                     f"{readable(slots // shards * per_slot)} of cache a "
                     f"device (budget {readable(budget)})"
                 )
-        needed = power_of_two(-(-samples // shards)) * shards
-        return min(slots, needed)
+        return slots
 
     # Scoring
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from keras_posttrain.rollout.native.sampling import sample_keys
+from keras_posttrain.rollout.request import Completion
 
 # A `top_k` without effect.
 NO_TOP_K = 2**31 - 1
@@ -29,6 +30,10 @@ class Sample:
     key: np.ndarray
     token_ids: list = dataclasses.field(default_factory=list)
     logps: list = dataclasses.field(default_factory=list)
+    # The version of the weights that sampled each.
+    versions: list = dataclasses.field(default_factory=list)
+    # Of a session, whose sample it is.
+    turn: object = None
     # The reason that holds if the call ends before the sample does.
     finish_reason: str = "interrupted"
 
@@ -40,6 +45,29 @@ class Sample:
     def end(self):
         """Tokens of the prompt and the longest completion."""
         return len(self.prompt) + self.settings.max_tokens
+
+    @property
+    def length(self):
+        """Int, tokens so far."""
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def context(self):
+        """Int32 array, the tokens so far."""
+        return np.array([*self.prompt, *self.token_ids], np.int32)
+
+    def completion(self, version):
+        """Returns the sample as a `Completion`.
+
+        `version` is that of the weights, for a sample without a token.
+        """
+        return Completion(
+            self.token_ids,
+            np.array(self.logps, "float32"),
+            self.finish_reason,
+            self.versions[-1] if self.versions else version,
+            np.array(self.versions, "int32"),
+        )
 
     def finish(self, stopped):
         """Sets the reason why the sample ended."""
@@ -75,36 +103,40 @@ class Samples(list):
             found[s.request].append(s)
         return found
 
-    def settings(self, rows):
-        """Returns the arrays by which rows of logits are sampled.
 
-        `rows` has the `Sample` of each row, or `None` for an idle row. The
-        arrays have a leading `rows` axis: `keys`, `temperature`, `stop` (-1
-        where unused), and, if any request truncates, `top_k`, `top_p` and
-        `min_p`.
-        """
-        count = len(rows)
-        found = {
-            "keys": np.zeros((count, 2), "uint32"),
-            "temperature": np.ones(count, "float32"),
-            "stop": np.full((count, self.num_stop_ids), -1, "int32"),
-        }
-        if self.truncated:
-            found["top_k"] = np.full(count, NO_TOP_K, "int32")
-            found["top_p"] = np.ones(count, "float32")
-            found["min_p"] = np.zeros(count, "float32")
-        for row, s in enumerate(rows):
-            if s is None:
-                continue
-            r = s.settings
-            found["keys"][row] = s.key
-            found["temperature"][row] = r.temperature
-            found["stop"][row, : len(r.stop_token_ids)] = r.stop_token_ids
-            if self.truncated:
-                found["top_k"][row] = min(r.top_k or NO_TOP_K, NO_TOP_K)
-                found["top_p"][row] = 1.0 if r.top_p is None else r.top_p
-                found["min_p"][row] = r.min_p or 0.0
-        return found
+def sampling_arrays(rows, num_stop_ids, truncated):
+    """Returns the arrays by which rows of logits are sampled.
+
+    They have a leading `rows` axis: `keys`, `temperature`, `stop` (-1 where
+    unused), and, if any request truncates, `top_k`, `top_p` and `min_p`.
+
+    Args:
+        rows: list of the `Sample` of each row, or `None` for an idle row.
+        num_stop_ids: int, the columns of `stop`.
+        truncated: bool, whether a request may truncate.
+    """
+    count = len(rows)
+    found = {
+        "keys": np.zeros((count, 2), "uint32"),
+        "temperature": np.ones(count, "float32"),
+        "stop": np.full((count, num_stop_ids), -1, "int32"),
+    }
+    if truncated:
+        found["top_k"] = np.full(count, NO_TOP_K, "int32")
+        found["top_p"] = np.ones(count, "float32")
+        found["min_p"] = np.zeros(count, "float32")
+    for row, s in enumerate(rows):
+        if s is None:
+            continue
+        r = s.settings
+        found["keys"][row] = s.key
+        found["temperature"][row] = r.temperature
+        found["stop"][row, : len(r.stop_token_ids)] = r.stop_token_ids
+        if truncated:
+            found["top_k"][row] = min(r.top_k or NO_TOP_K, NO_TOP_K)
+            found["top_p"][row] = 1.0 if r.top_p is None else r.top_p
+            found["min_p"][row] = r.min_p or 0.0
+    return found
 
 
 def check_finite(request, logps):

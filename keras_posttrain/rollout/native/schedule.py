@@ -1,16 +1,16 @@
 """Continuous batching: assigns samples to the slots of a decoder."""
 
 import collections
+import dataclasses
 
 import numpy as np
 
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.samples import (
-    Samples,
     check_finite,
     power_of_two,
+    sampling_arrays,
 )
-from keras_posttrain.rollout.rollout import Completion
 
 # While samples are waiting, a call of the decoder ends when this share of the
 # slots is free.
@@ -22,150 +22,358 @@ SHRINK = 2
 LEAST_SLOTS = 8
 # Steps of a call whose tokens are streamed.
 STREAMED_STEPS = 8
+# In a call of `generate`, a prompt that begins like another one is computed
+# with others, unless they share this many tokens.
+LEAST_SHARED = 64
+
+
+@dataclasses.dataclass
+class Counts:
+    """The tokens whose keys and values were computed.
+
+    Attributes:
+        computed: int, all of them. The last token of a conversation is never
+            computed, since nothing follows it. That of a prompt is computed
+            for each of its samples.
+        recomputed: int, those among them that had been computed before, for a
+            slot that another conversation then took.
+    """
+
+    computed: int = 0
+    recomputed: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Admission:
+    """A sample that gets a slot.
+
+    Attributes:
+        slot: int.
+        tokens: int32 array, those whose keys and values it needs.
+        start: int, how many of them exist already.
+        source: int, the slot that has these, or `None` for its own.
+        stage: int: sources of earlier stages must be complete.
+    """
+
+    slot: int
+    tokens: np.ndarray
+    start: int
+    source: int | None
+    stage: int
 
 
 class Schedule:
-    """One call of `generate` by continuous batching.
+    """The samples of a call of `generate` or of a session, and their slots.
 
-    Requests have seeds. `slots_for(tokens, samples)` returns the number of
-    slots of `tokens` to use, `is_interrupted()` whether to end early.
-    `version` is that of the weights; `progress` is called with 1 when one has
-    ended.
+    Args:
+        decoder: `SlotDecoder`.
+        most_slots: function of the tokens of a slot to the most slots.
+        least_shared: int, the tokens from which on the beginning of a prompt
+            is copied from another slot.
+        on_tokens, progress: as of `Rollout.generate`; `progress` is called
+            with 1 when a sample has ended.
     """
 
     def __init__(
-        self, decoder, requests, *, slots_for, version, is_interrupted,
-        on_tokens=None, progress=None,
+        self, decoder, most_slots, *, least_shared=1, on_tokens=None,
+        progress=None,
     ):  # fmt: skip
-        self.decoder, self.version = decoder, version
-        self.is_interrupted = is_interrupted
+        self.decoder, self.most_slots = decoder, most_slots
+        self.least_shared = least_shared
         self.on_tokens, self.progress = on_tokens, progress
-        self.samples = Samples(requests)
-        self.queue = collections.deque(self.samples)
-        longest = max((s.end for s in self.samples), default=0)
-        self.most_tokens = decoding.bucket(longest + decoding.STEPS)
-        slots = 0
-        if self.samples:
-            slots = slots_for(self.most_tokens, len(self.samples))
-        self.least_slots = max(decoder.placement.shards, LEAST_SLOTS)
+        self.queue = collections.deque()
+        self.counts = Counts()
+        shards = decoder.placement.shards
+        self.least_slots = max(shards, LEAST_SLOTS)
+        self.most_tokens = 0
+        # Fixed once they have grown, so that few programs are compiled.
+        self.num_stop_ids, self.truncated = 1, False
+        # The contents of slots that were overwritten, where they are counted.
+        self._lost = [] if least_shared == 1 else None
+        self._clock = 0
+        self._begin()
+
+    def _begin(self):
         # The sample in each slot, or `None`.
-        self.occupants = [None] * slots
-        # The prompt whose keys are still in the first columns of each slot.
-        # Decoding overwrites them in idle slots, but while samples are waiting
-        # no slot is idle.
-        self.cached_prompts = [None] * slots
+        self.occupants = []
+        # The tokens in the cache, -1 behind them, and their number. Those
+        # sampled are added when the sample ends.
+        self.held = np.zeros((0, 0), np.int32)
+        self.lengths = np.zeros(0, np.int64)
+        # Whether a conversation may continue, and when a slot was last used.
+        self.kept = np.zeros(0, bool)
+        self.used = np.zeros(0, np.int64)
+
+    def add(self, samples):
+        """Adds samples that wait for a slot, a `Samples`."""
+        self.queue += samples
+        longest = max((s.end for s in samples), default=0)
+        tokens = decoding.bucket(longest + decoding.STEPS)
+        self.most_tokens = max(self.most_tokens, tokens)
+        self.num_stop_ids = max(self.num_stop_ids, samples.num_stop_ids)
+        self.truncated |= samples.truncated
 
     @property
     def active(self):
         return [i for i, s in enumerate(self.occupants) if s is not None]
 
-    def __call__(self, weights):
-        try:
-            while self._is_unfinished():
-                new = self._admit()
-                self._resize()
-                # Resizing may move samples to other slots.
-                slots = [i for i in self.active if self.occupants[i] in new]
-                self._fill_prompts(weights, slots)
-                self._step(weights)
-        finally:
-            self.decoder.free()
-        return [
-            [
-                Completion(
-                    s.token_ids,
-                    np.array(s.logps, "float32"),
-                    s.finish_reason,
-                    self.version,
-                )
-                for s in samples
-            ]
-            for samples in self.samples.by_request()
-        ]
+    @property
+    def is_busy(self):
+        """Bool, whether samples are waiting or being sampled."""
+        return bool(self.queue) or any(s is not None for s in self.occupants)
 
-    def _is_unfinished(self):
-        if self.is_interrupted():
-            return False
-        return bool(self.queue or self.active)
+    def advance(self, weights, version, keep=False):
+        """Samples some tokens and returns the samples that have ended.
+
+        Args:
+            weights: `Weights` to sample from.
+            version: int, theirs.
+            keep: bool, whether conversations may continue.
+        """
+        admitted = self._admit()
+        # Resizing may move samples to other slots.
+        moved = self._resize()
+        self._compute(weights, admitted, moved)
+        return self._step(weights, version, keep)
+
+    def release(self, token_ids):
+        """Lets other conversations take the slots of one."""
+        length = len(token_ids)
+        ours = self._overlap(np.asarray(token_ids, np.int32)) == self.lengths
+        self.kept[ours & (self.lengths <= length)] = False
+
+    def clear(self):
+        """Empties the cache; samples in progress wait for a slot again."""
+        self.queue.extendleft(
+            reversed([s for s in self.occupants if s is not None])
+        )
+        self.decoder.free()
+        if self._lost:
+            # What other weights compute anew counts as new.
+            self._lost = []
+        self._begin()
+
+    # Slots
+
+    def _overlap(self, tokens):
+        """Counts the tokens with which each slot's begin as `tokens` do."""
+        width = min(len(tokens), self.held.shape[1])
+        same = self.held[:, :width] == tokens[:width]
+        return (
+            np.where(same.all(1), width, same.argmin(1))
+            if width
+            else (np.zeros(len(self.held), np.int64))
+        )
 
     def _admit(self):
-        """Assigns waiting samples to free slots and returns these samples."""
-        free = [i for i, s in enumerate(self.occupants) if s is None]
-        new = set()
-        while free and self.queue:
+        """Gives waiting samples slots: returns a list of `Admission`s."""
+        free = {i for i, s in enumerate(self.occupants) if s is None}
+        stages, admitted = {}, []
+        while self.queue:
+            tokens = self.queue[0].context[:-1]
+            slot, source, start = self._choose(free, tokens)
+            if slot is None or self._loses(slot, source, start):
+                if more := self._grow():
+                    free |= more
+                    continue
+            if slot is None:
+                break
             sample = self.queue.popleft()
-            # Slots whose cache still has the prompt are preferred.
-            cached = [
-                i for i in free if self.cached_prompts[i] == sample.prompt
-            ]
-            slot = cached[0] if cached else free[0]
             free.remove(slot)
+            before = stages.get(slot if source is None else source, -1)
+            stage = stages[slot] = before + 1 if start else 0
             self.occupants[slot] = sample
-            new.add(sample)
-        return new
+            self._count(slot, tokens, start, source)
+            self._hold(slot, tokens)
+            self.kept[slot] = False
+            admitted.append(Admission(slot, tokens, start, source, stage))
+        return admitted
+
+    def _choose(self, free, tokens):
+        """Chooses a slot for tokens.
+
+        Args:
+            free: set of ints, slots without a sample.
+            tokens: int32 array.
+
+        Returns:
+            Tuple `(slot, source, start)` as of `Admission`; the slot is
+            `None` where none is free.
+        """
+        if not free:
+            return None, None, 0
+        overlap = self._overlap(tokens)
+        free = sorted(free)
+        # A slot all of whose tokens these continue, such as those of the same
+        # conversation.
+        whole = [i for i in free if overlap[i] == self.lengths[i] > 0]
+        whole = [i for i in whole if self._is_worth(overlap[i], tokens)]
+        if whole:
+            slot = max(whole, key=lambda i: overlap[i])
+            source = int(overlap.argmax())
+            if overlap[source] == overlap[slot]:
+                return slot, None, int(overlap[slot])
+        order = [self.lengths > 0, self.kept, self.used]
+        slot = min(free, key=lambda i: tuple(x[i] for x in order))
+        if not self._is_worth(overlap.max(), tokens):
+            return slot, None, 0
+        source = int(overlap.argmax())
+        own = overlap == overlap[source]
+        reusable = [i for i in free if own[i] and not self.kept[i]]
+        if own[slot] or reusable:
+            slot = slot if own[slot] else reusable[0]
+            return slot, None, int(overlap[slot])
+        return slot, source, int(overlap[source])
+
+    def _is_worth(self, shared, tokens):
+        return shared > 0 and (
+            shared >= self.least_shared or shared == len(tokens)
+        )
+
+    def _count(self, slot, tokens, start, source):
+        """Counts what is computed, and what a slot loses."""
+        kept = start if source is None else 0
+        self.counts.computed += len(tokens) - start
+        if self._lost is None:
+            return
+        if self.lengths[slot] > kept:
+            held = self.held[slot, : self.lengths[slot]]
+            self._lost.append(held.copy())
+        before = 0
+        for lost in self._lost:
+            width = min(len(lost), len(tokens))
+            same = lost[:width] == tokens[:width]
+            before = max(before, width if same.all() else same.argmin())
+        self.counts.recomputed += max(int(before) - start, 0)
+
+    def _hold(self, slot, tokens):
+        """Records the tokens of a slot."""
+        more = len(tokens) - self.held.shape[1]
+        if more > 0:
+            columns = ((0, 0), (0, max(more, self.held.shape[1])))
+            self.held = np.pad(self.held, columns, constant_values=-1)
+        self.held[slot] = -1
+        self.held[slot, : len(tokens)] = tokens
+        self.lengths[slot] = len(tokens)
+        self._clock += 1
+        self.used[slot] = self._clock
+
+    def _loses(self, slot, source, start):
+        """Returns whether a conversation that may continue loses a slot."""
+        begins = start if source is None else 0
+        return self.kept[slot] and self.lengths[slot] > begins
+
+    def _grow(self):
+        """Adds slots for what is waiting; returns a set of their numbers."""
+        count, shards = len(self.occupants), self.decoder.placement.shards
+        wanted = len(self.queue) + len(self.active) + int(self.kept.sum())
+        wanted = power_of_two(-(-wanted // shards)) * shards
+        more = min(wanted, self.most_slots(self.most_tokens)) - count
+        if more <= 0:
+            return set()
+        self.occupants += [None] * more
+        pad = (0, more)
+        self.held = np.pad(self.held, (pad, (0, 0)), constant_values=-1)
+        self.lengths, self.kept, self.used = (
+            np.pad(x, pad) for x in (self.lengths, self.kept, self.used)
+        )
+        return set(range(count, count + more))
 
     def _resize(self):
-        """Resizes the cache for the next steps of the active samples."""
+        """Resizes the cache for the next steps of the active samples.
+
+        Returns:
+            A list of the slots' numbers before, or `None` if all stay.
+        """
         decoder, active = self.decoder, self.active
-        need = decoding.STEPS + max(self._length(i) for i in active)
+        used = set(active) | set(np.flatnonzero(self.kept).tolist())
+        need = decoding.STEPS + max(self._length(i) for i in used)
         slots, tokens = len(self.occupants), decoder.tokens
         if decoder.cache is None:
             decoder.allocate(
                 slots, min(decoding.bucket(need), self.most_tokens)
             )
-            return
+            return None
         if need > tokens:
             tokens = decoding.bucket(max(need, 2 * tokens))
-            tokens = min(tokens, self.most_tokens)
-        fewer = max(power_of_two(len(active)), self.least_slots)
+            tokens = min(tokens, max(self.most_tokens, decoding.bucket(need)))
         index = list(range(slots))
-        shrinks = fewer < slots and len(active) * SHRINK <= slots
+        fewer = max(power_of_two(len(used)), self.least_slots)
+        shrinks = fewer < slots and len(used) * SHRINK <= slots
         if shrinks and not self.queue:
-            rest = [i for i in index if i not in set(active)]
-            index = (active + rest)[:fewer]
-        if tokens == decoder.tokens and len(index) == slots:
-            return
-        decoder.resize(index, tokens)
+            first = sorted(used)
+            index = (first + [i for i in index if i not in used])[:fewer]
+        if tokens == decoder.tokens and index == list(range(decoder.slots)):
+            return None
+        # A new slot has anything in it.
+        decoder.resize([i if i < decoder.slots else 0 for i in index], tokens)
         self.occupants = [self.occupants[i] for i in index]
-        self.cached_prompts = [self.cached_prompts[i] for i in index]
+        self.held, self.lengths = self.held[index], self.lengths[index]
+        self.kept, self.used = self.kept[index], self.used[index]
+        return index
 
     def _length(self, slot):
-        """Returns the tokens in the cache: all but a slot's last token."""
+        """Returns the tokens in the cache: all but an active slot's last."""
         s = self.occupants[slot]
-        return len(s.prompt) + len(s.token_ids) - 1
+        return int(self.lengths[slot]) if s is None else s.length - 1
 
-    def _fill_prompts(self, weights, new):
-        """Computes each new prompt once, or copies it from another slot."""
-        sources, targets, computed = [], [], {}
-        where = {
-            p: i for i, p in enumerate(self.cached_prompts) if p is not None
-        }
-        for slot in new:
-            prompt = self.occupants[slot].prompt
-            if len(prompt) == 1 or self.cached_prompts[slot] == prompt:
-                continue
-            if prompt in where:
-                sources.append(where[prompt])
-                targets.append(slot)
-            else:
-                computed.setdefault(prompt, []).append(slot)
-        if targets:
-            longest = max(len(self.occupants[i].prompt) for i in targets)
-            self.decoder.copy(sources, targets, longest - 1)
-        if computed:
-            prompts = [p[:-1] for p in computed]
-            self.decoder.prefill(weights, prompts, list(computed.values()))
-        for slot in new:
-            self.cached_prompts[slot] = self.occupants[slot].prompt
+    # Prompts
+
+    def _compute(self, weights, admitted, moved):
+        """Copies and computes what the admitted samples' slots lack."""
+        place = {old: new for new, old in enumerate(moved or ())}
+        first = {a.slot: a for a in admitted if not a.start}
+        # Equal prompts are computed once and written to several slots.
+        twins = collections.defaultdict(list)
+        for a in admitted:
+            if a.source in first and a.start == len(a.tokens):
+                if len(first[a.source].tokens) == a.start:
+                    twins[a.source].append(a)
+        rest = set(admitted).difference(*twins.values())
+        for stage in range(1 + max((a.stage for a in rest), default=-1)):
+            part = [a for a in admitted if a in rest and a.stage == stage]
+            copied = [a for a in part if a.source is not None]
+            if copied:
+                self.decoder.copy(
+                    [place.get(a.source, a.source) for a in copied],
+                    [place.get(a.slot, a.slot) for a in copied],
+                    max(a.start for a in copied),
+                )
+            part = [a for a in part if a.start < len(a.tokens)]
+            whole = [a for a in part if not a.start]
+            if whole:
+                self.decoder.prefill(
+                    weights,
+                    [tuple(a.tokens.tolist()) for a in whole],
+                    [
+                        [
+                            place.get(b.slot, b.slot)
+                            for b in (a, *twins[a.slot])
+                        ]
+                        for a in whole
+                    ],
+                )
+            longer = [a for a in part if a.start]
+            if longer:
+                self.decoder.extend(
+                    weights,
+                    [place.get(a.slot, a.slot) for a in longer],
+                    [a.start for a in longer],
+                    [a.tokens[a.start :] for a in longer],
+                )
+
+    # Steps
 
     def _state(self):
         slots = len(self.occupants)
         state = {
             "token": np.zeros(slots, "int32"),
-            "length": np.zeros(slots, "int32"),
+            "length": self.lengths.astype("int32"),
             "remaining": np.zeros(slots, "int32"),
             "active": np.zeros(slots, bool),
-            **self.samples.settings(self.occupants),
+            **sampling_arrays(
+                self.occupants, self.num_stop_ids, self.truncated
+            ),
         }
         for i in self.active:
             s = self.occupants[i]
@@ -175,7 +383,8 @@ class Schedule:
             state["active"][i] = True
         return state
 
-    def _step(self, weights):
+    def _step(self, weights, version, keep):
+        self._make_room()
         active, slots = self.active, len(self.occupants)
         if self.queue:
             floor = max(len(active) - max(int(slots * REFILL), 1), 0)
@@ -184,20 +393,40 @@ class Schedule:
             floor = floor if floor < len(active) else 0
         steps = STREAMED_STEPS if self.on_tokens else decoding.STEPS
         out = self.decoder.decode(weights, self._state(), floor, steps)
-        for i in active:
-            self._take(i, out)
+        samples = [self.occupants[i] for i in active]
+        return [
+            s
+            for i, s in zip(active, samples)
+            if self._take(i, out, version, keep)
+        ]
 
-    def _take(self, slot, out):
+    def _make_room(self):
+        """Gives up what the decoder overwrites: it writes to idle slots too,
+        behind their tokens."""
+        room = self.decoder.tokens - decoding.STEPS
+        idle = np.array([s is None for s in self.occupants])
+        short = idle & (self.lengths > room)
+        self.lengths[short] = room
+        self.held[short, room:] = -1
+
+    def _take(self, slot, out, version, keep):
+        """Adds a call's tokens to a slot's sample; returns if it has ended."""
         sample, count = self.occupants[slot], out["taken"][slot]
         ids = out["tokens"][:count, slot].tolist()
         logps = out["logps"][:count, slot]
         check_finite(sample.request, logps)
         sample.token_ids += ids
         sample.logps += logps.tolist()
+        sample.versions += [version] * len(ids)
+        self.counts.computed += len(ids)
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
-        if not out["active"][slot]:
-            sample.finish(out["stopped"][slot])
-            self.occupants[slot] = None
-            if self.progress is not None:
-                self.progress(1)
+        if out["active"][slot]:
+            return False
+        sample.finish(out["stopped"][slot])
+        self.occupants[slot] = None
+        self._hold(slot, sample.context[:-1])
+        self.kept[slot] = keep
+        if self.progress is not None:
+            self.progress(1)
+        return True

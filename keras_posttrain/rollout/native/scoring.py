@@ -10,7 +10,7 @@ from keras_posttrain.rollout.native.decoding import (
     using,
 )
 from keras_posttrain.rollout.native.samples import power_of_two
-from keras_posttrain.rollout.rollout import Scores
+from keras_posttrain.rollout.request import Scores
 
 # The least number of tokens that are computed at once.
 SCORE_TOKENS = 2048

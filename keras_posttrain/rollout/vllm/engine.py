@@ -8,12 +8,8 @@ import uuid
 import numpy as np
 
 from keras_posttrain.rollout.native.samples import check_finite
-from keras_posttrain.rollout.rollout import (
-    Completion,
-    Rollout,
-    Scores,
-    sample_counter,
-)
+from keras_posttrain.rollout.request import Completion, Scores
+from keras_posttrain.rollout.rollout import Rollout, sample_counter
 from keras_posttrain.rollout.vllm import jobs as vllm_jobs
 from keras_posttrain.rollout.vllm import settings, tpu
 from keras_posttrain.rollout.vllm import weights as vllm_weights

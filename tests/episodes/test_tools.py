@@ -1,0 +1,73 @@
+"""The episode with tools, with a model that knows one call by heart."""
+
+import keras
+import numpy as np
+
+import keras_posttrain as kpt
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: such as "3 * 4".
+    """
+    return str(kpt.episodes.arithmetic(expression))
+
+
+TOOLS = kpt.episodes.Tools([calculator], limits=kpt.episodes.Limits(turns=3))
+CALL = {"name": "calculator", "arguments": {"expression": "3 * 4"}}
+CHAT = [
+    {"role": "user", "content": "What is 3 * 4?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": CALL}],
+    },
+    {"role": "tool", "name": "calculator", "content": "12"},
+    {"role": "assistant", "content": "It is 12."},
+]
+
+
+def correct(completions):
+    return [float("12" in m[-1]["content"]) for m in completions]
+
+
+def test_calls_are_run_and_their_results_said(tmp_path):
+    rows = [{"messages": CHAT, "tools": TOOLS.schemas}] * 40
+    preset = kpt.examples.tiny_preset(tmp_path / "tiny", rows, epochs=20)
+    task = kpt.GRPOTask.from_preset(preset, sequence_length=512)
+    task.compile(
+        keras.optimizers.SGD(0.01),
+        rewards=[correct],
+        episode=TOOLS,
+        num_generations=4,
+        max_completion_length=96,
+        num_iterations=2,
+    )
+    found = []
+
+    class Keeping(task.collector):
+        def build(self, round):
+            collection = super().build(round)
+            found.extend(collection.batches)
+            return collection
+
+    task.collector = Keeping
+    rows = [{"prompt": CHAT[0]["content"]}] * 2
+    history = task.fit(rows, batch_size=2, share_prefix=True, verbose=0)
+    assert history.history["tools/calls"][0] > 0
+    assert "rewards/correct/mean" in history.history
+    told = [
+        message["content"]
+        for messages in task.last_rollout["completion"]
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    assert "12" in told
+    [batch] = found
+    mask = batch["completion_mask"]
+    gap = batch["rollout_per_token_logps"] - batch["old_per_token_logps"]
+    assert np.abs(gap * mask).max() < 1e-5
+    # What the tools said is in the batch and carries no loss.
+    assert mask.sum() == sum(task.last_rollout["tokens"])

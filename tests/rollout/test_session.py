@@ -1,0 +1,191 @@
+"""Sessions: turns join and leave, and nothing is computed twice."""
+
+import concurrent.futures
+import random
+import time
+
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.session import Session
+from tests.support import FAMILIES, REFERENCE
+
+# Each has attention of its own.
+FAMILY_CASES = [
+    pytest.param(
+        model,
+        id=name,
+        marks=() if name in ("gemma3", "llama", "qwen3") else pytest.mark.full,
+    )
+    for name, model in FAMILIES.items()
+]
+TURNS, SAMPLED = 3, 5
+SYSTEM = list(range(40, 60))
+
+
+def make(model="llama3", **kwargs):
+    return kpt.SFTTask.from_preset(
+        REFERENCE / "models" / model, sequence_length=256, **kwargs
+    )
+
+
+def engine_of(task, *args, **kwargs):
+    engine = NativeRollout(*args, **kwargs)
+    engine.set_model(task)
+    engine.sync_weights()
+    return engine
+
+
+def converse(session, seed, turns=TURNS, delay=0.0):
+    """A conversation: `(tokens, mask, log-probs)` of all of it."""
+    rng = random.Random(seed)
+    ids = [*SYSTEM, *rng.choices(range(3, 500), k=rng.randint(1, 20))]
+    mask, logps = [0] * len(ids), [0.0] * len(ids)
+    for turn in range(turns):
+        request = Request(ids, max_tokens=SAMPLED, seed=100 * seed + turn)
+        [completion] = session.submit(request).result()
+        # What a tool says takes its time.
+        time.sleep(delay * rng.random())
+        said = rng.choices(range(3, 500), k=rng.randint(1, 70))
+        last = turn == turns - 1
+        said = [] if last else said
+        ids = [*ids, *completion.token_ids, *said]
+        mask += [1] * len(completion.token_ids) + [0] * len(said)
+        logps += [*completion.per_token_logps, *[0.0] * len(said)]
+    session.release(ids)
+    return ids, np.array(mask), np.array(logps)
+
+
+def converse_at_once(engine, count, concurrency=64, delay=0.0, **kwargs):
+    """`count` conversations, and the counts of the session."""
+    with engine.session() as session:
+
+        def work(seed):
+            return converse(session, seed, delay=delay, **kwargs)
+
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            found = list(pool.map(work, range(count)))
+    return found, getattr(session, "counts", None)
+
+
+def distinct_tokens(conversations):
+    """The nodes of their prefix tree, each conversation's last token aside."""
+    seen = set()
+    for ids, _, _ in conversations:
+        seen.update(tuple(ids[: n + 1]) for n in range(len(ids) - 1))
+    return len(seen)
+
+
+def check_log_probs(task, conversations, atol=1e-5):
+    rows = [
+        {"token_ids": ids, "completion_mask": mask.tolist()}
+        for ids, mask, _ in conversations
+    ]
+    for want, (_, mask, logps) in zip(task.log_probs(rows), conversations):
+        np.testing.assert_allclose(logps * mask, want * mask, atol=atol)
+
+
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_every_turn_has_the_trainers_log_probs(model):
+    task = make(model)
+    found, counts = converse_at_once(engine_of(task), 6)
+    check_log_probs(task, found)
+    assert counts.computed == distinct_tokens(found)
+    assert counts.recomputed == 0
+
+
+def test_an_adapter_is_sampled_with():
+    task = make(lora=kpt.LoRA(rank=4))
+    for merge in (True, False):
+        engine = engine_of(task, merge_adapter=merge)
+        check_log_probs(task, converse_at_once(engine, 3)[0])
+
+
+def test_concurrency_and_delays_change_no_token():
+    task = make()
+    engine = engine_of(task)
+    want = [x[0] for x in converse_at_once(engine, 8, concurrency=1)[0]]
+    for concurrency, delay in ((8, 0.0), (3, 0.02), (8, 0.05)):
+        found, counts = converse_at_once(engine, 8, concurrency, delay)
+        assert [x[0] for x in found] == want
+        assert counts.computed == distinct_tokens(found)
+
+
+def test_too_few_slots_compute_again_and_count_it():
+    task = make()
+    want, _ = converse_at_once(engine_of(task), 6)
+    found, counts = converse_at_once(engine_of(task, 2), 6, delay=0.02)
+    assert [x[0] for x in found] == [x[0] for x in want]
+    assert counts.recomputed > 0
+    assert counts.computed == distinct_tokens(found) + counts.recomputed
+    check_log_probs(task, found)
+
+
+def test_the_work_of_a_turn_does_not_grow():
+    """`k` turns cost `O(k)` tokens."""
+    engine = engine_of(make())
+    costs = {}
+    for turns in (2, 4, 8):
+        with engine.session() as session:
+            ids, _, _ = converse(session, 0, turns)
+        costs[turns] = session.counts.computed
+        assert costs[turns] == len(ids) - 1
+
+
+def test_branches_of_a_conversation_share_it():
+    engine = engine_of(make())
+    ids = [*SYSTEM, *range(100, 150)]
+    with engine.session() as session:
+        [first] = session.submit(Request(ids, max_tokens=4, seed=0)).result()
+        ids = [*ids, *first.token_ids]
+        futures = [
+            session.submit(Request([*ids, 7 + i], max_tokens=4, seed=i))
+            for i in range(5)
+        ]
+        found = [
+            ([*ids, 7 + i, *f.result()[0].token_ids], None, None)
+            for i, f in enumerate(futures)
+        ]
+    assert session.counts.computed == distinct_tokens(found)
+
+
+def test_several_samples_of_a_request():
+    engine = engine_of(make())
+    request = Request(SYSTEM, num_generations=4, max_tokens=6, seed=3)
+    [want] = engine.generate([request])
+    with engine.session() as session:
+        found = session.submit(request).result()
+    assert [c.token_ids for c in found] == [c.token_ids for c in want]
+    distinct = distinct_tokens(
+        [([*SYSTEM, *c.token_ids], None, None) for c in found]
+    )
+    # Each sample begins with the prompt's last token.
+    assert session.counts.computed == distinct + 3
+
+
+def test_any_engine_has_a_session_by_generate():
+    task = make()
+    engine = engine_of(task)
+    want, _ = converse_at_once(engine, 4)
+    engine.session = lambda: Session(engine)
+    found, _ = converse_at_once(engine, 4)
+    assert [x[0] for x in found] == [x[0] for x in want]
+    check_log_probs(task, found)
+
+
+def test_errors_reach_who_waits():
+    engine = engine_of(make())
+    with engine.session() as session:
+        with pytest.raises(ValueError, match="Token ids must be in"):
+            session.submit(Request([10**6]))
+    with pytest.raises(RuntimeError, match="session"):
+        session.submit(Request([5]))
+    engine = engine_of(make(), cache_bytes=1)
+    with engine.session() as session:
+        future = session.submit(Request([5, 6]))
+        with pytest.raises(ValueError, match="does not hold one sequence"):
+            future.result()
+        with pytest.raises(RuntimeError, match="session"):
+            session.submit(Request([5]))
