@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
@@ -19,6 +20,15 @@ FAMILIES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
+# Those whose attention differs, the others in `make test-full`.
+FAMILY_CASES = [
+    pytest.param(
+        model,
+        id=name,
+        marks=() if name in ("gemma3", "llama", "qwen3") else pytest.mark.full,
+    )
+    for name, model in FAMILIES.items()
+]
 
 
 def load_json(name):

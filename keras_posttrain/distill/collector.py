@@ -8,7 +8,6 @@ from keras_posttrain.distill.teacher_cache import (
     served_top_tokens,
     teacher_span,
 )
-from keras_posttrain.rl import episode_sampler
 from keras_posttrain.rl.collector import METRICS, Collection, Collector
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
 from keras_posttrain.training import keras_fit
@@ -53,7 +52,7 @@ class DistillCollector(Collector):
     def metric_names(self):
         own = ("reverse_kl",) if self.by_policy_loss else ()
         if self.episodes:
-            own += episode_sampler.METRICS
+            own += self.episodes.metric_names
         return (*METRICS, *LENGTH_METRICS, *own)
 
     @property

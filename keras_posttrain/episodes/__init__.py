@@ -1,5 +1,6 @@
 from keras_posttrain.episodes.calculator import arithmetic
 from keras_posttrain.episodes.chat import Chat, Reply
+from keras_posttrain.episodes.endpoint import Endpoint
 from keras_posttrain.episodes.episode import Episode
 from keras_posttrain.episodes.errors import EpisodeError
 from keras_posttrain.episodes.gym import Gym
@@ -12,6 +13,7 @@ from keras_posttrain.episodes.trajectory import Segment, Trajectory
 
 __all__ = [
     "Chat",
+    "Endpoint",
     "Episode",
     "EpisodeError",
     "Frozen",

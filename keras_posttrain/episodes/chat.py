@@ -49,6 +49,7 @@ class Draft:
     logps: list = dataclasses.field(default_factory=list)
     versions: list = dataclasses.field(default_factory=list)
     turns: list = dataclasses.field(default_factory=list)
+    ends: list = dataclasses.field(default_factory=list)
 
     def add_said(self, token_ids):
         count = len(token_ids)
@@ -66,6 +67,13 @@ class Draft:
         self.logps += [math.nan] * count if logps is None else logps.tolist()
         self.versions += completion.token_versions.tolist()
         self.turns += [turn] * count
+
+    def until(self, end):
+        """Returns a draft of the tokens up to an `End`, without loss."""
+        copy = Draft()
+        copy.add_said(self.token_ids[: end.tokens])
+        copy.ends = [x for x in self.ends if x.tokens <= end.tokens]
+        return copy
 
     def segment(self, numbers):
         """Returns the `Segment`; `numbers` are those of turns by `Turn`.
@@ -90,6 +98,23 @@ class Turn:
     """A sampled turn, and what it earned."""
 
     reward: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The end of a sampled turn.
+
+    Attributes:
+        tokens: int, the tokens of the segment up to it.
+        messages: int, the messages of the conversation up to it.
+        calls: list of dicts, the turn's calls of tools, or `None`.
+        completion: `Completion` that was sampled.
+    """
+
+    tokens: int
+    messages: int
+    calls: list | None
+    completion: object = None
 
 
 @dataclasses.dataclass
@@ -159,33 +184,7 @@ class Chat:
         """
         if said is not None:
             self.say(said)
-        if self._is_sampling:
-            raise ValueError(
-                "A chat samples one turn at a time. Received: another turn "
-                f"of player {self.player!r} before the last one was sampled. "
-                "Await it first, or use `chat.fork()`."
-            )
-        self.check_ended()
-        self._encode(tools)
-        draft, seat = self._drafts[-1], self._seat
-        most = self._room(max_tokens)
-        number = (*self._path, len(self._turns))
-        # Branches that sample at once share the limit.
-        self._used.turns += 1
-        self._is_sampling = True
-        try:
-            completion = await seat.sample(draft.token_ids, most, number)
-        finally:
-            self._is_sampling = False
-        turn = Turn()
-        self._turns.append(turn)
-        draft.add_sampled(completion, turn)
-        self._used.tokens += len(completion.token_ids)
-        reply = seat.read(completion.token_ids, tools)
-        self.messages.append(reply.message)
-        self._calls = reply.tool_calls
-        self._ended = self._limit(completion, max_tokens)
-        return dataclasses.replace(reply, ended=self._ended)
+        return await self.sample(tools, max_tokens)
 
     def say(self, said):
         """Adds messages without sampling: a string, a message or a list."""
@@ -230,36 +229,67 @@ class Chat:
             self._ended = None
         self.say(messages)
 
-    def fork(self):
+    def fork(self, turns=None):
         """Returns a second chat that continues these tokens.
 
         Both may continue, also at once. Their turns belong to one trajectory
         and share its limits.
+
+        Args:
+            turns: int, how many turns of the current segment the second chat
+                begins with, or `None`: all, and what was said since. With 0
+                it begins a conversation of its own.
         """
-        self._forks.append(
-            Chat(
-                self.player,
-                self._seat,
-                self._used,
-                (*self._path, len(self._turns), -1 - len(self._forks)),
-            )
-        )
-        other, draft = self._forks[-1], self._drafts[-1]
-        other.messages, other._said = [*self.messages], [*self._said]
-        other._calls = self._calls
-        other._ended = self._ended
-        # These tokens are trained in this chat.
-        copy = Draft()
-        copy.add_said([*draft.token_ids])
-        other._drafts = [copy]
-        return other
+        return self.fork_at(turns, -1 - len(self._forks))
 
     def count(self, name, value=1):
-        """Adds to a number that is reported with the metrics of episodes."""
+        """Adds to a number, whose mean over episodes is a metric.
+
+        Args:
+            name: string, the name of the metric, such as `"tools/calls"`.
+            value: number; 0 reports a metric that did not occur.
+        """
         counts = self._used.counts
         counts[name] = counts.get(name, 0) + value
 
-    # For runs
+    # For runs and `Endpoint`
+
+    async def sample(self, tools=None, max_tokens=None, number=None):
+        """Samples a turn that answers what was said; see `__call__`.
+
+        `number` is a tuple of ints that tells its random numbers from those
+        of other turns; by default its place in the conversation.
+        """
+        if self._is_sampling:
+            raise ValueError(
+                "A chat samples one turn at a time. Received: another turn "
+                f"of player {self.player!r} before the last one was sampled. "
+                "Await it first, or use `chat.fork()`."
+            )
+        self.check_ended()
+        self._encode(tools)
+        draft, seat = self._drafts[-1], self._seat
+        most = self._room(max_tokens)
+        if number is None:
+            number = *self._path, len(self._turns)
+        # Branches that sample at once share the limit.
+        self._used.turns += 1
+        self._is_sampling = True
+        try:
+            completion = await seat.sample(draft.token_ids, most, number)
+        finally:
+            self._is_sampling = False
+        turn = Turn()
+        self._turns.append(turn)
+        draft.add_sampled(completion, turn)
+        self._used.tokens += len(completion.token_ids)
+        reply = seat.read(completion.token_ids, tools)
+        self.messages.append(reply.message)
+        self._calls = reply.tool_calls
+        tokens, messages = len(draft.token_ids), len(self.messages)
+        draft.ends.append(End(tokens, messages, reply.tool_calls, completion))
+        self._ended = self._limit(completion, max_tokens)
+        return dataclasses.replace(reply, ended=self._ended)
 
     @property
     def used(self):
@@ -274,12 +304,49 @@ class Chat:
     @property
     def was_cut(self):
         """Bool, whether the last turn reached the most tokens of a turn."""
-        return self._ended == "length"
+        return any(chat._ended == "length" for chat in self._branches())
 
     @property
     def is_rewarded(self):
         """Bool, whether `reward` was called."""
         return self._used.is_rewarded
+
+    @property
+    def ends(self):
+        """List of the `End`s of the turns of the current segment."""
+        return self._drafts[-1].ends
+
+    @property
+    def temperature(self):
+        """Float, at which turns are sampled."""
+        return self._seat.table.temperature
+
+    def fork_at(self, turns, number):
+        """Returns a fork; see `fork`.
+
+        `number` is a negative int, by which forks are ordered, last first.
+        """
+        ends, draft = self.ends, self._drafts[-1]
+        if turns is not None and not 0 <= turns <= len(ends):
+            raise ValueError(
+                "`turns` must be a number of turns of the current segment, "
+                f"0 to {len(ends)}, or None. Received: turns={turns!r}"
+            )
+        path = *self._path, len(self._turns), number
+        other = Chat(self.player, self._seat, self._used, path)
+        self._forks.append(other)
+        if turns == 0:
+            return other
+        # These tokens are trained in this chat.
+        if turns is None:
+            end = End(len(draft.token_ids), len(self.messages), self._calls)
+            other._said, other._ended = [*self._said], self._ended
+        else:
+            end = ends[turns - 1]
+        other._drafts = [draft.until(end)]
+        other.messages = self.messages[: end.messages]
+        other._calls = end.calls
+        return other
 
     def segments(self):
         """Returns the list of `Segment`s, and that of the turns' rewards."""
@@ -309,7 +376,9 @@ class Chat:
 
     def _branches(self):
         yield self
-        for fork in self._forks:
+        # By the turn that they follow, then the last number first.
+        key = lambda fork: (fork._path[-2], -fork._path[-1])  # noqa: E731
+        for fork in sorted(self._forks, key=key):
             yield from fork._branches()
 
     # Tokens

@@ -100,6 +100,8 @@ class Episode:
             ValueError: no parameter is left for a chat, or a column is
                 missing.
         """
+        if hasattr(self.function, "check_columns"):
+            self.function.check_columns(columns)
         parameters = inspect.signature(self.function).parameters
         names = [p for p in parameters.values() if p.kind in NAMED]
         players = []

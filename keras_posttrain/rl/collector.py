@@ -10,7 +10,6 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import RoleAdvantages, TurnAdvantages
 from keras_posttrain.losses import advantages as advantage_lib
-from keras_posttrain.rl import episode_sampler
 from keras_posttrain.rl.episode_sampler import EpisodeSampler
 from keras_posttrain.rl.sampling import Sampler, request_seed
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
@@ -176,14 +175,15 @@ class Collector:
             *LENGTH_METRICS,
             *advantage_lib.reward_metric_names(self.scoring.names),
             *(resamples if self.scoring.max_resamples else ()),
-            *(episode_sampler.METRICS if self.episodes else ()),
+            *(self.episodes.metric_names if self.episodes else ()),
         )
 
     @property
     def validation_names(self):
         """Tuple of the names of the metrics of an evaluation."""
         rewards = advantage_lib.reward_metric_names(self.scoring.names)
-        return (*rewards, *LENGTH_METRICS, "pass@1")
+        episodes = self.episodes.metric_names if self.episodes else ()
+        return (*rewards, *LENGTH_METRICS, *episodes, "pass@1")
 
     def num_steps(self, num_prompts):
         """Returns optimizer steps of a rollout of so many prompts."""

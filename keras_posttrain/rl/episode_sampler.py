@@ -23,12 +23,7 @@ MEANS = (
     "tools/errors",
     "tools/seconds",
 )
-METRICS = (
-    "episodes/turns",
-    *MEANS,
-    "rollout/computed_tokens",
-    "rollout/recomputed_tokens",
-)
+TOTALS = ("rollout/computed_tokens", "rollout/recomputed_tokens")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +42,16 @@ class Episodes:
     table: object
     players: list
     engines: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def metric_names(self):
+        """Tuple of the names of the metrics of episodes.
+
+        Those that an episode counts besides are in its attribute
+        `metric_names`, if it has one.
+        """
+        own = getattr(self.episode.function, "metric_names", ())
+        return ("episodes/turns", *MEANS, *TOTALS, *own)
 
     @property
     def trained(self):
@@ -138,11 +143,12 @@ class EpisodeSampler:
         """Returns the metrics of all that was sampled, floats by name."""
         found = self.metrics
         episodes = max(found.get("episodes", 0), 1)
-        metrics = {name: found.get(name, 0.0) / episodes for name in MEANS}
+        names = {*MEANS, *found} - {"episodes", "turns", *TOTALS}
+        metrics = {n: found.get(n, 0.0) / episodes for n in sorted(names)}
         metrics["episodes/failed"] = float(found.get("episodes/failed", 0))
         players = len(self.episodes.trained)
         metrics["episodes/turns"] = found.get("turns", 0) / episodes / players
-        for name in METRICS[-2:]:
+        for name in TOTALS:
             metrics[name] = float(found.get(name, 0.0))
         return metrics
 

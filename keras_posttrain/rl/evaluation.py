@@ -29,6 +29,9 @@ def evaluate_prompts(
     # A completion without a reward is not right.
     right = np.nan_to_num(np.stack(total), nan=-np.inf) >= correct_reward
     metrics |= length_metrics(groups) | {"pass@1": float(right.mean())}
+    if hasattr(sampler, "results"):
+        # Of episodes.
+        metrics |= sampler.results()
     if many > 1:
         votes = [_majority(g, r, answer) for g, r in zip(groups, right)]
         metrics[f"pass@{many}"] = float(right.any(1).mean())

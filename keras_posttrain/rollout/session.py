@@ -39,6 +39,18 @@ class Turn:
             owner, request, [[] for _ in range(request.num_generations)]
         )
 
+    @property
+    def is_sampled(self):
+        """Bool, whether all samples have ended."""
+        return all(
+            pieces and pieces[-1].finish_reason != "interrupted"
+            for pieces in self.parts
+        )
+
+    def whole(self):
+        """Returns the request with the places of all its samples."""
+        return self.request, [(self, g) for g in range(len(self.parts))]
+
 
 class Session:
     """An engine's work on conversations of several turns.
@@ -153,9 +165,7 @@ class Session:
         """Samples until the session ends."""
         pending = []
         while (new := self.next(is_busy=bool(pending))) is not None:
-            for turn in new[0]:
-                places = [(turn, g) for g in range(len(turn.parts))]
-                pending.append((turn.request, places))
+            pending += [turn.whole() for turn in new[0]]
             found = self.engine.generate([request for request, _ in pending])
             pending = self._take(pending, found)
 
@@ -166,12 +176,17 @@ class Session:
             for (turn, g), completion in zip(places, samples):
                 turn.parts[g].append(completion)
             rest += unfinished(request, places, samples)
-        left = {id(turn) for _, places in rest for turn, _ in places}
         turns = {id(turn): turn for _, places in pending for turn, _ in places}
         for turn in turns.values():
-            if id(turn) not in left:
+            if turn.is_sampled:
                 self.resolve(turn)
         return rest
+
+    def submitted(self):
+        """Returns the `Turn`s that have come since, without waiting."""
+        with self._changed:
+            turns, self._submitted = self._submitted, []
+        return turns
 
     def next(self, is_busy):
         """Returns the new turns and released conversations of all processes.

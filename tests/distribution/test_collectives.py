@@ -70,7 +70,14 @@ def shaped(folder, sizes, length, lora=None):
         ),
         # Over 64 chips, and along three axes of the network, it would make
         # an all-reduce of a gather as well: twice the ideal's bytes.
-        ("v5p:4x4x4", kpt.distribution.fsdp, 2, None, None),
+        pytest.param(
+            "v5p:4x4x4",
+            kpt.distribution.fsdp,
+            2,
+            None,
+            None,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "v5e:2x2",
             kpt.distribution.fsdp,
@@ -131,7 +138,9 @@ def test_long_axes_are_gone_along_in_two_stages(chips, stages, gathers):
     assert ((inner != inner[0]).any(axis=0)).sum() == 1
 
 
-@pytest.mark.parametrize("in_stages", [True, False])
+@pytest.mark.parametrize(
+    "in_stages", [True, pytest.param(False, marks=pytest.mark.full)]
+)
 def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
     """Of what 64 chips add up each keeps its part, not all until the update.
 

@@ -175,15 +175,13 @@ def check_resumed(tmp_path, case):
 
 
 def test_two_processes_are_one(tmp_path):
-    """Every task, every kind of mesh, all that a model is used for."""
+    """Kinds of tasks and of meshes, and all that a model is used for."""
     check_same_in_both(
         tmp_path,
-        "train:sft:llama3:full:8x1",
         "train:packed:qwen2:lora:dp",
         "train:dpo:qwen3:full:1x8",
         "train:distill:llama3:full:8x1",
         "train:grpo:llama3:lora:4x2",
-        "train:ppo:llama3:full:4x2",
         "use:gemma2:lora:4x2",
         "files",
     )

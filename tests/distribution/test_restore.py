@@ -131,7 +131,9 @@ def check(case, folder):
 @pytest.mark.parametrize(
     "case",
     [
-        ("sgd", "llama3", "full", "to_one"),
+        pytest.param(
+            ("sgd", "llama3", "full", "to_one"), marks=pytest.mark.full
+        ),
         ("adamw", "qwen2", "lora", "back"),
         ("adamw", "gemma2", "masters", "to_one"),
         pytest.param(

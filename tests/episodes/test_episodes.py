@@ -11,6 +11,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.episodes import EpisodeError, Limits
+from tests.episodes.support import Batches
 from tests.support import read_log, weights
 
 WORDS = ("higher", "lower", "Guess.", "1", "2", "3", "4", "5", "the number is")
@@ -62,21 +63,6 @@ def make(preset, episode=guess, kind=kpt.GRPOTask, sequence_length=128, **kw):
 def fit(task, rows=ROWS, **kw):
     settings = {"batch_size": 2, "verbose": 0, **kw}
     return task.fit(rows, **settings)
-
-
-class Batches:
-    """Keeps the batches that a task trains on."""
-
-    def __init__(self, task):
-        found = self.found = []
-
-        class Keeping(task.collector):
-            def build(self, round):
-                collection = super().build(round)
-                found.extend(collection.batches)
-                return collection
-
-        task.collector = Keeping
 
 
 def test_the_tokens_trained_are_those_sampled(preset):

@@ -5,17 +5,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import FAMILIES, REFERENCE
-
-# Each has attention of its own.
-FAMILY_CASES = [
-    pytest.param(
-        model,
-        id=name,
-        marks=() if name in ("gemma3", "llama", "qwen3") else pytest.mark.full,
-    )
-    for name, model in FAMILIES.items()
-]
+from tests.episodes.support import Batches
+from tests.support import FAMILY_CASES, REFERENCE
 
 
 async def talk(chat, number, generation):
@@ -42,15 +33,7 @@ def batches_of(model, **settings):
         num_iterations=2,
         max_completion_length=6,
     )
-    found = []
-
-    class Keeping(task.collector):
-        def build(self, round):
-            collection = super().build(round)
-            found.extend(collection.batches)
-            return collection
-
-    task.collector = Keeping
+    found = Batches(task).found
     rows = [{"number": n} for n in range(2)]
     task.fit(rows, batch_size=2, verbose=0, **settings)
     return found

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 import keras_posttrain as kpt
+from tests.episodes.support import Batches
 
 
 def calculator(expression: str) -> str:
@@ -45,15 +46,7 @@ def test_calls_are_run_and_their_results_said(tmp_path):
         max_completion_length=96,
         num_iterations=2,
     )
-    found = []
-
-    class Keeping(task.collector):
-        def build(self, round):
-            collection = super().build(round)
-            found.extend(collection.batches)
-            return collection
-
-    task.collector = Keeping
+    found = Batches(task).found
     rows = [{"prompt": CHAT[0]["content"]}] * 2
     history = task.fit(rows, batch_size=2, share_prefix=True, verbose=0)
     assert history.history["tools/calls"][0] > 0

@@ -140,8 +140,18 @@ def test_a_custom_batch_is_planned():
 # Nothing else is disturbed
 
 
-@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=2, dropout=0.1)])
-@pytest.mark.parametrize("kind", [kpt.SFTTask, kpt.DPOTask])
+LORA = kpt.LoRA(rank=2, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "kind, lora",
+    [
+        (kpt.SFTTask, LORA),
+        pytest.param(kpt.SFTTask, None, marks=pytest.mark.full),
+        pytest.param(kpt.DPOTask, LORA, marks=pytest.mark.full),
+        pytest.param(kpt.DPOTask, None, marks=pytest.mark.full),
+    ],
+)
 def test_a_plan_writes_nothing(kind, lora):
     task = real(kind, lora=lora)
     task.compile(keras.optimizers.AdamW(1e-4))
@@ -208,8 +218,15 @@ class PlanInside(keras.callbacks.Callback):
             assert attributes(task) == before
 
 
-@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=2, dropout=0.1)])
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "kind, lora",
+    [
+        ("sft", LORA),
+        pytest.param("sft", None, marks=pytest.mark.full),
+        pytest.param("dpo", LORA, marks=pytest.mark.full),
+        pytest.param("dpo", None, marks=pytest.mark.full),
+    ],
+)
 def test_a_plan_during_fit(kind, lora):
     """Keras has taken the values out of the variables meanwhile."""
     rows = random_rows(16)

@@ -11,7 +11,7 @@ import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
 from keras_posttrain.rollout.native import decoding
 from tests.rollout import contract
-from tests.support import FAMILIES, REFERENCE, load_json, random_rows
+from tests.support import FAMILY_CASES, REFERENCE, load_json, random_rows
 
 CASES = {c["name"]: c for c in load_json("generation.json")["cases"]}
 
@@ -82,17 +82,17 @@ def test_greedy_equals_the_reference(name):
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_slots_and_order_change_nothing(family):
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_slots_and_order_change_nothing(model):
     """Tokens equal for 1, 8 and 128 slots; log-probs are the policy's."""
-    task = make(FAMILIES[family])
+    task = make(model)
     prompts = [row["token_ids"] for row in random_rows(5, 1, 40, seed=3)]
     requests = [
         Request(p, 1 + i, max_tokens=5 * i + 3, temperature=t, seed=i % 2)
         for i, (p, t) in enumerate(zip(prompts, (1.0, 0.5, 1.4, 1.0, 0.8)))
     ]
     outs = [engine_of(task, n).generate(requests) for n in (128, 8)]
-    if family == "llama":
+    if model == "llama3":
         outs.append(engine_of(task, 1).generate(requests))
     outs.append(engine_of(task, 8).generate(requests[::-1])[::-1])
     engine = engine_of(task)

@@ -10,17 +10,8 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
 from keras_posttrain.rollout.session import Session
-from tests.support import FAMILIES, REFERENCE
+from tests.support import FAMILY_CASES, REFERENCE
 
-# Each has attention of its own.
-FAMILY_CASES = [
-    pytest.param(
-        model,
-        id=name,
-        marks=() if name in ("gemma3", "llama", "qwen3") else pytest.mark.full,
-    )
-    for name, model in FAMILIES.items()
-]
 TURNS, SAMPLED = 3, 5
 SYSTEM = list(range(40, 60))
 

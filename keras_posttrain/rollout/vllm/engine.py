@@ -17,6 +17,7 @@ from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import LocalEngine
 from keras_posttrain.rollout.vllm.server import ServerEngine
+from keras_posttrain.rollout.vllm.session import VLLMSession
 
 # A run ends after this many failures without a finished request in between.
 MAX_FAILURES = 3
@@ -297,22 +298,51 @@ class VLLMRollout(Rollout):
 
     # Sampling
 
-    def _generate(self, requests, on_tokens, progress):
+    def session(self):
+        return VLLMSession(self, self._sample)
+
+    def checked(self, requests):
+        requests = super().checked(requests)
         for i, request in enumerate(requests):
             vllm_jobs.check_temperature(i, request)
-        jobs = {i: vllm_jobs.sampling_job(r) for i, r in enumerate(requests)}
+        return requests
+
+    def _generate(self, requests, on_tokens, progress):
         advance = sample_counter(progress, requests)
         stream = on_tokens and _TokenStream(requests, on_tokens)
-        started, done = time.perf_counter(), [None] * len(requests)
-        for i, result in self._run(jobs, stream, self._interrupted()):
-            done[i] = self._completions(i, requests[i], result)
+        done = [None] * len(requests)
+        for i, samples in self._sample(dict(enumerate(requests)), stream):
+            done[i] = samples
             if advance is not None:
-                advance(len(done[i]))
-        seconds = time.perf_counter() - started
-        tokens = sum(len(c.token_ids) for samples in done for c in samples)
-        if tokens:
-            self._metrics["vllm/tokens_per_second"] = tokens / seconds
+                advance(len(samples))
         return done
+
+    def _sample(self, requests, stream=None, ends=None, more=None):
+        """Samples a dict of requests: yields `(key, completions)`.
+
+        `ends` says whether to end samples early, besides an interruption;
+        `more` returns further requests, a dict, and is called between steps.
+        """
+        started, tokens, requests = time.perf_counter(), 0, dict(requests)
+
+        def jobs(new):
+            return {k: vllm_jobs.sampling_job(r) for k, r in new.items()}
+
+        def more_jobs():
+            requests.update(new := more())
+            return jobs(new)
+
+        results = self._run(
+            jobs(requests), stream, ends or self._interrupted(),
+            more and more_jobs,
+        )  # fmt: skip
+        for key, result in results:
+            samples = self._completions(key, requests.pop(key), result)
+            tokens += sum(len(c.token_ids) for c in samples)
+            yield key, samples
+        if tokens:
+            seconds = time.perf_counter() - started
+            self._metrics["vllm/tokens_per_second"] = tokens / seconds
 
     def _completions(self, i, request, result):
         out = []
@@ -346,8 +376,10 @@ class VLLMRollout(Rollout):
             )
         return out
 
-    def _run(self, jobs, stream=None, interrupted=None):
+    def _run(self, jobs, stream=None, interrupted=None, more=None):
         """Yields each job's result once, restarting an engine that fails.
+
+        `more` returns a dict of jobs that join, between steps.
 
         If rollouts overlap with training, the task's weights have changed and
         a restarted engine cannot get its old weights back. Then
@@ -356,6 +388,12 @@ class VLLMRollout(Rollout):
         if self._probe_logps is None:
             self.sync_weights()
         pending = dict(jobs)
+
+        def join():
+            new = more()
+            pending.update(new)
+            return new
+
         if not self.overlaps:
             self._failures = 0
         while pending and not self.needs_weights:
@@ -364,7 +402,9 @@ class VLLMRollout(Rollout):
                     self._recover()
                     if stream is not None:
                         stream.restart()
-                run = self._engine.run(dict(pending), stream, interrupted)
+                run = self._engine.run(
+                    dict(pending), stream, interrupted, more and join
+                )
                 for key, result in run:
                     self._check_version(result)
                     del pending[key]

@@ -131,11 +131,12 @@ class LocalEngine:
 
     # Sampling
 
-    def run(self, jobs, on_tokens=None, interrupted=None):
+    def run(self, jobs, on_tokens=None, interrupted=None, more=None):
         """Runs a dict of jobs and yields `(key, Result)` when one ends.
 
         `on_tokens` gets `(key, generation, token_ids)`. Once `interrupted`
-        returns true, unfinished jobs are yielded too.
+        returns true, unfinished jobs are yielded too. `more` returns a dict
+        of jobs that join, and is called between steps.
         """
         # See `_make`.
         from vllm import SamplingParams
@@ -146,7 +147,8 @@ class LocalEngine:
             kind = RequestOutputKind.DELTA
         engine, names, results = self._engine, {}, {}
         last = time.monotonic()
-        try:
+
+        def add(jobs):
             for key, job in jobs.items():
                 params = SamplingParams(**job.params, output_kind=kind)
                 with engine_failures("a request"):
@@ -158,7 +160,12 @@ class LocalEngine:
                     )
                 names[str(key)] = key
                 results[key] = Result(job.params["n"])
+
+        try:
+            add(jobs)
             while names and not (interrupted is not None and interrupted()):
+                if more is not None:
+                    add(more())
                 with engine_failures("a step"):
                     outputs = engine.step()
                 for output in outputs:

@@ -27,8 +27,8 @@ START_SECONDS = 900
 MAX_SOCKET_PATH = 103
 # Samples that the server has at once; more wait in this process.
 IN_FLIGHT = 256
-# The interval of checks for an interruption.
-POLL_SECONDS = 0.05
+# The interval of checks for an interruption and for further requests.
+POLL_SECONDS = 0.02
 MODULE = "kpt_vllm_worker"
 
 
@@ -213,30 +213,38 @@ class ServerEngine:
 
     # Sampling
 
-    def run(self, jobs, on_tokens=None, interrupted=None):
+    def run(self, jobs, on_tokens=None, interrupted=None, more=None):
         """Runs jobs as `LocalEngine.run` does.
 
         `on_tokens` gets the tokens of a sample when its job has ended.
         """
         most = max([job.params["n"] for job in jobs.values()], default=1)
-        workers = max(1, min(IN_FLIGHT // most, len(jobs)))
+        workers = max(1, IN_FLIGHT // most)
+        if more is None:
+            workers = min(workers, max(1, len(jobs)))
         pool = concurrent.futures.ThreadPoolExecutor(workers)
-        connections = set()
+        connections, keys = set(), {}
+
+        def add(jobs):
+            for key, job in jobs.items():
+                future = pool.submit(self._run_job, job, connections)
+                keys[future] = key, job.params["n"]
+
         try:
-            keys = {
-                pool.submit(self._run_job, job, connections): key
-                for key, job in jobs.items()
-            }
-            for future in self._ended(list(keys), interrupted):
-                key = keys[future]
-                if future.cancelled():
-                    yield key, Result(jobs[key].params["n"])
-                    continue
-                result = future.result()
-                if on_tokens is not None:
-                    for g, ids in enumerate(result.token_ids):
-                        on_tokens(key, g, ids)
-                yield key, result
+            add(jobs)
+            while keys:
+                if more is not None:
+                    add(more())
+                for future in self._ended(list(keys), interrupted):
+                    key, samples = keys.pop(future)
+                    if future.cancelled():
+                        yield key, Result(samples)
+                        continue
+                    result = future.result()
+                    if on_tokens is not None:
+                        for g, ids in enumerate(result.token_ids):
+                            on_tokens(key, g, ids)
+                    yield key, result
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for connection in list(connections):
@@ -246,24 +254,20 @@ class ServerEngine:
             pool.shutdown(wait=True)
 
     def _ended(self, futures, interrupted):
-        """Yields futures when they end; an interruption ends them early."""
-        if interrupted is None:
-            yield from concurrent.futures.as_completed(futures)
-            return
-        while futures:
-            if interrupted():
-                for future in [f for f in futures if f.cancel()]:
-                    futures.remove(future)
-                    yield future
-                # The server answers with the tokens sampled so far. A request
-                # that it does not have yet is aborted in the next iteration.
-                self._call("POST", "/abort_requests", {})
-            done, _ = concurrent.futures.wait(
-                futures, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
-            )
-            for future in done:
-                futures.remove(future)
-                yield future
+        """Returns futures that have ended, after a short wait.
+
+        An interruption ends them early.
+        """
+        cancelled = []
+        if interrupted is not None and interrupted():
+            cancelled = [f for f in futures if f.cancel()]
+            # The server answers with the tokens sampled so far. A request
+            # that it does not have yet is aborted the next time.
+            self._call("POST", "/abort_requests", {})
+        done, _ = concurrent.futures.wait(
+            futures, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
+        )
+        return cancelled + [f for f in done if f not in cancelled]
 
     def _run_job(self, job, connections):
         body = {

@@ -137,9 +137,13 @@ class TPUEngine(LocalEngine):
             self._set_version(version)
         return moved
 
-    def run(self, jobs, *args, **kwargs):
-        jobs = {key: _job(job) for key, job in jobs.items()}
-        yield from super().run(jobs, *args, **kwargs)
+    def run(self, jobs, on_tokens=None, interrupted=None, more=None):
+        yield from super().run(
+            _jobs(jobs),
+            on_tokens,
+            interrupted,
+            None if more is None else lambda: _jobs(more()),
+        )
 
 
 def write_state(worker, arrays):
@@ -182,6 +186,10 @@ def _variables(state):
         state, is_leaf=lambda node: isinstance(node, keras.Variable)
     )
     return {leaf.path: leaf for leaf in leaves}
+
+
+def _jobs(jobs):
+    return {key: _job(job) for key, job in jobs.items()}
 
 
 def _job(job):

@@ -1,0 +1,178 @@
+"""A chat server on this machine's loopback address."""
+
+import concurrent.futures
+import http
+import http.server
+import json
+import secrets
+import socketserver
+import threading
+import weakref
+
+from keras_posttrain.episodes import chat_api
+
+# The longest request, in bytes.
+MAX_REQUEST = 64 * 2**20
+PATHS = ("/v1/chat/completions", "/chat/completions")
+
+
+class ChatServer:
+    """An HTTP server of OpenAI's chat completions, with a key a session.
+
+    It listens on 127.0.0.1 alone, on a free port, until the object is
+    deleted.
+
+    Attributes:
+        url: string, the `base_url` of clients.
+    """
+
+    def __init__(self):
+        self._answers = {}
+        self._server = _Server(("127.0.0.1", 0), _handler(self._answers))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        # It must not keep the object.
+        threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), daemon=True
+        ).start()
+        weakref.finalize(self, _stop, self._server)
+
+    def open(self, answer):
+        """Opens a session and returns its key.
+
+        Args:
+            answer: function of the body of a request, a dict, to a future of
+                a `chat_api.Answer`; called from any thread.
+        """
+        key = f"kpt-{secrets.token_urlsafe(24)}"
+        self._answers[key] = answer
+        return key
+
+    def close(self, key):
+        """Ends a session: its key is refused from now on."""
+        self._answers.pop(key, None)
+
+
+def _stop(server):
+    server.shutdown()
+    server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    block_on_close = False
+    # Hundreds of agents may begin at once.
+    request_queue_size = 1024
+
+    def handle_error(self, request, client_address):
+        """Says nothing: a client that has gone needs no answer."""
+
+
+def _handler(answers):
+    """Returns the class that handles requests.
+
+    `answers` has the function of each open session by its key.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            if self._session() is None:
+                return
+            if self.path.partition("?")[0] in ("/v1/models", "/models"):
+                model = {"id": "policy", "object": "model", "created": 0}
+                model["owned_by"] = "keras_posttrain"
+                self._send(200, {"object": "list", "data": [model]})
+            else:
+                self._refuse(_unknown(self.path))
+
+        def do_POST(self):
+            try:
+                body = self._body()
+                if (answer := self._session()) is None:
+                    return
+                if self.path.partition("?")[0] not in PATHS:
+                    raise _unknown(self.path)
+                found = answer(_parsed(body)).result()
+            except chat_api.Refused as refused:
+                self._refuse(refused)
+                return
+            except (concurrent.futures.CancelledError, RuntimeError):
+                # The loop of the episode has ended.
+                self._refuse(chat_api.Refused("The episode is over.", 410))
+                return
+            if found.stream:
+                self._stream(found.chunks())
+            else:
+                self._send(200, found.completion())
+
+        def _body(self):
+            length = self.headers.get("Content-Length")
+            if length is None or not length.isdecimal():
+                self.close_connection = True
+                raise chat_api.Refused("`Content-Length` is missing.", 411)
+            if int(length) > MAX_REQUEST:
+                self.close_connection = True
+                raise chat_api.Refused(
+                    f"A request has at most {MAX_REQUEST} bytes. Received: "
+                    f"{length}",
+                    413,
+                )
+            return self.rfile.read(int(length))
+
+        def _session(self):
+            """Returns the function of the session, or refuses."""
+            given = self.headers.get("Authorization", "").encode()
+            for key, answer in list(answers.items()):
+                if secrets.compare_digest(given, f"Bearer {key}".encode()):
+                    return answer
+            self._refuse(
+                chat_api.Refused(
+                    "The key is not that of an open episode. Use the "
+                    "`api_key` that the agent was given.",
+                    401,
+                )
+            )
+            return None
+
+        def _refuse(self, refused):
+            self._send(refused.status, refused.body())
+
+        def _send(self, status, body):
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _stream(self, chunks):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for chunk in chunks:
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+
+        def log_message(self, *args):
+            """Says nothing on standard error."""
+
+    return Handler
+
+
+def _parsed(body):
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise chat_api.Refused(f"The request is no JSON: {error}") from error
+
+
+def _unknown(path):
+    return chat_api.Refused(
+        f"This server has POST {PATHS[0]}, OpenAI's chat completions, alone. "
+        f"Received: {path}. Set the agent's client to chat completions.",
+        http.HTTPStatus.NOT_FOUND,
+    )
