@@ -18,8 +18,8 @@ Here a tiny model knows how to call a calculator when it is asked to compute.
 Asked a plain question it mostly guesses. GRPO trains it on the plain questions
 until it calls the calculator by itself.
 
-It runs in about two minutes on two CPU cores. For a real model set `preset` to
-one whose chat template knows tools, such as `"qwen3_0.6b_en"` or
+It runs in about three minutes on two CPU cores. For a real model set `preset`
+to one whose chat template knows tools, such as `"qwen3_0.6b_en"` or
 `"hf://Qwen/Qwen3-0.6B"`, and leave out the rows that the tiny one learns from.
 """
 
@@ -209,5 +209,5 @@ results = {
 - Tools with a state are methods of a class: `kpt.episodes.Tools(Browser)`
   makes an object for each episode.
 - `multi_turn_game.py`: an episode of your own, turn by turn.
-- `black_box_agent.py`: an agent that is written against an API.
+- `kpt.episodes.Endpoint`: an agent that is written against OpenAI's API.
 """

@@ -249,6 +249,25 @@ def test_grpo_arithmetic(run):
     assert {json.loads(line)["step"] for line in lines} == {0, 50}
 
 
+def test_tool_use(run):
+    folder, text = run("tool_use")
+    results = json.loads((folder / "results.json").read_text())
+    assert results["before"] < 0.4 and results["calls_before"] < 0.5
+    assert results["after"] > 2 * results["before"]
+    assert results["calls_after"] > 0.7
+    assert '"name": "calculator"' in text
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    assert any('"role": "tool"' in line for line in lines)
+
+
+def test_multi_turn_game(run):
+    folder, text = run("multi_turn_game")
+    results = json.loads((folder / "results.json").read_text())
+    for before, after in results.values():
+        assert before < 0.4 and after > 1.6 * before
+    assert "84 boards" in text
+
+
 def test_dpo(run):
     folder, text = run("dpo")
     assert has_files(folder, ["preference.png"])

@@ -160,7 +160,10 @@ def test_an_interrupted_run_is_resumed(kind, how, straight, tmp_path):
     assert_same_run(tmp_path, weights(task), straight(kind))
 
 
-@pytest.mark.parametrize("every", [1, 4, 5, 100])
+@pytest.mark.parametrize(
+    "every",
+    [4, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 5, 100))],
+)
 def test_every_distance_between_checkpoints(every, straight, tmp_path):
     for step in (1, 7, 12, 13, None):
         task = fresh_task()

@@ -194,6 +194,7 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
     assert layers * inputs < most < layers * inputs + 3 * kernel
 
 
+@pytest.mark.full
 def test_the_head_leaves_nothing_whole_behind(tmp_path):
     """Complete sums are freed before the layers' backward pass.
 

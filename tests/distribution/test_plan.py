@@ -382,7 +382,10 @@ def test_other_steps(kind):
     assert plan.tokens == 8 * 32 and plan.fits
 
 
-@pytest.mark.parametrize("kind", [kpt.DPOTask, kpt.GRPOTask])
+@pytest.mark.parametrize(
+    "kind",
+    [kpt.GRPOTask, pytest.param(kpt.DPOTask, marks=pytest.mark.full)],
+)
 def test_rows_as_fit_lays_them_out(kind):
     """Eight prompts of 24 tokens, each with two completions of 40."""
     task = shaped(kind=kind)

@@ -135,7 +135,9 @@ def check(case, folder):
             ("sgd", "llama3", "full", "to_one"), marks=pytest.mark.full
         ),
         ("adamw", "qwen2", "lora", "back"),
-        ("adamw", "gemma2", "masters", "to_one"),
+        pytest.param(
+            ("adamw", "gemma2", "masters", "to_one"), marks=pytest.mark.full
+        ),
         pytest.param(
             ("adamw", "qwen2", "lora", "to_one"), marks=pytest.mark.full
         ),

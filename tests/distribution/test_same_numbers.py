@@ -14,13 +14,13 @@ PAIRS = [
     "sft:llama3:full:4x2,dp",
     "sft:qwen3_moe:full:8x1",
     "packed:qwen2:lora:tp2",
-    "shared:qwen3:lora:4x2",
 ]
 # Each task under FSDP, tensor parallelism and both or data parallelism, each
 # mesh, family and mode with several tasks.
 MORE_PAIRS = [
     "sft:mixtral:full:2x4",
     "packed:gemma2:lora:1x8",
+    "shared:qwen3:lora:4x2",
     "uneven:llama3:full:8x1",
     "dpo:qwen3:lora:4x2",
     "coupled:gemma2:full:2x4",

@@ -32,7 +32,17 @@ PROJECTIONS = {
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
     "down_proj",
 }  # fmt: skip
-by_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+# Those whose layers differ, the others in `make test-full`.
+by_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name,
+            marks=() if name in ("gemma3", "qwen2") else pytest.mark.full,
+        )
+        for name in sorted(FAMILIES)
+    ],
+)
 TOKEN_IDS = np.random.default_rng(0).integers(3, 500, (2, 12))
 BATCH = {
     "token_ids": TOKEN_IDS.astype("int32"),

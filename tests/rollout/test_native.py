@@ -197,9 +197,8 @@ def test_an_adapter_in_sixteen_bits_is_not_rounded_away():
     assert not engine._merges(engine.model.adapter)
 
 
-@pytest.mark.parametrize(
-    "mode", ["int8", pytest.param("int4", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_quantized_models(mode):
     task = make()
     kinds = (keras.layers.Dense, keras.layers.EinsumDense)

@@ -10,7 +10,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
 from keras_posttrain.rollout.session import Session
-from tests.support import FAMILY_CASES, REFERENCE
+from tests.support import FAMILIES, REFERENCE
 
 TURNS, SAMPLED = 3, 5
 SYSTEM = list(range(40, 60))
@@ -78,7 +78,16 @@ def check_log_probs(task, conversations, atol=1e-5):
         np.testing.assert_allclose(logps * mask, want * mask, atol=atol)
 
 
-@pytest.mark.parametrize("model", FAMILY_CASES)
+# Episodes of every family are in `episodes/test_families.py`.
+@pytest.mark.parametrize(
+    "model",
+    ["gemma3_text"]
+    + [
+        pytest.param(model, marks=pytest.mark.full)
+        for model in FAMILIES.values()
+        if model != "gemma3_text"
+    ],
+)
 def test_every_turn_has_the_trainers_log_probs(model):
     task = make(model)
     found, counts = converse_at_once(engine_of(task), 6)

@@ -413,11 +413,18 @@ def assert_same_update(first, second, tolerance, what):
         )
 
 
-def check_same_update(name):
-    """However a batch is laid out, one step changes the same."""
+def check_same_update(name, together=False):
+    """However a batch is laid out, one step changes the same.
+
+    With `together` all settings are used at once; where ways differ in one,
+    the first counts.
+    """
     case = CASES[name]
     plain = plain_update(name)
-    for way in case.ways:
+    ways = case.ways
+    if together:
+        ways = [{k: v for way in reversed(ways) for k, v in way.items()}]
+    for way in ways:
         found = update(case, **way)
         assert_same_update(plain, found, case.tolerance, f"{name} {way}")
 

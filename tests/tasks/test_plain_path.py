@@ -52,7 +52,12 @@ def gpt2():
 
 
 @pytest.mark.parametrize(
-    "make", [mixtral, pytest.param(qwen3_moe, marks=pytest.mark.full), gpt2]
+    "make",
+    [
+        mixtral,
+        pytest.param(qwen3_moe, marks=pytest.mark.full),
+        pytest.param(gpt2, marks=pytest.mark.full),
+    ],
 )
 def test_log_probs_and_a_step(make):
     causal_lm = make()

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-import threading
+import time
 
 import keras
 import numpy as np
@@ -73,21 +73,25 @@ def test_new_weights_interrupt_a_turn():
     try:
         engine.sync_weights()
         with engine.session() as session:
-            request = kpt.rollout.Request(
-                range(40, 60), max_tokens=200, num_generations=2, seed=0
-            )
-            future = session.submit(request)
-            timer = threading.Timer(0.3, engine.interrupt)
-            timer.start()
-            timer.join()
-            engine.sync_weights()
-            engine.resume()
-            samples = future.result()
+            for seed in range(8):
+                request = kpt.rollout.Request(
+                    range(40, 60), max_tokens=200, num_generations=2, seed=seed
+                )
+                future = session.submit(request)
+                # The first calls of an engine take longer.
+                time.sleep(0.05 * 2**seed)
+                engine.interrupt()
+                engine.sync_weights()
+                engine.resume()
+                samples = future.result()
+                if all(len(set(s.token_versions)) == 2 for s in samples):
+                    break
     finally:
         engine.stop()
     for sample in samples:
         assert len(sample.token_ids) == 200
-        assert set(sample.token_versions) == {1, 2}
+        versions = sample.token_versions
+        assert np.diff(versions).max() == 1 and np.diff(versions).min() == 0
 
 
 async def two_turns(chat, word):
@@ -107,7 +111,11 @@ def test_episodes_train(max_staleness):
     task.compile(
         optimizer=keras.optimizers.SGD(0.1),
         loss=kpt.losses.GRPOLoss(beta=0.0),
-        episode=two_turns,
+        episode=kpt.episodes.Episode(
+            # The model knows no end of a turn.
+            two_turns,
+            limits=kpt.episodes.Limits(after_cut="continue"),
+        ),
         num_generations=4,
         max_completion_length=8,
         rollout=VLLMRollout(),
