@@ -1,6 +1,7 @@
 """Episodes: async functions of chats and of a row's columns."""
 
 import dataclasses
+import difflib
 import inspect
 
 from keras_posttrain.episodes.chat import Chat
@@ -104,11 +105,21 @@ class Episode:
             self.function.check_columns(columns)
         parameters = inspect.signature(self.function).parameters
         names = [p for p in parameters.values() if p.kind in NAMED]
+        left = [column for column in columns if column not in parameters]
         players = []
         for p in names:
             if p.annotation in (Chat, "Chat", "kpt.episodes.Chat"):
                 players.append(p.name)
             elif p.name not in (*columns, *OWN) and p.default is p.empty:
+                near = difflib.get_close_matches(p.name, left, 1, cutoff=0.8)
+                if near:
+                    raise ValueError(
+                        f"The episode {self.name!r} has the parameter "
+                        f"{p.name!r}, which is no column. Received: "
+                        f"columns={sorted(columns)}. Did you mean "
+                        f"{near[0]!r}? If it is a player, annotate it with "
+                        "`kpt.episodes.Chat`."
+                    )
                 players.append(p.name)
         unknown = sorted(set(self.opponents) - set(players))
         if not players or unknown:

@@ -575,3 +575,22 @@ def test_a_chat_samples_one_turn_at_a_time(preset):
     task = make(preset, talk)
     with pytest.raises(ValueError, match="one turn at a time"):
         task.play()
+
+
+def test_a_misspelt_column_is_no_player(preset):
+    async def episode(chat, secrte):
+        raise AssertionError("It must not be run.")
+
+    with pytest.raises(ValueError, match="Did you mean 'secret'"):
+        fit(make(preset, episode))
+
+    async def duel(chat: kpt.episodes.Chat, secret_chat: kpt.episodes.Chat):
+        return {chat: 0.0, secret_chat: 0.0}
+
+    kept = kpt.episodes.Episode(duel)
+    assert kept.players(["secret_chats"]) == ["chat", "secret_chat"]
+
+
+def test_the_report_of_rows_without_prompts(preset):
+    _, report = make(preset).prepare_prompts(ROWS)
+    assert str(report) == "dataset: 4 prompts, 4 kept, 0 dropped, 0 cut"

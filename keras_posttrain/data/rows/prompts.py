@@ -44,10 +44,13 @@ class PromptReport(DataReport):
     """The numbers of the rows of a dataset of prompts."""
 
     def __str__(self):
-        return (
-            f"{self.describe_rows('prompts')}; {self.tokens:,} tokens; "
-            f"longest {self.longest:,} tokens" + self.describe_columns()
-        )
+        text = self.describe_rows("prompts")
+        # Episodes open their conversations themselves.
+        if self.tokens:
+            text += (
+                f"; {self.tokens:,} tokens; longest {self.longest:,} tokens"
+            )
+        return text + self.describe_columns()
 
 
 def prepare_prompts(dataset, settings, *, max_prompt_length, limit):
