@@ -822,10 +822,8 @@ def test_ignored_signals_stay_ignored(tmp_path):
         signal.signal(signal.SIGINT, old)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_terminated_process_has_saved(number, straight_process, tmp_path):
     run = KINDS["lora-unpacked"]
     process = start(tmp_path, every=100, pause=0.1, **run)
