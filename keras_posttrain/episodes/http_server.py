@@ -123,10 +123,10 @@ def _handler(answers):
 
         def _session(self):
             """Returns the function of the session, or refuses."""
-            given = self.headers.get("Authorization", "").encode()
-            for key, answer in list(answers.items()):
-                if secrets.compare_digest(given, f"Bearer {key}".encode()):
-                    return answer
+            given = self.headers.get("Authorization", "")
+            answer = answers.get(given.removeprefix("Bearer "))
+            if answer is not None:
+                return answer
             self._refuse(
                 chat_api.Refused(
                     "The key is not that of an open episode. Use the "
