@@ -146,6 +146,7 @@ class LocalEngine:
         if on_tokens is not None or interrupted is not None:
             kind = RequestOutputKind.DELTA
         engine, names, results = self._engine, {}, {}
+        vllm_worker.prepare_thread()
         last = time.monotonic()
 
         def add(jobs):

@@ -116,6 +116,17 @@ def share_cpu(threads):
     torch.compiler.set_stance("force_eager")
 
 
+def prepare_thread():
+    """Gives the calling thread torch's number of threads.
+
+    OpenMP counts by the calling thread, and torch sets its count at a thread's
+    first operation. vLLM reads it before that, and would fail there.
+    """
+    import torch
+
+    torch.get_num_threads()
+
+
 class RequireKey:
     """ASGI middleware that requires the key for all paths but `/health`.
 
