@@ -7,8 +7,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
-def write(model, folder, seed=0):
-    """Writes the model to a directory that all libraries can load."""
+def write(model, folder, seed=0, chat=False):
+    """Writes the model to a directory that all libraries can load.
+
+    `chat` says whether with a chat template.
+    """
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -33,11 +36,14 @@ def write(model, folder, seed=0):
     save_file(
         model.weights(seed), folder / "model.safetensors", {"format": "pt"}
     )
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    words.update((f"t{i}", i) for i in range(workloads.FIRST, model.vocab))
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words = workloads.words(model.vocab, chat)
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    if chat:
+        tokenizer.add_special_tokens([workloads.END_OF_TURN])
+        template = folder / "chat_template.jinja"
+        template.write_text(workloads.CHAT_TEMPLATE)
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {
         "tokenizer_class": "PreTrainedTokenizerFast",

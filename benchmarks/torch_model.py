@@ -39,17 +39,22 @@ def build(model, seed=0):
     return net
 
 
-def tokenizer(vocab):
-    """Returns a tokenizer in which the word `t17` is token 17."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    words.update((f"t{i}", i) for i in range(workloads.FIRST, vocab))
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+def tokenizer(vocab, chat=False):
+    """Returns a tokenizer in which the word `t17` is token 17.
+
+    `chat` says whether with a chat template.
+    """
+    words = workloads.words(vocab, chat)
+    core = Tokenizer(models.WordLevel(words, unk_token="t3"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if chat:
+        core.add_special_tokens([workloads.END_OF_TURN])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
+        chat_template=workloads.CHAT_TEMPLATE if chat else None,
     )
 
 

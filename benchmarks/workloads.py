@@ -209,6 +209,59 @@ RL = {
 }
 
 
+def words(vocab, chat=False):
+    """Returns the ids of words; `chat` leaves the last id free."""
+    out = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
+    return out | {f"t{i}": i for i in range(FIRST, vocab - chat)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AgenticWork:
+    """Conversations in which every turn but the last calls a tool.
+
+    The model's turns have `tokens` tokens each.
+    """
+
+    model: Model = ROLLOUTS["a"].model
+    prompts: int = 8
+    samples: int = 8
+    turns: int = 4
+    tokens: int = 32
+    prompt_words: int = 64
+    said_words: int = 24
+
+    @property
+    def conversations(self):
+        return self.prompts * self.samples
+
+    @property
+    def longest(self):
+        """More tokens than a conversation has, its template included."""
+        said = self.prompt_words + self.turns * (self.tokens + self.said_words)
+        return said + 16 * self.turns
+
+    def words(self, count, seed):
+        """Returns random words: `t17 t4 ...`."""
+        rng = np.random.default_rng([9, seed])
+        ids = rng.integers(FIRST, self.model.vocab - 1, count)
+        return " ".join(f"t{i}" for i in ids)
+
+
+AGENTIC = AgenticWork()
+# A word too.
+TOOL = "t3"
+# A control token that is no word: it has the last id.
+END_OF_TURN = "<end>"
+# Whitespace separates words.
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}t4 {{ message.content }} "
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }} "
+    "{{ call.function.arguments }} {% endfor %}<end> {% endfor %}"
+    "{% if add_generation_prompt %}t4 {% endif %}"
+)
+
+
 def even_share(ids):
     """Returns the reward, the share of even ids in a completion."""
     return sum(i % 2 == 0 for i in ids) / len(ids)

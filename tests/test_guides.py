@@ -260,6 +260,15 @@ def test_tool_use(run):
     assert any('"role": "tool"' in line for line in lines)
 
 
+def test_black_box_agent(run):
+    folder, text = run("black_box_agent")
+    results = json.loads((folder / "results.json").read_text())
+    assert results["before"] < 0.4
+    assert results["after"] > 2 * results["before"]
+    assert "requests of an episode: 2.0" in text
+    assert "of those that fork: 0.0" in text
+
+
 def test_multi_turn_game(run):
     folder, text = run("multi_turn_game")
     results = json.loads((folder / "results.json").read_text())

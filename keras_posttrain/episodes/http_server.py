@@ -94,13 +94,9 @@ def _handler(answers):
                     return
                 if self.path.partition("?")[0] not in PATHS:
                     raise _unknown(self.path)
-                found = answer(_parsed(body)).result()
+                found = _result(answer, _parsed(body))
             except chat_api.Refused as refused:
                 self._refuse(refused)
-                return
-            except (concurrent.futures.CancelledError, RuntimeError):
-                # The loop of the episode has ended.
-                self._refuse(chat_api.Refused("The episode is over.", 410))
                 return
             if found.stream:
                 self._stream(found.chunks())
@@ -168,6 +164,19 @@ def _parsed(body):
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise chat_api.Refused(f"The request is no JSON: {error}") from error
+
+
+def _result(answer, body):
+    over = chat_api.Refused("The episode is over.", 410)
+    try:
+        future = answer(body)
+    except RuntimeError as error:
+        # The loop of the episode is closed.
+        raise over from error
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError as error:
+        raise over from error
 
 
 def _unknown(path):

@@ -156,6 +156,23 @@ def ppo(path, kwargs):
     return made, compiled, {"dataset": PROMPTS, "batch_size": 8}
 
 
+async def two_turns(chat, word):
+    first = await chat(word)
+    second = await chat(f"{word} again")
+    return (len(first.text) % 2 + len(second.text) % 3) / 3
+
+
+def episodes(path, kwargs):
+    made = kpt.GRPOTask.from_preset(path, **kwargs)
+    compiled = {
+        "episode": two_turns,
+        "num_generations": 4,
+        "max_completion_length": 6,
+    }
+    rows = [{"word": word} for word in ("red", "blue", "green", "white")]
+    return made, compiled, {"dataset": rows, "batch_size": 4}
+
+
 def sampled(task):
     """Settings of a task that samples."""
     # Rewards of ids: the rows are tokenised.
@@ -167,7 +184,7 @@ TASKS = {
     f.__name__: f
     for f in (
         sft, packed, uneven, dpo, coupled, kto, reward, distill, grpo, shared,
-        ppo,
+        episodes, ppo,
     )
 }  # fmt: skip
 

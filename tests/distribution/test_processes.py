@@ -182,6 +182,7 @@ def test_two_processes_are_one(tmp_path):
         "train:dpo:qwen3:full:1x8",
         "train:distill:llama3:full:8x1",
         "train:grpo:llama3:lora:4x2",
+        "train:episodes:qwen3:lora:4x2",
         "use:gemma2:lora:4x2",
         "files",
     )
@@ -237,7 +238,7 @@ def test_other_ends_and_layouts(tmp_path, mode, layout, process, how):
 def test_every_task_in_two_processes(tmp_path, layout):
     cases = ["sft:llama3:full", "packed:qwen2:lora", "dpo:qwen3:full",
              "distill:llama3:full", "grpo:llama3:full",
-             "ppo:llama3:full"]  # fmt: skip
+             "ppo:llama3:full", "episodes:qwen3:full"]  # fmt: skip
     cases = [f"train:{case}:{layout}" for case in cases]
     if layout != "dp":
         cases.append(f"use:gemma2:lora:{layout}")

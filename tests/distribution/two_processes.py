@@ -48,6 +48,9 @@ def train(task, family, mode, layout):
     history = made.fit(**fit, verbose=0).history
     assert made.compiled_train_step._cache_size() == 1, "compiled again"
     out = {k: v for k, v in history.items() if not k.startswith("time/")}
+    if task == "episodes":
+        rows = made.last_rollout
+        out["tokens"] = json.dumps([len(x) for x in rows["turn_rewards"]])
     if task == "grpo":
         rows = made.last_rollout
         out |= {k: rows[k] for k in ("odd", "advantage")}
