@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pathlib
+import random
 import re
 import runpy
 import subprocess
@@ -28,9 +29,15 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a guide in this process, which has its imports already.
 
     `run(name)` returns the folder that the guide wrote, and what it printed.
+    `seed` takes the place of the guide's.
     """
+    seed_all, seed_random = keras.utils.set_random_seed, random.seed
 
-    def run_here(name):
+    def run_here(name, seed=0):
+        monkeypatch.setattr(
+            keras.utils, "set_random_seed", lambda _: seed_all(seed)
+        )
+        monkeypatch.setattr(random, "seed", lambda _: seed_random(seed))
         path, folder = ROOT / "guides" / f"{name}.py", tmp_path / "made"
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [str(path), str(folder)])
@@ -249,12 +256,34 @@ def test_grpo_arithmetic(run):
     assert {json.loads(line)["step"] for line in lines} == {0, 50}
 
 
-def test_tool_use(run):
-    folder, text = run("tool_use")
+def check_tool_use(run, seed):
+    folder, text = run("tool_use", seed)
     results = json.loads((folder / "results.json").read_text())
     assert results["before"] < 0.4 and results["calls_before"] < 0.5
     assert results["after"] > 2 * results["before"]
     assert results["calls_after"] > 0.7
+    return folder, text
+
+
+def check_multi_turn_game(run, seed):
+    folder, text = run("multi_turn_game", seed)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["guess"][0] < 0.4
+    assert results["guess"][1] > 2 * results["guess"][0]
+    assert results["sokoban"][0] < 0.4
+    assert results["sokoban"][1] > 1.6 * results["sokoban"][0]
+    return text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("check", [check_tool_use, check_multi_turn_game])
+def test_other_seeds_learn_too(run, check, seed):
+    check(run, seed)
+
+
+def test_tool_use(run):
+    folder, text = check_tool_use(run, seed=0)
     assert '"name": "calculator"' in text
     lines = (folder / "completions.jsonl").read_text().splitlines()
     assert any('"role": "tool"' in line for line in lines)
@@ -270,11 +299,7 @@ def test_black_box_agent(run):
 
 
 def test_multi_turn_game(run):
-    folder, text = run("multi_turn_game")
-    results = json.loads((folder / "results.json").read_text())
-    for before, after in results.values():
-        assert before < 0.4 and after > 1.6 * before
-    assert "84 boards" in text
+    assert "84 boards" in check_multi_turn_game(run, seed=0)
 
 
 def test_dpo(run):

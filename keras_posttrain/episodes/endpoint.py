@@ -78,6 +78,11 @@ class Endpoint:
     strict: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.strict, bool):
+            raise ValueError(
+                "`strict` must be True or False. Received: "
+                f"strict={self.strict!r}"
+            )
         needed = set(GIVEN[:2])
         if callable(self.agent) and not isinstance(self.agent, type):
             found = reward.arguments(self.agent)

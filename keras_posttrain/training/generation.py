@@ -103,9 +103,12 @@ def _stop(tokenizer, stop_token_ids):
 def _prompt_ids(tokenizer, template_kwargs, row, prompt):
     if isinstance(prompt, dict):
         if set(prompt) != {"prompt_ids"}:
+            known = [k for k in ("prompt", "messages") if k in prompt]
+            fix = f" Of a row, pass row[{known[0]!r}]." if known else ""
             raise ValueError(
-                "A tokenised prompt is {'prompt_ids': [...]}. "
-                f"Received: prompt {row} with keys {sorted(prompt)}"
+                "A prompt must be a str, a list of messages or {'prompt_ids': "
+                f"[...]}}. Received: prompt {row}, a dict with the keys "
+                f"{sorted(prompt)}.{fix}"
             )
         ids = prompt["prompt_ids"]
         if isinstance(ids, (str, bytes)) or not np.iterable(ids):

@@ -559,6 +559,11 @@ def test_what_is_no_agent(agent, words):
     assert words in str(error.value)
 
 
+def test_strict_is_a_bool():
+    with pytest.raises(ValueError, match="strict='no'"):
+        Endpoint(lambda base_url, api_key: 1.0, strict="no")
+
+
 def test_a_missing_column_is_named_before_anything_is_sampled(preset):
     def agent(base_url, api_key, qestion):
         raise AssertionError("It must not be run.")

@@ -475,6 +475,7 @@ def test_generate_refuses_half_a_character(task):
         ("a", {"stop_token_ids": "eos"}, ["'auto', None or ints", "='eos'"]),
         (3, {}, ["`prompts` must be a str", "int"]),
         ({"ids": [1]}, {}, ["{'prompt_ids': [...]}", "['ids']"]),
+        ({"prompt": "a"}, {}, ["pass row['prompt']"]),
         (
             {"prompt_ids": []},
             {},
