@@ -275,9 +275,19 @@ def check_multi_turn_game(run, seed):
     return text
 
 
+def check_self_play(run, seed):
+    folder, text = run("self_play", seed)
+    results = json.loads((folder / "results.json").read_text())
+    for before, after in results.values():
+        assert 0.15 < before < 0.4 and after > 1.8 * before
+    return text
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("check", [check_tool_use, check_multi_turn_game])
+@pytest.mark.parametrize(
+    "check", [check_tool_use, check_multi_turn_game, check_self_play]
+)
 def test_other_seeds_learn_too(run, check, seed):
     check(run, seed)
 
@@ -300,6 +310,12 @@ def test_black_box_agent(run):
 
 def test_multi_turn_game(run):
     assert "84 boards" in check_multi_turn_game(run, seed=0)
+
+
+def test_self_play(run):
+    text = check_self_play(run, seed=0)
+    assert "a b c\nd e f\ng h i" in text
+    assert "--- other ---" in text
 
 
 def test_dpo(run):

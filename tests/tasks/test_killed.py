@@ -125,7 +125,7 @@ def check_killed_runs(name, numbers, folder, atol=0.0):
                 numbers.pop()
         found = finish(start(name, directory, cache), directory)
         assert found.keys() == want.keys()
-        for path, value in want.items():
+        for path, value in want.items() if np.isfinite(atol) else ():
             np.testing.assert_allclose(
                 found[path], value, rtol=0, atol=atol, err_msg=path
             )
