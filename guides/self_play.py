@@ -20,7 +20,7 @@ copy of itself, which is renewed now and then, and learns from its own seat
 only. Both are measured against a player that moves at random, which they do
 not meet in training.
 
-It runs in about two and a half minutes on two CPU cores. For a real model set
+It runs in about three minutes on two CPU cores. For a real model set
 `preset` to one such as `"qwen3_0.6b_en"` or `"hf://Qwen/Qwen3-0.6B"`, and
 leave out the rows that the tiny one learns from.
 """
@@ -275,10 +275,6 @@ print(
     f"won against a random player: {before['pass@1']:.0%} -> "
     f"{frozen_copy['pass@1']:.0%}"
 )
-
-"""
-In a game as small as this, both ways end at about the same share.
-"""
 
 results = {
     "both_seats": [before["pass@1"], both_seats["pass@1"]],

@@ -278,8 +278,10 @@ def check_multi_turn_game(run, seed):
 def check_self_play(run, seed):
     folder, text = run("self_play", seed)
     results = json.loads((folder / "results.json").read_text())
-    for before, after in results.values():
-        assert 0.15 < before < 0.4 and after > 1.8 * before
+    # Against its copies the policy sees fewer of its own mistakes.
+    for way, factor in (("both_seats", 1.8), ("frozen_copy", 1.5)):
+        before, after = results[way]
+        assert 0.15 < before < 0.4 and after > factor * before
     return text
 
 
@@ -314,7 +316,7 @@ def test_multi_turn_game(run):
 
 def test_self_play(run):
     text = check_self_play(run, seed=0)
-    assert "a b c\nd e f\ng h i" in text
+    assert "user:\na b c\nd e f\ng h i\n" in text
     assert "--- other ---" in text
 
 

@@ -45,8 +45,7 @@ def describe(trajectory):
     """Returns a trajectory as lines of text."""
     lines = [f"--- {trajectory.player} ---"]
     for message in trajectory.messages:
-        content = message.get("content")
-        lines.append(f"{message['role']}: {content}")
+        lines.append(_said(message))
         for call in message.get("tool_calls", ()):
             function = call["function"]
             lines.append(
@@ -59,6 +58,13 @@ def describe(trajectory):
     return "\n".join(lines)
 
 
+def _said(message):
+    content = f"{message.get('content')}"
+    # A board is shown in lines of its own.
+    space = "\n" if "\n" in content else " "
+    return f"{message['role']}:{space}{content}"
+
+
 class _Person:
     """Plays by what is typed: a function of messages to a text."""
 
@@ -67,6 +73,6 @@ class _Person:
 
     def __call__(self, messages):
         for message in messages[self._seen :]:
-            _console.say(f"{message['role']}: {message['content']}")
+            _console.say(_said(message))
         self._seen = len(messages) + 1
         return input(f"{self.player}> ")
