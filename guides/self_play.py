@@ -165,15 +165,17 @@ print(f"{len(rows)} rows")
 ## The measure
 
 `opponents` says who plays in the policy's place: here a function of messages,
-which takes any free cell. `from_task` makes a second task on the same model,
-for games against this player. `pass@1` is the share of games with a reward of
-1, which were won. In half of them the policy has the first seat.
+which takes any free cell. With its `seed` equal runs have equal games.
+`from_task` makes a second task on the same model, for games against this
+player. `pass@1` is the share of games with a reward of 1, which were won. In
+half of them the policy has the first seat.
 """
 
 
-async def random_player(messages):
+def random_player(messages, seed):
     seen = messages[-1]["content"].split()
-    return random.choice([cell for cell in seen if cell in CELLS])
+    free = [cell for cell in seen if cell in CELLS]
+    return random.Random(seed).choice(free)
 
 
 against_random = kpt.episodes.Episode(

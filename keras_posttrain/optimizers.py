@@ -219,8 +219,9 @@ def settings(optimizer):
 def unbuilt_copy(optimizer):
     """Makes an optimizer of the same settings that is not built yet.
 
-    It is for a plan: a learning rate that is a number becomes 1. While Keras
-    trains, that of the optimizer cannot be read.
+    It is for a plan, in which the values of scalars do not matter: a constant
+    learning rate becomes 1, because during `fit` the optimizer's variables
+    have no values that can be read.
 
     Returns:
         A `keras.optimizers.Optimizer`.

@@ -20,6 +20,8 @@ HEADER = re.compile(
     r"Last modified: \d{4}/\d\d/\d\d\nDescription: .+\n"
     r"Accelerator: (None|CPU|GPU|TPU)\n"
 )
+# Results hold from other seeds too: KERAS_POSTTRAIN_TEST_SEED=1.
+SEED = int(os.environ.get("KERAS_POSTTRAIN_TEST_SEED", "0"))
 MODEL = ("config.json", "model.safetensors", "tokenizer.json")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -33,7 +35,7 @@ def run(tmp_path, monkeypatch, capsys):
     """
     seed_all, seed_random = keras.utils.set_random_seed, random.seed
 
-    def run_here(name, seed=0):
+    def run_here(name, seed=SEED):
         monkeypatch.setattr(
             keras.utils, "set_random_seed", lambda _: seed_all(seed)
         )
@@ -295,7 +297,7 @@ def test_other_seeds_learn_too(run, check, seed):
 
 
 def test_tool_use(run):
-    folder, text = check_tool_use(run, seed=0)
+    folder, text = check_tool_use(run, SEED)
     assert '"name": "calculator"' in text
     lines = (folder / "completions.jsonl").read_text().splitlines()
     assert any('"role": "tool"' in line for line in lines)
@@ -311,11 +313,11 @@ def test_black_box_agent(run):
 
 
 def test_multi_turn_game(run):
-    assert "84 boards" in check_multi_turn_game(run, seed=0)
+    assert "84 boards" in check_multi_turn_game(run, SEED)
 
 
 def test_self_play(run):
-    text = check_self_play(run, seed=0)
+    text = check_self_play(run, SEED)
     assert "user:\na b c\nd e f\ng h i\n" in text
     assert "--- other ---" in text
 

@@ -101,7 +101,7 @@ class CompletionsLog(keras.callbacks.Callback):
         self.close()
 
     def close(self):
-        """Gives the directory free for other runs."""
+        """Releases the directory, so that other runs may write to it."""
         if self._is_locked:
             self._is_locked = False
             unlock(self._directory)

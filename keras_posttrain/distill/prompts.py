@@ -50,9 +50,17 @@ class StudentPrompts:
 
 
 def prompts_of_rows(examples, tokenizer, most, why, name):
-    """Turns rows with completions into `StudentPrompts`; some stay as given.
+    """Makes the prompts to sample from of rows with completions.
 
-    `why` says where `most`, the most tokens of a prompt, comes from.
+    Args:
+        examples: list of `Example`s, the rows.
+        tokenizer: `Tokenizer`, or `None`.
+        most: int, the most tokens of a prompt.
+        why: string for errors, which setting `most` comes from.
+        name: string for errors, the name of the dataset.
+
+    Returns:
+        `StudentPrompts`, which keep the rows too.
     """
     found = StudentPrompts([], {x.row: x for x in examples})
     for x in examples:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 
@@ -466,21 +467,26 @@ class FunctionChat:
 
     Args:
         player: string.
-        function: function of messages to a text, sync or async.
+        function: function of messages to a text, sync or async. If it has an
+            argument `seed`, it gets an int that no other turn has.
+        seeds: ints that no other player or episode has.
     """
 
     num_turns, was_cut = 0, False
 
-    def __init__(self, player, function):
+    def __init__(self, player, function, seeds):
         self.player, self.messages = player, []
-        self._function = function
+        self._function, self._seeds, self._forks = function, (*seeds,), 0
 
     async def __call__(self, said=None, *, tools=None, max_tokens=None):
         if said is not None:
             self.say(said)
-        text = await run_tool.run(
-            functools.partial(self._function, [*self.messages])
-        )
+        function = functools.partial(self._function, [*self.messages])
+        if _takes_seed(self._function):
+            words = np.random.SeedSequence([*self._seeds, self.num_turns])
+            seed = int(words.generate_state(1)[0]) >> 1
+            function = functools.partial(function, seed=seed)
+        text = await run_tool.run(function)
         message = {"role": "assistant", "content": str(text)}
         self.messages.append(message)
         self.num_turns += 1
@@ -496,7 +502,9 @@ class FunctionChat:
         self.messages = as_messages(messages)
 
     def fork(self):
-        other = FunctionChat(self.player, self._function)
+        self._forks += 1
+        seeds = *self._seeds, self.num_turns, self._forks
+        other = FunctionChat(self.player, self._function, seeds)
         other.messages = [*self.messages]
         return other
 
@@ -508,6 +516,13 @@ class FunctionChat:
 
     def release(self):
         """Has no effect."""
+
+
+def _takes_seed(function):
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def as_messages(said):

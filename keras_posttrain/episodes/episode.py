@@ -36,8 +36,10 @@ class Episode:
             earlier turns, such as turns without thoughts; a segment ends
             where that differs.
         opponents: dict from names of players to who plays in the policy's
-            place, which is not trained: `Frozen()`, an engine, or a function
-            of messages to a text.
+            place, which is not trained: `Frozen()`, an engine, or a function,
+            sync or async, of messages to a text. One that moves at random
+            takes an argument `seed`, an int that differs from turn to turn:
+            then equal runs have equal games.
         name: string, of its reward in metrics; by default that of the
             function.
     """

@@ -11,6 +11,10 @@ class Frozen:
     In self-play a policy may come to beat only itself. A copy that stays for
     a while holds against that. Under LoRA only the adapter is copied.
 
+    The copy has one seat, and the policy learns the others. To learn both
+    seats of a game, name the players by who learns, not by their marks, and
+    let a column of the rows say who begins (`guides/self_play.py`).
+
     Args:
         every: int, the rollouts after which a new copy is made.
         share: float above 0, at most 1, the share of episodes in which the

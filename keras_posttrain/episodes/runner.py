@@ -149,10 +149,10 @@ class Runner:
         chats = {}
         for number, name in enumerate(self.players):
             opponent = self.episode.opponents.get(name)
-            if name not in place.sessions:
-                chats[name] = FunctionChat(name, opponent)
-                continue
             seeds = place.seed, place.row.place, place.generation, number
+            if name not in place.sessions:
+                chats[name] = FunctionChat(name, opponent, seeds)
+                continue
             session = place.sessions[name]
             share = getattr(opponent, "share", 1.0)
             if np.random.default_rng([*seeds, 1]).random() >= share:

@@ -403,6 +403,35 @@ def test_an_opponent_is_not_trained(preset):
     assert batches.found[0]["sequence_mask"].sum() == 6
 
 
+def test_an_opponent_moves_at_random_by_its_seed(preset):
+    async def duel(x, o, secret):
+        a = last_int((await x("Guess.")).text)
+        said = [(await o("Guess.")).text, (await o("Again.")).text]
+        return float((a or 0) > last_int(said[0]) + last_int(said[1]))
+
+    def run(concurrency):
+        def at_random(messages, seed):
+            seeds.append(seed)
+            return str(random.Random(seed).randint(0, 4))
+
+        seeds = []
+        episode = kpt.episodes.Episode(
+            duel,
+            opponents={"o": at_random},
+            limits=Limits(concurrency=concurrency),
+        )
+        task = make(preset, episode)
+        fit(task, rows=ROWS[:2])
+        return sorted(seeds), weights(task)
+
+    seeds, want = run(concurrency=1)
+    assert len(set(seeds)) == len(seeds) > 2
+    again, found = run(concurrency=64)
+    assert again == seeds
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, want[name], name)
+
+
 @pytest.mark.parametrize("kind", [kpt.GRPOTask, kpt.PPOTask])
 def test_rewards_score_the_messages(preset, kind):
     def polite(completions, trajectories, secret):
