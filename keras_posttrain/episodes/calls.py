@@ -1,8 +1,9 @@
 """Tool calls in the text of a sampled turn, in the formats of model families.
 
 Each format is a function `parse(text, tools=None)` that returns a
-`parsing.ParsedTurn`, and raises for no text: models write anything. The text
-is that of `decode_turn`; `tools` are the schemas that the model was shown.
+`parsing.ParsedTurn`. It takes any text without an error, because models write
+anything. The text is that of `decode_turn`; `tools` are the schemas that the
+model was shown.
 """
 
 import re

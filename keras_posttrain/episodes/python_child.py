@@ -79,8 +79,8 @@ def unshare(as_root):
 def change_mounts(settings):
     """Hides the users' homes, and makes all but a new folder read-only.
 
-    What is in use of Python in a home stays visible. The new folder, then the
-    current one, is where anybody can get to and where Python keeps its locks.
+    Parts of Python that are in a home stay visible. The new folder becomes
+    the current one; every user can reach it, and Python keeps its locks there.
     """
     mount(None, "/", flags=MS_REC | MS_PRIVATE)
     size = f"size={settings['file_bytes']},nr_inodes=4096,mode=777"

@@ -34,8 +34,9 @@ class Episodes:
         episode: `kpt.episodes.Episode`.
         table: `episodes/seat.py:Table`.
         players: list of strings.
-        engines: dict from opponents to the `Rollout`s they sample from; that
-            of the policy for those that are in none and no functions.
+        engines: dict from opponents to the `Rollout`s they sample from.
+            Those that are missing here are functions, or sample from the
+            policy's engine.
     """
 
     episode: object
