@@ -35,6 +35,7 @@ from keras_posttrain import (
 )
 from keras_posttrain.data.chat.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
+from keras_posttrain.models.quantized import Quantization  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
 from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402
 from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
@@ -53,6 +54,7 @@ __all__ = [
     "GRPOTask",
     "LoRA",
     "PPOTask",
+    "Quantization",
     "RewardTask",
     "RolloutTask",
     "SFTTask",

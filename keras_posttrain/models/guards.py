@@ -2,6 +2,8 @@
 
 import keras_hub
 
+from keras_posttrain.models.quantized import quantization_of
+
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
 
 
@@ -79,8 +81,11 @@ def check_generate(causal_lm):
 def architecture(causal_lm):
     """Returns the numbers of a model's config, to identify it in a run."""
     config = causal_lm.backbone.get_config()
-    return {
+    found = {
         name: value
         for name, value in sorted(config.items())
         if isinstance(value, (int, float)) and name != "trainable"
     }
+    if (quantization := quantization_of(causal_lm)) is not None:
+        found["quantization"] = repr(quantization)
+    return found

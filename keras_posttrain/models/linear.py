@@ -1,9 +1,70 @@
 """Faster linear layers on flattened tokens, for XLA's CPU backend."""
 
 import math
+import re
 
 import jax.numpy as jnp
 import keras
+
+
+class MatrixAxes:
+    """How the axes of a linear layer's kernel map to those of a matrix.
+
+    Args:
+        layer: a built `Dense` or `EinsumDense`.
+
+    Attributes:
+        in_shape, out_shape: lists of ints, sizes of the kernel's axes that
+            are summed over and kept; the rows and columns of the matrix.
+        to_kernel: list of ints, the place of each axis of the kernel in
+            `in_shape + out_shape`.
+    """
+
+    def __init__(self, layer):
+        equation = getattr(layer, "equation", "bd,do->bo")
+        if "..." in equation:
+            raise ValueError(
+                f"The equation of a layer has an ellipsis: {equation!r}"
+            )
+        inputs, kernel, output = re.split("[,]|->", equation)
+        rows = [x for x in inputs if x in kernel]
+        columns = [x for x in output if x in kernel]
+        size = dict(zip(kernel, layer.kernel.shape))
+        self.in_shape = [size[x] for x in rows]
+        self.out_shape = [size[x] for x in columns]
+        flat = "".join(rows + columns)
+        self.to_kernel = [flat.index(x) for x in kernel]
+
+    @property
+    def in_size(self):
+        return math.prod(self.in_shape)
+
+    @property
+    def out_size(self):
+        return math.prod(self.out_shape)
+
+    def to_kernel_axes(self, matrix):
+        """Converts a matrix `(in, out)` to the kernel's shape."""
+        whole = matrix.reshape(*self.in_shape, *self.out_shape)
+        return whole.transpose(self.to_kernel)
+
+    def to_matrix(self, kernel):
+        """Converts a kernel to a matrix `(in, out)`."""
+        order = sorted(range(kernel.ndim), key=self.to_kernel.__getitem__)
+        return kernel.transpose(order).reshape(self.in_size, self.out_size)
+
+    def of_matrix(self, axes):
+        """Returns the mesh axis of rows and of columns, or `None`s.
+
+        `axes` has a mesh axis or `None` for each axis of the kernel. An axis
+        of the matrix may combine several; it is split if one of them is.
+        """
+        found = [None] * len(self.to_kernel)
+        for axis, place in zip(axes, self.to_kernel):
+            found[place] = axis
+        count = len(self.in_shape)
+        rows = next(filter(None, found[:count]), None)
+        return rows, next(filter(None, found[count:]), None)
 
 
 def flatten_tokens(layer):

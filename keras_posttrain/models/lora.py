@@ -32,6 +32,8 @@ from keras_posttrain.models.hf.tensors import (
     family_of,
     linear_layers,
 )
+from keras_posttrain.models.linear import MatrixAxes
+from keras_posttrain.models.quantized import QuantizedKernel
 
 
 def _is_number(x):
@@ -182,27 +184,17 @@ class Pair:
 
     def __init__(self, name, layer):
         self.name, self.layer = name, layer
-        equation = getattr(layer, "equation", "bd,do->bo")
-        if "..." in equation:
-            raise ValueError(f"{name}: equation {equation!r} has an ellipsis.")
-        inputs, kernel, output = re.split("[,]|->", equation)
-        self.in_labels = [x for x in inputs if x in kernel]
-        self.out_labels = [x for x in output if x in kernel]
-        size = dict(zip(kernel, layer.kernel.shape))
-        self.in_shape = [size[x] for x in self.in_labels]
-        self.out_shape = [size[x] for x in self.out_labels]
-        flat = "".join(self.in_labels + self.out_labels)
-        self.to_kernel = [flat.index(x) for x in kernel]
+        self.axes = MatrixAxes(layer)
         self.plain_call = layer.call
         self.base = None
 
     @property
     def in_size(self):
-        return int(np.prod(self.in_shape))
+        return self.axes.in_size
 
     @property
     def out_size(self):
-        return int(np.prod(self.out_shape))
+        return self.axes.out_size
 
 
 class Adapter(keras.layers.Layer):
@@ -310,7 +302,7 @@ class Adapter(keras.layers.Layer):
             outputs = pair.plain_call(inputs, *args, **kwargs)
             if not self._active:
                 return outputs
-            batch = inputs.shape[: inputs.ndim - len(pair.in_shape)]
+            batch = inputs.shape[: inputs.ndim - len(pair.axes.in_shape)]
             x = jnp.reshape(inputs, (-1, pair.in_size))
             if self._dropout is not None and self.lora.dropout:
                 rate = self.lora.dropout
@@ -324,7 +316,7 @@ class Adapter(keras.layers.Layer):
             b = self.b[i].value.astype(x.dtype)
             low = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())))
             low = (low * self.lora.scale) @ b
-            low = low.reshape(*batch, *pair.out_shape).astype(outputs.dtype)
+            low = low.reshape(*batch, *pair.axes.out_shape).astype(outputs.dtype)
             return outputs + low
 
         call.adapter = self
@@ -385,8 +377,8 @@ class Adapter(keras.layers.Layer):
             kernel,
             a,
             b,
-            shape=(*pair.in_shape, *pair.out_shape),
-            order=tuple(pair.to_kernel),
+            shape=(*pair.axes.in_shape, *pair.axes.out_shape),
+            order=tuple(pair.axes.to_kernel),
             scale=self.lora.scale,
             target=kernel.sharding if is_split else None,
         )
@@ -402,6 +394,10 @@ class Adapter(keras.layers.Layer):
                 "The adapter is merged already; call `unmerge_adapter()` "
                 "first."
             )
+        for pair in self.pairs:
+            if isinstance(pair.layer.kernel, QuantizedKernel):
+                # It refuses.
+                pair.layer.kernel.assign(None)
         for i, pair in enumerate(self.pairs):
             kernel = self.merged_kernel(i)
             pair.base = pair.layer.kernel.value
@@ -654,7 +650,7 @@ def handed_over(causal_lm, adapter, how, lora):
         if how == "merge":
             for each in before:
                 each.attach()
-                if each in added:
+                if each in added and each.is_merged:
                     each.unmerge()
             causal_lm.trainable = False
         raise

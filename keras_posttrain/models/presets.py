@@ -11,6 +11,7 @@ import numpy as np
 from keras_posttrain.data.chat import tokenizer_files
 from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.models import device_transfer
+from keras_posttrain.models.quantized import check_not_quantized
 from keras_posttrain.models.hf import directories, loading
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
@@ -30,10 +31,16 @@ def _own_folder(preset):
     return folder if folder.is_dir() else None
 
 
-def load_causal_lm(preset, *, dtype=None, load_weights=True):
+def load_causal_lm(
+    preset, *, dtype=None, load_weights=True, quantization=None
+):
     """Loads what `hf/loading.py` does, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
-    kwargs = {"dtype": dtype, "load_weights": load_weights}
+    kwargs = {
+        "dtype": dtype,
+        "load_weights": load_weights,
+        "quantization": quantization,
+    }
     if own is not None and (own / CONFIG).exists():
         config = read_json(own / CONFIG)
         return loading.load_saved(own.parent, config, **kwargs)
@@ -110,6 +117,7 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
     separate folder that only this library reads.
     """
     directory = pathlib.Path(directory)
+    check_not_quantized(causal_lm, "`save_to_preset`")
     device_transfer.on_first(lambda: _check_new(directory))
     values = adapter.merged_values() if adapter else lambda v: v.value
     order = _order_of_saving(causal_lm)

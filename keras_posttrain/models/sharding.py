@@ -40,13 +40,7 @@ def factor_layouts(pair):
     layout = layout_of(pair.layer.kernel)
     if layout is None:
         return None, None
-    # The axes of the kernel in the order of the matrix, inputs first.
-    axes = [None] * len(pair.to_kernel)
-    for axis, place in zip(layout.axes, pair.to_kernel):
-        axes[place] = axis
-    count = len(pair.in_shape)
-    into = next(filter(None, axes[:count]), None)
-    out = next(filter(None, axes[count:]), None)
+    into, out = pair.axes.of_matrix(layout.axes)
     mesh = layout.device_mesh
     return (
         keras.distribution.TensorLayout((into, None), mesh),
@@ -297,7 +291,7 @@ def layers_with_summed_outputs(layer):
 
 def _has_summed_output(layer, model):
     kernel = getattr(layer, "kernel", None)
-    if not isinstance(kernel, keras.Variable):
+    if not hasattr(kernel, "path"):
         return False
     split = split_of(kernel)
     equation = getattr(layer, "equation", "bd,do->bo")

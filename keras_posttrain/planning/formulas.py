@@ -112,6 +112,8 @@ def mesh_sizes():
 
 def _weight(variable, dtype, trainable):
     sizes = [jnp.dtype(d).itemsize for d in (variable.dtype, dtype)]
+    # Of a quantized kernel, codes are sent.
+    sizes.append(getattr(variable, "itemsize", sizes[0]))
     split = split_of(variable)
     return Weight(tuple(variable.shape), min(sizes), split.axes, trainable)
 

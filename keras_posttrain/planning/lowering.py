@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
-from keras_posttrain.models import sharding
+from keras_posttrain.models import quantized, sharding
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.training.frozen import FrozenPolicy, frozen_shapes
 from keras_posttrain.training.step import compile_step
@@ -59,6 +59,11 @@ def planned(task, distribution, *, remat=None, **settings):
             for pair, a, b in zip(each.pairs, each.a, each.b):
                 layouts = sharding.factor_layouts(pair)
                 factors.update(zip((id(a), id(b)), layouts))
+        models = [model for found in companions.values() for model in found]
+        for policy in (task.policy, *(model.policy for model in models)):
+            for kernel in quantized.kernels(policy.causal_lm):
+                ids = map(id, kernel.variables)
+                factors.update(zip(ids, kernel.layouts()))
         settings["remat"] = task.policy.remat if remat is None else remat
         yield PlannedTask.build(task, companions, settings)
 
@@ -137,13 +142,24 @@ class PlannedTask:
     def weights_of(self, companion=None):
         """Lists a companion's or the policy's weights of floating point.
 
-        A companion that is the policy at another time has its weights.
+        A companion that is the policy at another time has its weights. In
+        place of codes and scales are the kernels that they stand for.
         """
-        weights = self.step.weights
+        weights, policy = self.step.weights, self.policy
         variables = weights.trainable + weights.frozen
         if companion is not None and companion.kind == "model":
-            variables = companion.variables
-        return [v for v in variables if jnp.issubdtype(v.dtype, jnp.floating)]
+            variables, policy = companion.variables, companion.policy
+        known, kernels = set(map(id, variables)), []
+        for kernel in quantized.kernels(policy.causal_lm):
+            own = set(map(id, kernel.variables))
+            if own <= known:
+                known -= own
+                kernels.append(kernel)
+        return kernels + [
+            v
+            for v in variables
+            if id(v) in known and jnp.issubdtype(v.dtype, jnp.floating)
+        ]
 
     def num_parameters(self):
         """Counts numbers, as the two fields of a `Plan`."""

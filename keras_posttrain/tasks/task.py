@@ -13,7 +13,7 @@ from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, TokenLoss
-from keras_posttrain.models import guards, presets
+from keras_posttrain.models import guards, presets, quantized
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.linear import flatten_linear_layers
@@ -160,6 +160,7 @@ class Task(keras.Model):
         chat_template=None,
         remat="none",
         load_weights=True,
+        quantize=None,
         **kwargs,
     ):
         """Creates a task from a preset.
@@ -173,6 +174,9 @@ class Task(keras.Model):
             dtype: `"float32"`, `"bfloat16"` or `"mixed_bfloat16"`. Trained
                 weights that are kept in bfloat16 have float32 masters.
             load_weights: bool, `False` for random weights.
+            quantize: `"int8"`, `"int4"`, `"nf4"` or `kpt.Quantization`: the
+                decoder's linear layers are stored in eight or four bits, and
+                `lora` is trained on them. `None` for floats.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
@@ -184,7 +188,10 @@ class Task(keras.Model):
         guards.check_dtype(dtype)
         tokenizer = presets.as_tokenizer(tokenizer)
         causal_lm = presets.load_causal_lm(
-            preset, dtype=dtype, load_weights=load_weights
+            preset,
+            dtype=dtype,
+            load_weights=load_weights,
+            quantization=quantized.with_adapter(quantize, lora),
         )
         task = cls(
             causal_lm,

@@ -134,7 +134,7 @@ def test_every_kernel_layout_is_a_matrix(family):
     fill(adapter)
     rng = np.random.default_rng(1)
     for i, pair in enumerate(adapter.pairs[:7]):
-        x = rng.normal(size=(2, 5, *pair.in_shape)).astype("float32")
+        x = rng.normal(size=(2, 5, *pair.axes.in_shape)).astype("float32")
         adapted = np.array(pair.layer(x))
         with adapter.disabled():
             plain = np.array(pair.layer(x))
@@ -146,7 +146,7 @@ def test_every_kernel_layout_is_a_matrix(family):
         added = adapter.merged_kernel(i) - pair.layer.kernel.value
         matrix = np.moveaxis(
             np.array(added),
-            [pair.to_kernel.index(j) for j in range(added.ndim)],
+            [pair.axes.to_kernel.index(j) for j in range(added.ndim)],
             range(added.ndim),
         )
         np.testing.assert_allclose(

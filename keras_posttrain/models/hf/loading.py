@@ -12,7 +12,7 @@ import keras_hub
 from safetensors import SafetensorError
 
 from keras_posttrain._variables import without_values
-from keras_posttrain.models import device_transfer
+from keras_posttrain.models import device_transfer, quantized
 from keras_posttrain.models.hf import directories, layer_patches
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
@@ -31,7 +31,9 @@ PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def load_causal_lm(preset, *, dtype=None, load_weights=True):
+def load_causal_lm(
+    preset, *, dtype=None, load_weights=True, quantization=None
+):
     """Loads a causal language model that computes what its source does.
 
     A Hugging Face directory of a family in `FAMILIES` is read here and not by
@@ -41,8 +43,9 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     `config` of the source, or `None`. There is no preprocessor.
 
     `preset` is that of `directories.resolve`. Without `load_weights`, weights
-    are random. A `ValueError` is raised if KerasHub's layers cannot represent
-    the model.
+    are random. With a `Quantization` each linear layer's kernel is quantized
+    as it is read. A `ValueError` is raised if KerasHub's layers cannot
+    represent the model.
     """
     path = directories.resolve(preset)
     config = None
@@ -52,9 +55,10 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
     if config is None:
         causal_lm = _from_keras_hub(preset, dtype, load_weights)
         repair(causal_lm)
-        return causal_lm
+        return _quantized(causal_lm, quantization)
     if config["model_type"] not in FAMILIES:
-        return _convert(path, config, dtype, load_weights)
+        causal_lm = _convert(path, config, dtype, load_weights)
+        return _quantized(causal_lm, quantization)
     family = FAMILIES[config["model_type"]]
     settings, more = from_config(config, family)
     notes += more
@@ -63,12 +67,21 @@ def load_causal_lm(preset, *, dtype=None, load_weights=True):
         checkpoint = Reader(path)
         settings, more = _tied_as_stored(settings, config, checkpoint)
         notes += more
-    causal_lm, more = _build(family, settings, dtype, load_weights)
+    causal_lm, more = _build(
+        family, settings, dtype, load_weights, quantization
+    )
     notes += more
     if load_weights:
         notes += _load_weights(causal_lm, checkpoint)
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
+    return causal_lm
+
+
+def _quantized(causal_lm, quantization):
+    """Quantizes the weights that a model has."""
+    if quantization is not None:
+        quantized.quantize_layers(causal_lm, quantization)
     return causal_lm
 
 
@@ -165,7 +178,7 @@ _NOT_WEIGHTS = (
 )
 
 
-def _build(family, settings, dtype, load_weights):
+def _build(family, settings, dtype, load_weights, quantization=None):
     """Builds a model; returns it and notes on the settings corrected.
 
     If weights will be loaded, none are initialized before: this would take
@@ -180,10 +193,13 @@ def _build(family, settings, dtype, load_weights):
             backbone=backbone, preprocessor=None, compile=not load_weights
         )
         notes = layer_patches.apply_settings(causal_lm, family, settings)
+        _quantized(causal_lm, quantization)
     return causal_lm, notes
 
 
-def load_saved(path, config, *, dtype=None, load_weights=True):
+def load_saved(
+    path, config, *, dtype=None, load_weights=True, quantization=None
+):
     """Loads what `presets.save_to_preset` wrote, with its `config`."""
     family = FAMILIES[config["model_type"]]
     settings, notes = from_config(config, family)
@@ -197,7 +213,7 @@ def load_saved(path, config, *, dtype=None, load_weights=True):
             causal_lm.backbone.load_weights(str((index or files)[0]))
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
-    return causal_lm
+    return _quantized(causal_lm, quantization)
 
 
 def _remember(causal_lm, source, notes):
@@ -357,7 +373,10 @@ def _load_weights(causal_lm, checkpoint):
     for name, tensor in found.items():
         with checkpoint.open(name) as stored:
             read = functools.partial(tensor.read, stored)
-            device_transfer.fill(tensor.variable, read)
+            if isinstance(tensor.variable, quantized.QuantizedKernel):
+                tensor.variable.fill(read)
+            else:
+                device_transfer.fill(tensor.variable, read)
     rest = checkpoint.names - set(found) - {_head(checkpoint)}
     rest = sorted(x for x in rest if not x.endswith("rotary_emb.inv_freq"))
     if not rest:

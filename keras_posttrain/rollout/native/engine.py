@@ -12,6 +12,7 @@ from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import guards
+from keras_posttrain.models.quantized import quantization_of
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
@@ -277,6 +278,8 @@ class NativeRollout(Rollout):
         return decoding.Weights(trainable, frozen, False)
 
     def _merges(self, adapter):
+        if quantization_of(self.model.causal_lm) is not None:
+            return False
         kernels = [pair.layer.kernel for pair in adapter.pairs]
         if self.merge_adapter != "auto":
             return self.merge_adapter

@@ -1,0 +1,444 @@
+"""Frozen linear layers whose weights are stored in eight or four bits."""
+
+import dataclasses
+import functools
+import math
+import numbers
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from keras_posttrain.models import device_transfer, sharding
+from keras_posttrain.models.hf.tensors import linear_layers
+from keras_posttrain.models.linear import MatrixAxes
+
+KINDS = ("int8", "int4", "nf4")
+# Rows of a kernel that share a scale, if `group_size` does not say.
+GROUP_SIZE = 64
+# The values of NF4 (Dettmers et al., 2023, appendix E): quantiles of the
+# normal distribution, scaled to [-1, 1].
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How the linear layers of a frozen base are stored.
+
+    The kernels of the decoder's linear layers become codes and scales;
+    embedding, head, norms and biases stay as they are. A kernel is the matrix
+    `(in, out)`, in which `group_size` rows of a column share a scale. Codes
+    are not changed by training: a LoRA adapter is trained on top.
+
+    Args:
+        kind: `"int8"`, one scale a column by default; `"int4"`, 15 equal
+            steps; or `"nf4"`, 16 steps for weights that are distributed
+            normally, as in QLoRA.
+        group_size: int, or `None` for the largest size up to 64 that divides
+            the rows of each kernel; for `"int8"` all rows.
+        double: bool, whether the scales of 4 bit are stored in 8 bits.
+
+    Example:
+
+    ```python
+    task = kpt.SFTTask.from_preset(
+        "llama3_8b_en", lora=kpt.LoRA(rank=16), quantize="int4"
+    )
+    ```
+
+    Reference:
+        - [Dettmers et al., 2023](https://arxiv.org/abs/2305.14314), QLoRA.
+    """
+
+    kind: str = "int4"
+    group_size: int | None = None
+    double: bool = False
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"`kind` must be one of {KINDS}. Received: kind={self.kind!r}"
+            )
+        size = self.group_size
+        is_int = isinstance(size, numbers.Integral)
+        is_int = is_int and not isinstance(size, bool)
+        if size is not None and (not is_int or size < 2 or size % 2):
+            raise ValueError(
+                "`group_size` must be a positive even int, the rows of a "
+                "kernel that share a scale (32, 64 and 128 are usual), or "
+                f"None. Received: group_size={size!r}"
+            )
+        if not isinstance(self.double, bool):
+            raise ValueError(
+                "`double` must be True or False. Received: "
+                f"double={self.double!r}"
+            )
+        if self.double and self.kind == "int8":
+            raise ValueError(
+                "`double` stores the scales of 'int4' and 'nf4' in 8 bits. "
+                "Received: double=True, kind='int8'"
+            )
+
+    @property
+    def bits(self):
+        return 8 if self.kind == "int8" else 4
+
+    def rows(self, size, name):
+        """Returns the rows of a group of a kernel with `size` rows."""
+        if self.group_size is not None:
+            if size % self.group_size:
+                raise ValueError(
+                    "`group_size` must divide the rows of every kernel. "
+                    f"Received: group_size={self.group_size} and {name!r} "
+                    f"with {size} rows"
+                )
+            return int(self.group_size)
+        if self.kind == "int8":
+            return size
+        sizes = range(2, min(GROUP_SIZE, size) + 1, 2)
+        fits = [n for n in sizes if size % n == 0]
+        if not fits:
+            raise ValueError(
+                "A kernel in 4 bits must have an even number of rows. "
+                f"Received: {name!r} with {size} rows"
+            )
+        return fits[-1]
+
+
+def as_quantization(value):
+    """Returns the `Quantization` of the argument `quantize`, or `None`."""
+    if value is None or isinstance(value, Quantization):
+        return value
+    if isinstance(value, str) and value in KINDS:
+        return Quantization(value)
+    raise ValueError(
+        f"`quantize` must be one of {KINDS}, a `kpt.Quantization`, or None. "
+        f"Received: quantize={value!r}"
+    )
+
+
+def with_adapter(quantize, lora):
+    """Returns the `Quantization` of a task with this `LoRA`, or `None`."""
+    found = as_quantization(quantize)
+    if found is not None and lora is None:
+        raise ValueError(
+            "Quantized weights are not trained: train an adapter on them, "
+            "with `lora=kpt.LoRA(rank=16)`. "
+            f"Received: quantize={quantize!r}, lora=None"
+        )
+    return found
+
+
+class QuantizedKernel:
+    """The kernel of a layer as codes and scales.
+
+    It stands where the layer had its `keras.Variable`, and has those of its
+    properties that are read. `value` computes the kernel as floats.
+
+    Attributes:
+        variables: list of `keras.Variable`s: `codes`, uint8 of the shape
+            `(groups, rows, out)`, or half of the rows where two codes share a
+            byte; `scale` of the shape `(groups, out)`. With double
+            quantization the latter is int8, and `scale_range` float32 of the
+            shape `(groups, 2)` has the middle and the step of a group's.
+    """
+
+    trainable = False
+
+    def __init__(self, name, layer, quantization):
+        kernel = layer.kernel
+        self.name, self.quantization = name, quantization
+        self.path, self.dtype = kernel.path, kernel.dtype
+        self.shape, self.ndim = tuple(kernel.shape), len(kernel.shape)
+        # Where a variable of this path would lie.
+        self._layout = None
+        self.axes = MatrixAxes(layer)
+        self.rows = quantization.rows(self.axes.in_size, name)
+        self.variables = [
+            keras.Variable(
+                "zeros",
+                shape=shape,
+                dtype=dtype,
+                trainable=False,
+                autocast=False,
+                name=f"{part}_{self.name}".replace(".", "_"),
+                layout=layout,
+            )
+            for (part, (shape, dtype)), layout in zip(
+                self._arrays().items(), self.layouts()
+            )
+        ]
+
+    def _arrays(self):
+        """Returns the shape and the dtype of each array by its name."""
+        groups, out = self.axes.in_size // self.rows, self.axes.out_size
+        if self.quantization.bits == 8:
+            codes = (groups, self.rows, out), "int8"
+        else:
+            codes = (groups, self.rows // 2, out), "uint8"
+        if self.quantization.double:
+            return {
+                "codes": codes,
+                "scale": ((groups, out), "int8"),
+                "scale_range": ((groups, 2), "float32"),
+            }
+        dtype = "float32" if groups == 1 else "bfloat16"
+        return {"codes": codes, "scale": ((groups, out), dtype)}
+
+    def layouts(self):
+        """Returns the layouts of `variables`, split as the kernel would be.
+
+        They are `None` without a distribution.
+        """
+        shapes = {name: shape for name, (shape, _) in self._arrays().items()}
+        layout = sharding.layout_of(self)
+        if layout is None:
+            return [None] * len(shapes)
+        into, out = self.axes.of_matrix(layout.axes)
+        mesh = layout.device_mesh
+        sizes = dict(zip(mesh.axis_names, mesh.shape))
+
+        def fitting(size, axis):
+            is_even = axis is not None and size % sizes[axis] == 0
+            return axis if is_even else None
+
+        found = []
+        for shape in shapes.values():
+            axes = [None] * len(shape)
+            axes[0] = fitting(shape[0], into)
+            if len(shape) == 3 and axes[0] is None:
+                # Without groups the rows are split.
+                axes[1] = fitting(shape[1], into)
+            if shape[-1] == self.axes.out_size:
+                axes[-1] = fitting(shape[-1], out)
+            found.append(keras.distribution.TensorLayout(axes, mesh))
+        return found
+
+    @property
+    def itemsize(self):
+        """Float, the bytes of a code."""
+        return self.quantization.bits / 8
+
+    # As a variable
+
+    @property
+    def value(self):
+        """The kernel as floats, an array of its shape and dtype."""
+        matrix = self._dequantized(jnp.float32)
+        matrix = matrix.reshape(self.axes.in_size, self.axes.out_size)
+        kernel = self.axes.to_kernel_axes(matrix).astype(self.dtype)
+        layout = sharding.layout_of(self)
+        if layout is not None:
+            kernel = jax.device_put(kernel, layout.backend_layout)
+        return kernel
+
+    def __jax_array__(self):
+        return self.value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+    def assign(self, value):
+        raise ValueError(
+            "A quantized kernel cannot be changed: rounding it again would "
+            "lose what was added. Save the adapter, or `export` the model, "
+            f"which adds it to the floats. Received: {self.name!r}"
+        )
+
+    def fill(self, read):
+        """Quantizes a kernel: `read` is as of `device_transfer.fill`."""
+        whole = np.asarray(read(tuple(slice(0, n) for n in self.shape)))
+        matrix = self.axes.to_matrix(whole.astype("float32", copy=False))
+        arrays = quantize(matrix, self.rows, self.quantization)
+        for variable, array in zip(self.variables, arrays, strict=True):
+            device_transfer.fill(variable, array.__getitem__)
+
+    # Products
+
+    def multiply(self, x):
+        """Computes the product of tokens `(tokens, in)` and the kernel."""
+        arrays = tuple(v.value for v in self.variables)
+        return _multiply(self.quantization, x, arrays)
+
+    def _dequantized(self, dtype):
+        arrays = tuple(v.value for v in self.variables)
+        return dequantize(arrays, self.quantization, dtype)
+
+
+def quantize_layers(causal_lm, quantization):
+    """Replaces the kernels of the decoder's linear layers; they are empty.
+
+    Args:
+        causal_lm: a KerasHub `CausalLM` of a known family.
+        quantization: `Quantization`.
+    """
+    causal_lm.trainable = False
+    for name, layer in linear_layers(causal_lm).items():
+        old, is_loaded = layer.kernel, _has_value(layer.kernel)
+        kernel = QuantizedKernel(name, layer, quantization)
+        # Keras's own quantization replaces variables of a built layer by
+        # these methods, too; it has no public way.
+        layer._untrack_variable(old)
+        layer._tracker.unlock()
+        layer.kpt_variables = kernel.variables
+        layer._tracker.lock()
+        layer._kernel = kernel
+        layer.call = functools.partial(_call, layer, kernel)
+        # It needs no other call for flattened tokens.
+        layer.kpt_flat = True
+        if is_loaded:
+            kernel.fill(device_transfer.to_host(old.value).__getitem__)
+            old._value = None
+    vars(causal_lm)["kpt_quantization"] = quantization
+
+
+def kernels(causal_lm):
+    """Returns the list of a model's `QuantizedKernel`s."""
+    if quantization_of(causal_lm) is None:
+        return []
+    return [layer.kernel for layer in linear_layers(causal_lm).values()]
+
+
+def _has_value(variable):
+    return isinstance(getattr(variable, "_value", None), jax.Array)
+
+
+def check_not_quantized(causal_lm, what):
+    """Raises a `ValueError` where `what` would need the kernels as floats."""
+    found = quantization_of(causal_lm)
+    if found is not None:
+        raise ValueError(
+            f"{what} is not possible with quantized kernels: rounding again "
+            "would lose what was trained. Save the adapter with "
+            "`save_adapter`, or write floats with `export`. Received: a "
+            f"model with {found}"
+        )
+
+
+def quantization_of(causal_lm):
+    """Returns the `Quantization` of a model, or `None`."""
+    return getattr(causal_lm, "kpt_quantization", None)
+
+
+def _call(layer, kernel, inputs, *args, **kwargs):
+    axes = kernel.axes
+    batch = inputs.shape[: inputs.ndim - len(axes.in_shape)]
+    outputs = kernel.multiply(jnp.reshape(inputs, (-1, axes.in_size)))
+    outputs = outputs.reshape(*batch, *axes.out_shape)
+    if layer.bias is not None:
+        outputs = outputs + jnp.asarray(layer.bias, outputs.dtype)
+    if layer.activation is not None:
+        outputs = layer.activation(outputs)
+    return outputs
+
+
+# Numbers
+
+
+def quantize(matrix, rows, quantization):
+    """Quantizes a float32 matrix `(in, out)` in groups of `rows` rows.
+
+    Returns:
+        A list of numpy arrays as of `QuantizedKernel.variables`.
+    """
+    groups, out = len(matrix) // rows, matrix.shape[1]
+    grouped = matrix.reshape(groups, rows, out)
+    largest = np.abs(grouped).max(axis=1)
+    largest[largest == 0] = 1.0
+    steps = {"int8": 127, "int4": 7, "nf4": 1}[quantization.kind]
+    scale = largest / steps
+    more = []
+    if quantization.double:
+        middle = (scale.max(1) + scale.min(1)) / 2
+        step = (scale.max(1) - scale.min(1)) / 254
+        step[step == 0] = 1.0
+        stored = np.round((scale - middle[:, None]) / step[:, None])
+        stored = stored.astype("int8")
+        more = [np.stack([middle, step], 1).astype("float32")]
+        scale = stored * more[0][:, 1:] + more[0][:, :1]
+    else:
+        dtype = "float32" if groups == 1 else jnp.bfloat16
+        stored = scale.astype(dtype)
+        scale = stored.astype("float32")
+    ratios = grouped / scale[:, None]
+    if quantization.kind == "nf4":
+        values = np.array(NF4, "float32")
+        between = (values[1:] + values[:-1]) / 2
+        codes = np.searchsorted(between, ratios).astype("uint8")
+    else:
+        codes = np.clip(np.round(ratios), -steps, steps).astype("int8")
+    if quantization.bits == 8:
+        return [codes, stored, *more]
+    if quantization.kind == "int4":
+        codes = (codes + 8).astype("uint8")
+    low, high = np.split(codes, 2, axis=1)
+    return [low | (high << 4), stored, *more]
+
+
+def dequantize(arrays, quantization, dtype):
+    """Computes the floats of codes, an array `(groups, rows, out)`."""
+    codes, scale, *more = arrays
+    scale = scale.astype("float32")
+    if more:
+        scale = scale * more[0][:, 1:] + more[0][:, :1]
+    if quantization.bits == 4:
+        codes = jnp.concatenate([codes & 15, codes >> 4], axis=1)
+    if quantization.kind == "int4":
+        values = codes.astype("float32") - 8
+    elif quantization.kind == "nf4":
+        values = _nf4(codes)
+    else:
+        values = codes.astype("float32")
+    return (values * scale[:, None]).astype(dtype)
+
+
+def _nf4(codes):
+    # A tree of selects: XLA does not fuse a lookup into a product.
+    level = [jnp.float32(x) for x in NF4]
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 == 1
+        pairs = zip(level[::2], level[1::2])
+        level = [jnp.where(is_set, high, low) for low, high in pairs]
+    return level[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(quantization, x, arrays):
+    # The groups are an axis of what is stored: so XLA computes the floats
+    # within the product, and never holds them all.
+    kernel = dequantize(arrays, quantization, x.dtype)
+    groups, rows, _ = kernel.shape
+    x = x.reshape(-1, groups, rows)
+    return jnp.einsum("tkg,kgm->tm", x, kernel)
+
+
+def _multiply_forward(quantization, x, arrays):
+    return _multiply(quantization, x, arrays), arrays
+
+
+def _multiply_backward(quantization, arrays, gradient):
+    kernel = dequantize(arrays, quantization, gradient.dtype)
+    found = jnp.einsum("tm,kgm->tkg", gradient, kernel)
+    size = math.prod(kernel.shape[:2])
+    return found.reshape(-1, size), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)

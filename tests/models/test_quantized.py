@@ -1,0 +1,265 @@
+"""Adapters on linear layers that are stored in eight or four bits."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import keras_posttrain as kpt
+from keras_posttrain.models.quantized import quantize
+from tests.distribution.runs import mesh
+from tests.support import REFERENCE, random_rows, spread_adapter
+
+KINDS = {
+    "int8": kpt.Quantization("int8"),
+    "int8-groups": kpt.Quantization("int8", group_size=16),
+    "int4": kpt.Quantization("int4", group_size=16),
+    "nf4": kpt.Quantization("nf4", group_size=16),
+    "double": kpt.Quantization("nf4", group_size=16, double=True),
+}
+ROWS = random_rows(6, seed=4)
+
+
+def make(family="qwen3", quantize=None, **kwargs):
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models" / family,
+        lora=kpt.LoRA(rank=4),
+        quantize=quantize,
+        sequence_length=64,
+        **kwargs,
+    )
+    spread_adapter(task)
+    return task
+
+
+def with_floats_of(task, family="qwen3"):
+    """A task of float kernels with the values of a quantized one."""
+    other = make(family)
+    pairs = zip(task.adapter.pairs, other.adapter.pairs, strict=True)
+    for ours, theirs in pairs:
+        theirs.layer.kernel.assign(ours.layer.kernel.value)
+    return other
+
+
+def logps(task):
+    return np.concatenate(task.log_probs(ROWS))
+
+
+def trained(task, **kwargs):
+    task.compile(optimizer=keras.optimizers.SGD(0.1), **kwargs)
+    task.fit(ROWS, batch_size=6, verbose=0, shuffle=False)
+    return [np.asarray(v.value) for v in task.trainable_variables]
+
+
+def codes(task):
+    kernels = [pair.layer.kernel for pair in task.adapter.pairs]
+    return [np.asarray(k.variables[0].value) for k in kernels]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_the_floats(kind):
+    task = make(quantize=KINDS[kind])
+    floats = with_floats_of(task)
+    np.testing.assert_allclose(logps(task), logps(floats), atol=1e-5)
+    before = codes(task)
+    for ours, theirs in zip(trained(task), trained(floats), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert max(np.abs(b.value).max() for b in task.adapter.b) > 0
+    for old, new in zip(before, codes(task), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3_text", "qwen2"])
+def test_every_family(family):
+    task = make(family, quantize="int4")
+    floats = with_floats_of(task, family)
+    np.testing.assert_allclose(logps(task), logps(floats), atol=1e-5)
+
+
+def test_what_is_read_is_rounded_once():
+    """Tensors are quantized as they are read, without a copy as floats."""
+    task, floats = make(quantize="int4"), make()
+    pairs = zip(task.adapter.pairs, floats.adapter.pairs, strict=True)
+    for ours, theirs in pairs:
+        kernel = ours.layer.kernel
+        matrix = kernel.axes.to_matrix(np.asarray(theirs.layer.kernel.value))
+        want = quantize(matrix, kernel.rows, kernel.quantization)
+        for variable, array in zip(kernel.variables, want, strict=True):
+            np.testing.assert_array_equal(variable.value, array)
+        error = np.abs(np.asarray(kernel.value - theirs.layer.kernel.value))
+        # Half a step of 7, of the largest of a group.
+        assert error.max() <= np.abs(matrix).max() / 14 * 1.01
+    stored = sum(v.value.nbytes for k in kernels(task) for v in k.variables)
+    whole = sum(p.layer.kernel.value.nbytes for p in floats.adapter.pairs)
+    assert stored < whole * (0.5 + 2 / 32) / 4 * 1.01
+    names = {v.path for v in task.causal_lm.variables}
+    assert not any("_proj" in n and n.endswith("kernel") for n in names)
+
+
+def kernels(task):
+    return [pair.layer.kernel for pair in task.adapter.pairs]
+
+
+@pytest.mark.parametrize("settings", [{"packing": True}, {"remat": "full"},
+                                      {"micro_batch_size": 3}])  # fmt: skip
+def test_it_is_run_as_floats_are(settings):
+    remat = {k: settings[k] for k in settings if k == "remat"}
+    compiled = {k: settings[k] for k in settings if "micro" in k}
+    fit = {k: settings[k] for k in settings if k == "packing"}
+    found = []
+    for is_changed in (False, True):
+        task = make(quantize="nf4", **(remat if is_changed else {}))
+        task.compile(
+            optimizer=keras.optimizers.SGD(0.1),
+            **(compiled if is_changed else {}),
+        )
+        task.fit(
+            ROWS, batch_size=6, verbose=0, **(fit if is_changed else {})
+        )
+        found.append([np.asarray(v.value) for v in task.trainable_variables])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_samples_have_the_trainers_log_probs():
+    task = make(quantize="int4")
+    engine = kpt.rollout.NativeRollout()
+    engine.set_model(task)
+    engine.sync_weights()
+    prompts = [[5, 6, 7], [9, 10, 11, 12]]
+    found = engine.generate(
+        [
+            kpt.rollout.Request(ids, max_tokens=12, seed=i)
+            for i, ids in enumerate(prompts)
+        ]
+    )
+    for ids, [sample] in zip(prompts, found):
+        start, tokens = len(ids), [*ids, *sample.token_ids]
+        mask = [0] * start + [1] * len(sample.token_ids)
+        row = {"token_ids": tokens, "completion_mask": mask}
+        [want] = task.log_probs([row])
+        np.testing.assert_allclose(
+            sample.per_token_logps, want[-len(sample.token_ids) :], atol=2e-5
+        )
+
+
+def test_what_is_exported_is_what_was_trained(tmp_path):
+    task = make(quantize="int4")
+    trained(task)
+    want = logps(task)
+    task.export(tmp_path / "export")
+    again = kpt.SFTTask.from_preset(tmp_path / "export", sequence_length=64)
+    np.testing.assert_allclose(logps(again), want, atol=2e-5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", dtype="float32"
+    )
+    row = ROWS[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([row["token_ids"]])).logits[0].double()
+    found = torch.log_softmax(logits, -1)[:-1].gather(
+        1, torch.tensor(row["token_ids"][1:])[:, None]
+    )[:, 0]
+    [ours] = task.log_probs([row])
+    trained_here = np.flatnonzero(ours)
+    np.testing.assert_allclose(
+        ours[trained_here], found.numpy()[trained_here - 1], atol=1e-4
+    )
+    task.save_adapter(tmp_path / "adapter")
+    other = make(quantize="int4")
+    other.load_adapter(tmp_path / "adapter")
+    np.testing.assert_allclose(logps(other), want, atol=1e-6)
+    config = (tmp_path / "adapter/adapter_config.json").read_text()
+    assert json.loads(config)["r"] == 4
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_eight_devices_are_one(kind):
+    alone = make(quantize=KINDS[kind])
+    want, weights = logps(alone), trained(alone)
+    for name in ("8x1", "4x2"):
+        keras.distribution.set_distribution(mesh(name))
+        task = make(quantize=KINDS[kind])
+        np.testing.assert_allclose(logps(task), want, atol=1e-5)
+        split = [
+            not v.value.sharding.is_fully_replicated
+            for kernel in kernels(task)
+            for v in kernel.variables[:1]
+        ]
+        assert all(split), name
+        for ours, theirs in zip(trained(task), weights, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-6)
+
+
+def test_a_run_resumes_and_names_another_base(tmp_path):
+    def fit(quantize):
+        task = make(quantize=quantize)
+        task.compile(optimizer=keras.optimizers.SGD(0.1))
+        checkpoint = kpt.callbacks.Checkpoint(tmp_path, every=1)
+        task.fit(ROWS, batch_size=3, verbose=0, callbacks=[checkpoint])
+
+    fit("int4")
+    with pytest.raises(ValueError, match="nf4"):
+        fit("nf4")
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"quantize": "int3"}, "quantize='int3'"),
+        ({"quantize": 4}, "quantize=4"),
+        ({"quantize": "int4", "lora": None}, "lora=kpt.LoRA(rank=16)"),
+        (
+            {"quantize": kpt.Quantization("int4", group_size=48)},
+            "group_size=48",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized(settings, words):
+    kwargs = {"lora": kpt.LoRA(rank=4)} | settings
+    with pytest.raises(ValueError, match=re.escape(words)):
+        kpt.SFTTask.from_preset(REFERENCE / "models/qwen3", **kwargs)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"kind": "fp4"}, "kind='fp4'"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": 33}, "group_size=33"),
+        ({"group_size": True}, "group_size=True"),
+        ({"double": 1}, "double=1"),
+        ({"kind": "int8", "double": True}, "kind='int8'"),
+    ],
+)
+def test_settings_are_checked(settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        kpt.Quantization(**settings)
+
+
+def test_what_would_round_again_is_refused(tmp_path):
+    task = make(quantize="int8")
+    with pytest.raises(ValueError, match="save_adapter"):
+        task.save_to_preset(tmp_path / "preset")
+    with pytest.raises(ValueError, match="`export`"):
+        task.merge_adapter()
+    assert not task.adapter.is_merged
+    with pytest.raises(ValueError, match="`export`"):
+        kpt.DPOTask.from_task(task, adapter="merge")
+
+
+def test_a_plan_counts_codes():
+    plans = []
+    for kind in (None, "int8", "int4"):
+        task = make(quantize=kind, dtype="bfloat16")
+        task.compile()
+        plans.append(task.plan("cpu:4", batch_size=4))
+    floats, eight, four = plans
+    assert eight.parameters == floats.parameters == four.parameters
+    assert eight.model_flops == floats.model_flops == four.model_flops
+    sizes = [plan.chip["weights"] for plan in plans]
+    assert sizes[0] > sizes[1] > sizes[2]
