@@ -322,6 +322,24 @@ def test_self_play(run):
     assert "--- other ---" in text
 
 
+def test_qlora(run):
+    folder, text = run("qlora")
+    results = json.loads((folder / "results.json").read_text())
+    floats = results["None"]
+    for kind, share, difference in (
+        ("int8", 0.27, 0.02),
+        ("int4", 0.14, 0.3),
+        ("nf4", 0.14, 0.3),
+    ):
+        found = results[kind]
+        assert found["bytes"] < share * floats["bytes"]
+        assert 0 < found["difference"] < difference
+        assert found["loss"] == pytest.approx(floats["loss"], rel=0.1)
+    assert results["export"]["gap"] < 1e-4
+    assert has_files(folder / "export", MODEL)
+    assert has_files(folder / "adapter", ADAPTER)
+
+
 def test_dpo(run):
     folder, text = run("dpo")
     assert has_files(folder, ["preference.png"])

@@ -316,7 +316,9 @@ class Adapter(keras.layers.Layer):
             b = self.b[i].value.astype(x.dtype)
             low = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())))
             low = (low * self.lora.scale) @ b
-            low = low.reshape(*batch, *pair.axes.out_shape).astype(outputs.dtype)
+            low = low.reshape(*batch, *pair.axes.out_shape).astype(
+                outputs.dtype
+            )
             return outputs + low
 
         call.adapter = self

@@ -11,7 +11,6 @@ import numpy as np
 from keras_posttrain.data.chat import tokenizer_files
 from keras_posttrain.data.chat.tokenizer import Tokenizer
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.quantized import check_not_quantized
 from keras_posttrain.models.hf import directories, loading
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
@@ -20,6 +19,7 @@ from keras_posttrain.models.hf.checkpoint_files import (
 )
 from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import family_of
+from keras_posttrain.models.quantized import check_not_quantized
 
 # This folder inside a preset holds what KerasHub's format has no place for:
 # the model's Hugging Face config and the tokenizer's files.

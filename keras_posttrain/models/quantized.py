@@ -362,9 +362,14 @@ def quantize(matrix, rows, quantization):
     groups, out = len(matrix) // rows, matrix.shape[1]
     grouped = matrix.reshape(groups, rows, out)
     largest = np.abs(grouped).max(axis=1)
-    largest[largest == 0] = 1.0
-    steps = {"int8": 127, "int4": 7, "nf4": 1}[quantization.kind]
-    scale = largest / steps
+    if quantization.kind == "int4":
+        # Codes go from -8 to 7: the largest weight of a group becomes -8,
+        # whatever its sign, as in llama.cpp's Q4_0.
+        is_low = -grouped.min(axis=1) == largest
+        scale = np.where(is_low, largest, -largest) / 8
+    else:
+        scale = largest / (127 if quantization.kind == "int8" else 1)
+    scale[scale == 0] = 1.0
     more = []
     if quantization.double:
         middle = (scale.max(1) + scale.min(1)) / 2
@@ -384,7 +389,8 @@ def quantize(matrix, rows, quantization):
         between = (values[1:] + values[:-1]) / 2
         codes = np.searchsorted(between, ratios).astype("uint8")
     else:
-        codes = np.clip(np.round(ratios), -steps, steps).astype("int8")
+        limits = (-8, 7) if quantization.kind == "int4" else (-127, 127)
+        codes = np.clip(np.round(ratios), *limits).astype("int8")
     if quantization.bits == 8:
         return [codes, stored, *more]
     if quantization.kind == "int4":

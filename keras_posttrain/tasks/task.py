@@ -176,7 +176,9 @@ class Task(keras.Model):
             load_weights: bool, `False` for random weights.
             quantize: `"int8"`, `"int4"`, `"nf4"` or `kpt.Quantization`: the
                 decoder's linear layers are stored in eight or four bits, and
-                `lora` is trained on them. `None` for floats.
+                `lora` is trained on them. `None` for floats. Those of a
+                Hugging Face directory are rounded as they are read, those of
+                other presets after all have been read.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 

@@ -11,7 +11,7 @@ import transformers
 
 import keras_posttrain as kpt
 from keras_posttrain.models.quantized import quantize
-from tests.distribution.runs import mesh
+from tests.distribution.runs import TASKS, mesh
 from tests.support import REFERENCE, random_rows, spread_adapter
 
 KINDS = {
@@ -73,7 +73,9 @@ def test_numbers_are_those_of_the_floats(kind):
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "gemma2", "gemma3_text", "qwen2"]
+)
 def test_every_family(family):
     task = make(family, quantize="int4")
     floats = with_floats_of(task, family)
@@ -91,8 +93,9 @@ def test_what_is_read_is_rounded_once():
         for variable, array in zip(kernel.variables, want, strict=True):
             np.testing.assert_array_equal(variable.value, array)
         error = np.abs(np.asarray(kernel.value - theirs.layer.kernel.value))
-        # Half a step of 7, of the largest of a group.
-        assert error.max() <= np.abs(matrix).max() / 14 * 1.01
+        # A step: what is near the largest of the other sign is cut.
+        assert error.max() <= np.abs(matrix).max() / 8 * 1.01
+        assert error.mean() <= np.abs(matrix).max() / 32
     stored = sum(v.value.nbytes for k in kernels(task) for v in k.variables)
     whole = sum(p.layer.kernel.value.nbytes for p in floats.adapter.pairs)
     assert stored < whole * (0.5 + 2 / 32) / 4 * 1.01
@@ -117,9 +120,7 @@ def test_it_is_run_as_floats_are(settings):
             optimizer=keras.optimizers.SGD(0.1),
             **(compiled if is_changed else {}),
         )
-        task.fit(
-            ROWS, batch_size=6, verbose=0, **(fit if is_changed else {})
-        )
+        task.fit(ROWS, batch_size=6, verbose=0, **(fit if is_changed else {}))
         found.append([np.asarray(v.value) for v in task.trainable_variables])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
@@ -261,5 +262,23 @@ def test_a_plan_counts_codes():
     floats, eight, four = plans
     assert eight.parameters == floats.parameters == four.parameters
     assert eight.model_flops == floats.model_flops == four.model_flops
-    sizes = [plan.chip["weights"] for plan in plans]
+    sizes = [plan.arguments["weights"] for plan in plans]
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "distill", "grpo", "ppo"])
+def test_every_task_trains_on_codes(name):
+    kwargs = {
+        "sequence_length": 64,
+        "lora": kpt.LoRA(rank=4),
+        "quantize": "int4",
+    }
+    path = REFERENCE / "models/qwen3"
+    task, compiled, fit = TASKS[name](path, kwargs)
+    task.compile(optimizer=keras.optimizers.SGD(0.1), **compiled)
+    before = codes(task)
+    history = task.fit(**fit | {"epochs": 1}, verbose=0).history
+    assert history["grad_norm"][0] > 0
+    assert max(np.abs(b.value).max() for b in task.adapter.b) > 0
+    for old, new in zip(before, codes(task), strict=True):
+        np.testing.assert_array_equal(old, new)
