@@ -44,19 +44,19 @@ keras.utils.set_random_seed(0)
 The tiny base adds. The adapter shall learn to take the difference.
 """
 
-
-def chat(question, answer):
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": str(answer)},
-        ]
-    }
-
-
 numbers = [(a, b) for a in range(2, 22) for b in range(2, 22)]
-sums = [chat(f"{a} + {b} =", a + b) for a, b in numbers]
-differences = [chat(f"{a} - {b} =", a - b) for a, b in numbers]
+sums, differences = (
+    [
+        {
+            "messages": [
+                {"role": "user", "content": f"{a} {sign} {b} ="},
+                {"role": "assistant", "content": str(a + factor * b)},
+            ]
+        }
+        for a, b in numbers
+    ]
+    for sign, factor in (("+", 1), ("-", -1))
+)
 held_out = differences[::5]
 trained = [row for i, row in enumerate(differences) if i % 5]
 preset = kpt.examples.tiny_preset(folder / "tiny", sums, epochs=6)
@@ -67,26 +67,10 @@ preset = kpt.examples.tiny_preset(folder / "tiny", sums, epochs=6)
 `quantize` is all that changes. Tensors are rounded as they are read: the
 floats of the base are never in memory together.
 
-For each kind these are shown: the bytes of the linear layers, how far the
+For each kind these are shown: the bytes of the decoder's layers, how far the
 log-probabilities of the base's own answers move by rounding, and the loss on
 held-out rows after training.
 """
-
-
-def linear_bytes(task):
-    parts = ("kernel", "codes", "scale")
-    return sum(
-        v.value.nbytes
-        for layer in task.causal_lm.backbone.transformer_layers
-        for v in layer.variables
-        if any(part in v.path.split("/")[-1] for part in parts)
-        and "norm" not in v.path
-    )
-
-
-def log_probs(task, rows):
-    return np.concatenate(task.log_probs(rows))
-
 
 base = None
 results = {}
@@ -98,12 +82,14 @@ for kind in (None, "int8", "int4", "nf4"):
         quantize=kind,
         sequence_length=64,
     )
-    found = log_probs(task, sums[:100])
+    layers = task.causal_lm.backbone.transformer_layers
+    num_bytes = sum(v.value.nbytes for x in layers for v in x.variables)
+    found = np.concatenate(task.log_probs(sums[:100]))
     base = found if kind is None else base
     task.compile(optimizer=keras.optimizers.Adam(5e-3))
     task.fit(trained, batch_size=20, epochs=6, packing=True, verbose=0)
     results[str(kind)] = {
-        "bytes": linear_bytes(task),
+        "bytes": num_bytes,
         "difference": float(np.abs(found - base).sum() / np.sum(base != 0)),
         "loss": task.evaluate(held_out)["loss"],
     }
@@ -138,7 +124,10 @@ print(task.generate(question, max_tokens=4, temperature=0))
 task.save_adapter(folder / "adapter")
 task.export(folder / "export")
 exported = kpt.SFTTask.from_preset(folder / "export", sequence_length=64)
-gap = np.abs(log_probs(task, held_out) - log_probs(exported, held_out)).max()
+ours, theirs = (
+    np.concatenate(each.log_probs(held_out)) for each in (task, exported)
+)
+gap = np.abs(ours - theirs).max()
 print(f"largest difference of log-probabilities after export: {gap:.1e}")
 
 results["export"] = {"gap": float(gap)}
