@@ -64,8 +64,8 @@ preset = kpt.examples.tiny_preset(folder / "tiny", sums, epochs=6)
 """
 ## The same run in floats and in fewer bits
 
-`quantize` is all that changes. Tensors are rounded as they are read: the
-floats of the base are never in memory together.
+`quantize` is all that changes. Tensors of a Hugging Face directory are
+rounded as they are read: the floats of the base are never in memory together.
 
 For each kind these are shown: the bytes of the decoder's layers, how far the
 log-probabilities of the base's own answers move by rounding, and the loss on

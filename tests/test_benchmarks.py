@@ -52,6 +52,11 @@ def rollout_summary(rollout):
 
 
 @pytest.fixture(scope="module")
+def agentic_summary(folder):
+    return load("agentic").agentic_summary
+
+
+@pytest.fixture(scope="module")
 def generation(folder):
     return load("generation")
 
@@ -240,6 +245,43 @@ def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
     assert "- a: new tokens/s over vLLM (2 threads, nobind): 1.50" in text
     assert text.count("new tokens/s over") == 1
     assert problems == ["b-hf: ValueError: no"]
+
+
+# --- Conversations ---
+
+
+def agentic_figures(rollout_s, tokens=1000):
+    return {
+        "rollout_s": rollout_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / rollout_s,
+        "other_cpus": 0.0,
+        "work": {"prompts": 2, "samples": 4, "turns": 4, "tokens": 8},
+    }
+
+
+def test_episodes_are_compared_with_their_bound(agentic_summary):
+    """Sampling takes 2 s, three tools in turn 3 s, both 5.5 s: 1.1."""
+    run = agentic_summary.Run
+    results = {
+        run("ours", 0.0): [agentic_figures(2.0)],
+        run("ours", 1.0): [agentic_figures(5.5)],
+        run("trl", 0.0): [agentic_figures(3.0)],
+        run("trl", 1.0): [agentic_figures(55.0)],
+    }
+    options = types.SimpleNamespace(passes=2, commit="abc")
+    text, problems = agentic_summary.markdown(results, options)
+    assert not problems
+    for line in (
+        "- an episode over sampling and one chain of tools: 1.10",
+        "- TRL, over an episode, tool of 0 s: 1.50",
+        "- TRL, over an episode, tool of 1 s: 10.00",
+        "8 conversations of 4 turns of 8 tokens",
+    ):
+        assert line in text
+    results[run("trl", 0.0)] = [agentic_figures(3.0, tokens=900)]
+    _, problems = agentic_summary.markdown(results, options)
+    assert problems == ["The ways sampled other numbers: [900, 1000]."]
 
 
 # --- Reinforcement learning --------------------------------------------------

@@ -477,12 +477,13 @@ class FunctionChat:
     def __init__(self, player, function, seeds):
         self.player, self.messages = player, []
         self._function, self._seeds, self._forks = function, (*seeds,), 0
+        self._takes_seed = _takes_seed(function)
 
     async def __call__(self, said=None, *, tools=None, max_tokens=None):
         if said is not None:
             self.say(said)
         function = functools.partial(self._function, [*self.messages])
-        if _takes_seed(self._function):
+        if self._takes_seed:
             words = np.random.SeedSequence([*self._seeds, self.num_turns])
             seed = int(words.generate_state(1)[0]) >> 1
             function = functools.partial(function, seed=seed)

@@ -24,7 +24,8 @@ class MatrixAxes:
         equation = getattr(layer, "equation", "bd,do->bo")
         if "..." in equation:
             raise ValueError(
-                f"The equation of a layer has an ellipsis: {equation!r}"
+                "The equation of a linear layer must name its axes. "
+                f"Received: layer {layer.path!r} with {equation!r}"
             )
         inputs, kernel, output = re.split("[,]|->", equation)
         rows = [x for x in inputs if x in kernel]

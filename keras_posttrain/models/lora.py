@@ -33,7 +33,6 @@ from keras_posttrain.models.hf.tensors import (
     linear_layers,
 )
 from keras_posttrain.models.linear import MatrixAxes
-from keras_posttrain.models.quantized import QuantizedKernel
 
 
 def _is_number(x):
@@ -396,14 +395,12 @@ class Adapter(keras.layers.Layer):
                 "The adapter is merged already; call `unmerge_adapter()` "
                 "first."
             )
-        for pair in self.pairs:
-            if isinstance(pair.layer.kernel, QuantizedKernel):
-                # It refuses.
-                pair.layer.kernel.assign(None)
         for i, pair in enumerate(self.pairs):
-            kernel = self.merged_kernel(i)
-            pair.base = pair.layer.kernel.value
-            pair.layer.kernel.assign(kernel)
+            kernel = pair.layer.kernel
+            base = kernel.value
+            # One that is quantized refuses.
+            kernel.assign(self.merged_kernel(i, kernel=base))
+            pair.base = base
         self._active = False
 
     def unmerge(self):

@@ -49,9 +49,9 @@ class Quantization:
     are not changed by training: a LoRA adapter is trained on top.
 
     Args:
-        kind: `"int8"`, one scale a column by default; `"int4"`, 15 equal
-            steps; or `"nf4"`, 16 steps for weights that are distributed
-            normally, as in QLoRA.
+        kind: `"int8"`, 255 equal steps; `"int4"`, 16 equal steps; or
+            `"nf4"`, 16 steps for weights that are distributed normally, as
+            in QLoRA.
         group_size: int, or `None` for the largest size up to 64 that divides
             the rows of each kernel; for `"int8"` all rows.
         double: bool, whether the scales of 4 bit are stored in 8 bits.
@@ -154,14 +154,14 @@ class QuantizedKernel:
     properties that are read. `value` computes the kernel as floats.
 
     Attributes:
-        variables: list of `keras.Variable`s: `codes`, uint8 of the shape
-            `(groups, rows, out)`, or half of the rows where two codes share a
-            byte; `scale` of the shape `(groups, out)`. With double
-            quantization the latter is int8, and `scale_range` float32 of the
-            shape `(groups, 2)` has the middle and the step of a group's.
+        variables: list of `keras.Variable`s. `codes` is int8 of the shape
+            `(groups, rows, out)` for 8 bits; for 4, uint8 of the shape
+            `(groups, rows // 2, out)`, with a code of the first half of the
+            rows in the low bits of a byte. `scale` has the shape `(groups,
+            out)`, in float32 for one group and in bfloat16 for several. With
+            double quantization it is int8, and `scale_range`, float32 of the
+            shape `(groups, 2)`, has the middle and the step of a group's.
     """
-
-    trainable = False
 
     def __init__(self, name, layer, quantization):
         kernel = layer.kernel
@@ -242,19 +242,14 @@ class QuantizedKernel:
     @property
     def value(self):
         """The kernel as floats, an array of its shape and dtype."""
-        matrix = self._dequantized(jnp.float32)
+        arrays = tuple(v.value for v in self.variables)
+        matrix = dequantize(arrays, self.quantization, "float32")
         matrix = matrix.reshape(self.axes.in_size, self.axes.out_size)
         kernel = self.axes.to_kernel_axes(matrix).astype(self.dtype)
         layout = sharding.layout_of(self)
         if layout is not None:
             kernel = jax.device_put(kernel, layout.backend_layout)
         return kernel
-
-    def __jax_array__(self):
-        return self.value
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.value, dtype)
 
     def assign(self, value):
         raise ValueError(
@@ -278,13 +273,12 @@ class QuantizedKernel:
         arrays = tuple(v.value for v in self.variables)
         return _multiply(self.quantization, x, arrays)
 
-    def _dequantized(self, dtype):
-        arrays = tuple(v.value for v in self.variables)
-        return dequantize(arrays, self.quantization, dtype)
-
 
 def quantize_layers(causal_lm, quantization):
-    """Replaces the kernels of the decoder's linear layers; they are empty.
+    """Stores the kernels of the decoder's linear layers as codes.
+
+    A kernel that has a value is rounded; one without, as in
+    `without_values`, is to be filled. The floats are freed.
 
     Args:
         causal_lm: a KerasHub `CausalLM` of a known family.
@@ -383,6 +377,8 @@ def quantize(matrix, rows, quantization):
         dtype = "float32" if groups == 1 else jnp.bfloat16
         stored = scale.astype(dtype)
         scale = stored.astype("float32")
+        # Rounded to 8 bits, a scale may be 0.
+    scale = np.where(scale == 0, 1, scale)
     ratios = grouped / scale[:, None]
     if quantization.kind == "nf4":
         values = np.array(NF4, "float32")

@@ -1,6 +1,7 @@
 """Advice for a plan that does not fit, with numbers."""
 
 from keras_posttrain.distribution.plan_table import readable
+from keras_posttrain.models.quantized import quantization_of
 
 # Share of a chip's memory that a compiler may reserve; above it, it compiles
 # again. Llama-3-8B on v5e:4x4 agrees with the linear extrapolation with 25
@@ -52,7 +53,7 @@ def advise(plan, policy):
             f"{readable(chip['optimizer'])} and of the gradients' "
             f"{readable(plan.known_temporaries['gradients'])}."
         )
-    elif any(
+    elif quantization_of(policy.causal_lm) is None and any(
         v.dtype == "float32" and v.ndim > 1
         for v in policy.causal_lm.non_trainable_variables
     ):

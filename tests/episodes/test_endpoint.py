@@ -535,6 +535,17 @@ def test_the_server_listens_on_loopback_and_wants_a_key(server):
     assert answered(server, "GET", "/models", headers=known) == 401
 
 
+def test_a_request_after_the_episode_is_told_so(server):
+    def of_a_closed_loop(body):
+        raise RuntimeError("Event loop is closed")
+
+    cancelled = concurrent.futures.Future()
+    cancelled.cancel()
+    for answer in (of_a_closed_loop, lambda body: cancelled):
+        headers = {"Authorization": f"Bearer {server.open(answer)}"}
+        assert answered(server, headers=headers) == 410
+
+
 def test_a_server_ends_with_its_object():
     server = ChatServer()
     url, before = server.url, threading.active_count()

@@ -1,8 +1,10 @@
 """Adapters on linear layers that are stored in eight or four bits."""
 
+import dataclasses
 import json
 import re
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ import torch
 import transformers
 
 import keras_posttrain as kpt
-from keras_posttrain.models.quantized import quantize
+from keras_posttrain.models.quantized import (
+    QuantizedKernel,
+    dequantize,
+    quantize,
+)
+from keras_posttrain.planning.advice import advise
 from tests.distribution.runs import TASKS, mesh
 from tests.support import REFERENCE, random_rows, spread_adapter
 
@@ -68,9 +75,39 @@ def test_numbers_are_those_of_the_floats(kind):
     before = codes(task)
     for ours, theirs in zip(trained(task), trained(floats), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert max(np.abs(b.value).max() for b in task.adapter.b) > 0
     for old, new in zip(before, codes(task), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [*KINDS, "int4-double"])
+def test_rounding(kind):
+    """A group is within half a step; one of zeros stays so."""
+    quantization = KINDS.get(
+        kind, kpt.Quantization("int4", group_size=16, double=True)
+    )
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(64, 24)).astype("float32")
+    matrix[16:32] *= 1e-4
+    matrix[:16, 3] = 0
+    rows = quantization.rows(64, "kernel")
+    arrays = quantize(matrix, rows, quantization)
+    found = np.asarray(dequantize(arrays, quantization, "float32"))
+    grouped = matrix.reshape(found.shape)
+    largest = np.abs(grouped).max(1, keepdims=True)
+    # Of the largest weight: half a step, or a step where int4 cuts what is
+    # near the largest of the other sign; NF4's widest step is 0.3.
+    step = {"int8": 0.5 / 127, "int4": 1 / 8, "nf4": 0.16}
+    bound = step[quantization.kind] * largest
+    if quantization.double:
+        # A scale is within half a step of those of its group of rows.
+        spread = largest.max(2, keepdims=True) * 2 / 254
+        bound = bound + 0.5 * spread
+    # bfloat16 scales.
+    bound = bound + largest / 128 if rows != 64 else bound * 1.001
+    assert (np.abs(found - grouped) <= bound).all()
+    if rows != 64:
+        assert not found[0, :, 3].any() or quantization.double
 
 
 @pytest.mark.parametrize(
@@ -197,15 +234,20 @@ def test_eight_devices_are_one(kind):
 
 
 def test_a_run_resumes_and_names_another_base(tmp_path):
-    def fit(quantize):
+    def fit(quantize, epochs, folder="run"):
         task = make(quantize=quantize)
-        task.compile(optimizer=keras.optimizers.SGD(0.1))
-        checkpoint = kpt.callbacks.Checkpoint(tmp_path, every=1)
-        task.fit(ROWS, batch_size=3, verbose=0, callbacks=[checkpoint])
+        task.compile(optimizer=keras.optimizers.Adam(0.01))
+        checkpoint = kpt.callbacks.Checkpoint(tmp_path / folder, every=1)
+        task.fit(ROWS, batch_size=3, epochs=epochs, verbose=0,
+                 callbacks=[checkpoint])  # fmt: skip
+        return [np.asarray(v.value) for v in task.trainable_variables]
 
-    fit("int4")
+    fit("int4", 1)
+    resumed, whole = fit("int4", 2), fit("int4", 2, "whole")
+    for one, other in zip(resumed, whole, strict=True):
+        np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="nf4"):
-        fit("nf4")
+        fit("nf4", 3)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +284,32 @@ def test_settings_are_checked(settings, words):
         kpt.Quantization(**settings)
 
 
+def test_one_tensor_is_there_as_floats(monkeypatch):
+    """While a checkpoint is read, no kernel of floats is on the device."""
+    before = {id(x) for x in jax.live_arrays()}
+    largest, fill = [], QuantizedKernel.fill
+
+    def counted(kernel, read):
+        fill(kernel, read)
+        floats = [
+            x.size
+            for x in jax.live_arrays()
+            if id(x) not in before
+            and x.dtype == "float32"
+            and x.shape == kernel.shape
+        ]
+        largest.append(len(floats))
+
+    monkeypatch.setattr(QuantizedKernel, "fill", counted)
+    make(quantize="int4")
+    assert len(largest) >= 14 and max(largest) == 0
+
+
 def test_what_would_round_again_is_refused(tmp_path):
     task = make(quantize="int8")
+    engine = kpt.rollout.NativeRollout(merge_adapter=True)
+    with pytest.raises(ValueError, match="merge_adapter=True"):
+        engine.set_model(task)
     with pytest.raises(ValueError, match="save_adapter"):
         task.save_to_preset(tmp_path / "preset")
     with pytest.raises(ValueError, match="`export`"):
@@ -259,6 +325,11 @@ def test_a_plan_counts_codes():
         task = make(quantize=kind, dtype="bfloat16")
         task.compile()
         plans.append(task.plan("cpu:4", batch_size=4))
+        lines = advise(dataclasses.replace(plans[-1], capacity=1.0),
+                       task.policy)  # fmt: skip
+        assert len(lines) > 2
+        # The scales of int8 are float32 matrices.
+        assert not any("dtype=" in line for line in lines)
     floats, eight, four = plans
     assert eight.parameters == floats.parameters == four.parameters
     assert eight.model_flops == floats.model_flops == four.model_flops

@@ -96,6 +96,13 @@ class NativeRollout(Rollout):
         self._reported_slots = False
 
     def set_model(self, model):
+        quantization = quantization_of(model.causal_lm)
+        if self.merge_adapter is True and quantization is not None:
+            raise ValueError(
+                "An adapter is not merged into quantized kernels. Leave "
+                "`merge_adapter` at 'auto'. Received: merge_adapter=True for "
+                f"a model with {quantization}"
+            )
         if model is not self._model:
             self._reset()
             self._synced = None
