@@ -1,4 +1,4 @@
-"""Conversations of several turns with a slow tool, compared with TRL.
+"""Conversations of several turns with a slow tool, against TRL and Tunix.
 
     python benchmarks/agentic.py
 
@@ -21,6 +21,7 @@ import harness
 SCRIPTS = {
     "ours": ("ours", "ours_agentic.py"),
     "trl": ("trl", "trl_agentic.py"),
+    "tunix": ("tunix", "tunix_agentic.py"),
 }
 
 

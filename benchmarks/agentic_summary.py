@@ -9,6 +9,7 @@ WAYS = {
     "ours": "keras_posttrain, an episode",
     "lock-step": "keras_posttrain's engine, in lock-step",
     "trl": "TRL",
+    "tunix": "Tunix",
 }
 
 
@@ -21,7 +22,7 @@ class Run:
 
     @property
     def peer(self):
-        return "trl" if self.way == "trl" else "ours"
+        return "ours" if self.way == "lock-step" else self.way
 
     @property
     def name(self):
@@ -82,7 +83,7 @@ def markdown(results, options):
         options,
         f"{work['prompts'] * work['samples']} conversations of "
         f"{work['turns']} turns of {work['tokens']} tokens. Between two turns "
-        "an async tool takes the seconds of its column. Only the rollout is "
+        "a tool takes the seconds of its column. Only the rollout is "
         "measured.",
     )
     columns = ["way", "tool s", "rollout s", "sampled tokens", "tokens/s"]

@@ -86,6 +86,16 @@ MODELS = {
         "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-06,
     },
+    "llama3-70b": {
+        **SHARED,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+    },
 }
 V5E = ("v5e:4x4", "v5e:8x8", "v5e:16x16")
 V5P = ("v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8")
@@ -106,7 +116,18 @@ def all_runs():
         "llama3-8b/full/v5p:2x2x4/exact",
         "gemma2-9b/full/v5e:4x4/exact",
     ]
-    return runs + exact
+    # Adapters on bases in eight or four bits.
+    quantized = [
+        "llama3-8b/int8/v5e:1x1",
+        "llama3-8b/int4/v5e:1x1",
+        "llama3-8b/nf4/v5e:1x1",
+        "llama3-8b/int4/v5e:1x1/exact",
+        "qwen3-32b/int4/v5e:2x2",
+        "qwen3-32b/int8/v5e:2x4",
+        "qwen3-32b/int4/v5e:2x4",
+        "llama3-70b/int4/v5e:4x4",
+    ]
+    return runs + exact + quantized
 
 
 def chips(topology):
@@ -139,7 +160,8 @@ def plan(name):
                 dtype="bfloat16",
                 sequence_length=LENGTH,
                 remat="full",
-                lora=kpt.LoRA(rank=16) if mode == "lora" else None,
+                lora=None if mode == "full" else kpt.LoRA(rank=16),
+                quantize=None if mode in ("full", "lora") else mode,
             )
     task.compile(keras.optimizers.AdamW(1e-5))
     found = task.plan(topology, batch_size=chips(topology), exact=bool(exact))
@@ -190,7 +212,9 @@ def table(records):
             cells += ["-"] * 5
         else:
             cells += [
-                f"{r['collective_bytes'] / r['ideal_bytes']:.2f}",
+                f"{r['collective_bytes'] / r['ideal_bytes']:.2f}"
+                if r["ideal_bytes"]
+                else "-",
                 f"{r['model_flops'] / r['flops']:.0%}",
                 f"{r['step_seconds']:.2f}",
                 f"{r['tokens_per_second']:,.0f}",

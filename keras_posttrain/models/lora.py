@@ -33,6 +33,7 @@ from keras_posttrain.models.hf.tensors import (
     linear_layers,
 )
 from keras_posttrain.models.linear import MatrixAxes
+from keras_posttrain.models.quantized import check_not_quantized
 
 
 def _is_number(x):
@@ -396,11 +397,9 @@ class Adapter(keras.layers.Layer):
                 "first."
             )
         for i, pair in enumerate(self.pairs):
-            kernel = pair.layer.kernel
-            base = kernel.value
-            # One that is quantized refuses.
-            kernel.assign(self.merged_kernel(i, kernel=base))
-            pair.base = base
+            kernel = self.merged_kernel(i)
+            pair.base = pair.layer.kernel.value
+            pair.layer.kernel.assign(kernel)
         self._active = False
 
     def unmerge(self):
@@ -632,6 +631,7 @@ def handed_over(causal_lm, adapter, how, lora):
     added = []
     try:
         if how == "merge":
+            check_not_quantized(causal_lm, "adapter='merge'")
             added = [each for each in before if not each.is_merged]
             for each in reversed(before):
                 if each in added:

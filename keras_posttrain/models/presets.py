@@ -32,7 +32,12 @@ def _own_folder(preset):
 
 
 def load_causal_lm(
-    preset, *, dtype=None, load_weights=True, quantization=None
+    preset,
+    *,
+    dtype=None,
+    load_weights=True,
+    quantization=None,
+    is_trained=False,
 ):
     """Loads what `hf/loading.py` does, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
@@ -40,6 +45,7 @@ def load_causal_lm(
         "dtype": dtype,
         "load_weights": load_weights,
         "quantization": quantization,
+        "is_trained": is_trained,
     }
     if own is not None and (own / CONFIG).exists():
         config = read_json(own / CONFIG)

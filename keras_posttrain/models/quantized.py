@@ -97,10 +97,6 @@ class Quantization:
                 "Received: double=True, kind='int8'"
             )
 
-    @property
-    def bits(self):
-        return 8 if self.kind == "int8" else 4
-
     def rows(self, size, name):
         """Returns the rows of a group of a kernel with `size` rows."""
         if self.group_size is not None:
@@ -122,29 +118,122 @@ class Quantization:
             )
         return fits[-1]
 
+    def storage(self, size, name):
+        """Returns the `Storage` of a kernel with `size` rows."""
+        return Storage(self.kind, self.rows(size, name), self.double)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How one kernel is stored.
+
+    Attributes:
+        kind, double: as of `Quantization`.
+        rows: int, of a group.
+        zeros: bool, whether each group has a code that stands for 0.
+        scale_dtype: string or `None`, the dtype of the scales: by default
+            float32 for one group and bfloat16 for several.
+    """
+
+    kind: str
+    rows: int
+    double: bool = False
+    zeros: bool = False
+    scale_dtype: str | None = None
+
+    @property
+    def bits(self):
+        return 8 if self.kind == "int8" else 4
+
+    def arrays(self, into, out):
+        """Returns the shape and the dtype of each array, by its name."""
+        groups = into // self.rows
+        dtype = self.scale_dtype or ("float32" if groups == 1 else "bfloat16")
+        found = {
+            "codes": ((groups, self.rows, out), "int8"),
+            "scale": ((groups, out), "int8" if self.double else dtype),
+        }
+        if self.double:
+            found["scale_range"] = (groups, 2), "float32"
+        if self.zeros:
+            found["zeros"] = (groups, out), "int8"
+        return found
+
 
 def as_quantization(value):
-    """Returns the `Quantization` of the argument `quantize`, or `None`."""
-    if value is None or isinstance(value, Quantization):
+    """Returns the `Quantization` of the argument `quantize`.
+
+    It may also be `None`, for what a checkpoint has, or `"none"` for floats.
+    """
+    if isinstance(value, Quantization):
         return value
     if isinstance(value, str) and value in KINDS:
         return Quantization(value)
+    if value is None or isinstance(value, str) and value == "none":
+        return value
     raise ValueError(
-        f"`quantize` must be one of {KINDS}, a `kpt.Quantization`, or None. "
-        f"Received: quantize={value!r}"
+        f"`quantize` must be one of {KINDS}, a `kpt.Quantization`, 'none' or "
+        f"None. Received: quantize={value!r}"
     )
 
 
-def with_adapter(quantize, lora):
-    """Returns the `Quantization` of a task with this `LoRA`, or `None`."""
-    found = as_quantization(quantize)
-    if found is not None and lora is None:
+def check_trained(is_trained, what):
+    """Raises a `ValueError` where quantized weights would be trained."""
+    if is_trained:
         raise ValueError(
             "Quantized weights are not trained: train an adapter on them, "
-            "with `lora=kpt.LoRA(rank=16)`. "
-            f"Received: quantize={quantize!r}, lora=None"
+            "with `lora=kpt.LoRA(rank=16)`. `trainable=False` makes a task "
+            "that only samples and evaluates, and quantize='none' reads "
+            f"floats. Received: {what} and lora=None"
         )
-    return found
+
+
+class PackedCodes(keras.Variable):
+    """Codes from -8 to 7, an array `(groups, rows, out)` in four bits each.
+
+    On a TPU they are JAX's int4, which its compiler reads within a product.
+    Elsewhere that takes a byte a code, so two share a byte of uint8: the code
+    of the first half of a group's rows is in the low bits, and 8 is added.
+    Shape and dtype are those on the devices of Keras's distribution, so that
+    a plan for a TPU on another machine has a TPU's.
+    """
+
+    def __init__(self, initializer, shape, dtype, **kwargs):
+        self._codes_shape = tuple(shape)
+        super().__init__(initializer, shape=self.shape, dtype=dtype, **kwargs)
+
+    @property
+    def is_packed(self):
+        distribution = keras.distribution.distribution()
+        if distribution is None:
+            return jax.default_backend() != "tpu"
+        devices = distribution.device_mesh.backend_mesh.devices
+        return devices.flat[0].platform != "tpu"
+
+    @property
+    def shape(self):
+        groups, rows, out = self._codes_shape
+        return (groups, rows // 2 if self.is_packed else rows, out)
+
+    @property
+    def dtype(self):
+        # Keras knows no int4, and converts to int8 within a program.
+        return "uint8" if self.is_packed else "int8"
+
+    @property
+    def stored_dtype(self):
+        """String, the dtype of the array."""
+        return "uint8" if self.is_packed else "int4"
+
+    def stored(self, codes):
+        """Converts int8 codes `(groups, rows, out)` to what is assigned."""
+        if not self.is_packed:
+            return codes
+        low, high = np.split((codes + np.int8(8)).astype("uint8"), 2, axis=1)
+        return low | (high << 4)
+
+    def _convert_to_tensor(self, value, dtype=None):
+        return jnp.asarray(value, self.stored_dtype)
 
 
 class QuantizedKernel:
@@ -154,26 +243,25 @@ class QuantizedKernel:
     properties that are read. `value` computes the kernel as floats.
 
     Attributes:
-        variables: list of `keras.Variable`s. `codes` is int8 of the shape
-            `(groups, rows, out)` for 8 bits; for 4, uint8 of the shape
-            `(groups, rows // 2, out)`, with a code of the first half of the
-            rows in the low bits of a byte. `scale` has the shape `(groups,
-            out)`, in float32 for one group and in bfloat16 for several. With
-            double quantization it is int8, and `scale_range`, float32 of the
-            shape `(groups, 2)`, has the middle and the step of a group's.
+        parts: dict of `keras.Variable`s. `codes` has the shape `(groups,
+            rows, out)`, in int8 for 8 bits and as `PackedCodes` for 4, and
+            `scale` the shape `(groups, out)`. With double quantization it is
+            int8, and `scale_range`, float32 of the shape `(groups, 2)`, has
+            the middle and the step of a group's. `zeros`, int8 `(groups,
+            out)`, is there if another code than the middle stands for 0.
     """
 
-    def __init__(self, name, layer, quantization):
+    def __init__(self, name, layer, storage):
         kernel = layer.kernel
-        self.name, self.quantization = name, quantization
+        self.name, self.storage = name, storage
         self.path, self.dtype = kernel.path, kernel.dtype
         self.shape, self.ndim = tuple(kernel.shape), len(kernel.shape)
         # Where a variable of this path would lie.
         self._layout = None
         self.axes = MatrixAxes(layer)
-        self.rows = quantization.rows(self.axes.in_size, name)
-        self.variables = [
-            keras.Variable(
+        kinds = {"codes": PackedCodes} if storage.bits == 4 else {}
+        self.parts = {
+            part: kinds.get(part, keras.Variable)(
                 "zeros",
                 shape=shape,
                 dtype=dtype,
@@ -185,23 +273,14 @@ class QuantizedKernel:
             for (part, (shape, dtype)), layout in zip(
                 self._arrays().items(), self.layouts()
             )
-        ]
+        }
+
+    @property
+    def variables(self):
+        return list(self.parts.values())
 
     def _arrays(self):
-        """Returns the shape and the dtype of each array by its name."""
-        groups, out = self.axes.in_size // self.rows, self.axes.out_size
-        if self.quantization.bits == 8:
-            codes = (groups, self.rows, out), "int8"
-        else:
-            codes = (groups, self.rows // 2, out), "uint8"
-        if self.quantization.double:
-            return {
-                "codes": codes,
-                "scale": ((groups, out), "int8"),
-                "scale_range": ((groups, 2), "float32"),
-            }
-        dtype = "float32" if groups == 1 else "bfloat16"
-        return {"codes": codes, "scale": ((groups, out), dtype)}
+        return self.storage.arrays(self.axes.in_size, self.axes.out_size)
 
     def layouts(self):
         """Returns the layouts of `variables`, split as the kernel would be.
@@ -235,15 +314,14 @@ class QuantizedKernel:
     @property
     def itemsize(self):
         """Float, the bytes of a code."""
-        return self.quantization.bits / 8
+        return self.storage.bits / 8
 
     # As a variable
 
     @property
     def value(self):
         """The kernel as floats, an array of its shape and dtype."""
-        arrays = tuple(v.value for v in self.variables)
-        matrix = dequantize(arrays, self.quantization, "float32")
+        matrix = dequantize(self._values(), self.storage, "float32")
         matrix = matrix.reshape(self.axes.in_size, self.axes.out_size)
         kernel = self.axes.to_kernel_axes(matrix).astype(self.dtype)
         layout = sharding.layout_of(self)
@@ -262,19 +340,42 @@ class QuantizedKernel:
         """Quantizes a kernel: `read` is as of `device_transfer.fill`."""
         whole = np.asarray(read(tuple(slice(0, n) for n in self.shape)))
         matrix = self.axes.to_matrix(whole.astype("float32", copy=False))
-        arrays = quantize(matrix, self.rows, self.quantization)
-        for variable, array in zip(self.variables, arrays, strict=True):
+        self._fill(quantize(matrix, self.storage))
+
+    def fill_codes(self, codes, scales, zeros=None):
+        """Takes codes as they are.
+
+        Args:
+            codes: int8 array `(in, out)`: whole numbers, or indices of `NF4`.
+            scales: float array `(groups, out)`.
+            zeros: int8 array `(groups, out)` if the storage has such.
+        """
+        codes = codes.reshape(-1, self.storage.rows, codes.shape[1])
+        if self.storage.kind == "nf4":
+            codes = codes - np.int8(8)
+        arrays = {"codes": codes, "scale": scales}
+        if zeros is not None:
+            arrays["zeros"] = zeros
+        self._fill(arrays)
+
+    def _fill(self, arrays):
+        for part, variable in self.parts.items():
+            array = arrays[part]
+            if isinstance(variable, PackedCodes):
+                array = variable.stored(array)
             device_transfer.fill(variable, array.__getitem__)
+
+    def _values(self):
+        return {part: v.value for part, v in self.parts.items()}
 
     # Products
 
     def multiply(self, x):
         """Computes the product of tokens `(tokens, in)` and the kernel."""
-        arrays = tuple(v.value for v in self.variables)
-        return _multiply(self.quantization, x, arrays)
+        return _multiply(self.storage, x, self._values())
 
 
-def quantize_layers(causal_lm, quantization):
+def quantize_layers(causal_lm, quantization, storage_of=None):
     """Stores the kernels of the decoder's linear layers as codes.
 
     A kernel that has a value is rounded; one without, as in
@@ -282,12 +383,19 @@ def quantize_layers(causal_lm, quantization):
 
     Args:
         causal_lm: a KerasHub `CausalLM` of a known family.
-        quantization: `Quantization`.
+        quantization: `Quantization`, or the name of a checkpoint's format.
+        storage_of: function of the number of a kernel's rows and its layer's
+            name to its `Storage`, or to `None` for floats; by default that of
+            `quantization`.
     """
+    storage_of = storage_of or quantization.storage
     causal_lm.trainable = False
     for name, layer in linear_layers(causal_lm).items():
+        storage = storage_of(MatrixAxes(layer).in_size, name)
+        if storage is None:
+            continue
         old, is_loaded = layer.kernel, _has_value(layer.kernel)
-        kernel = QuantizedKernel(name, layer, quantization)
+        kernel = QuantizedKernel(name, layer, storage)
         # Keras's own quantization replaces variables of a built layer by
         # these methods, too; it has no public way.
         layer._untrack_variable(old)
@@ -308,7 +416,8 @@ def kernels(causal_lm):
     """Returns the list of a model's `QuantizedKernel`s."""
     if quantization_of(causal_lm) is None:
         return []
-    return [layer.kernel for layer in linear_layers(causal_lm).values()]
+    found = [layer.kernel for layer in linear_layers(causal_lm).values()]
+    return [kernel for kernel in found if isinstance(kernel, QuantizedKernel)]
 
 
 def _has_value(variable):
@@ -328,7 +437,10 @@ def check_not_quantized(causal_lm, what):
 
 
 def quantization_of(causal_lm):
-    """Returns the `Quantization` of a model, or `None`."""
+    """Returns the `Quantization` of a model, or `None`.
+
+    That of a quantized checkpoint is the name of its format.
+    """
     return getattr(causal_lm, "kpt_quantization", None)
 
 
@@ -347,68 +459,73 @@ def _call(layer, kernel, inputs, *args, **kwargs):
 # Numbers
 
 
-def quantize(matrix, rows, quantization):
-    """Quantizes a float32 matrix `(in, out)` in groups of `rows` rows.
+def quantize(matrix, storage):
+    """Quantizes a float32 matrix `(in, out)`.
 
     Returns:
-        A list of numpy arrays as of `QuantizedKernel.variables`.
+        A dict of numpy arrays as of `QuantizedKernel.parts`, the codes as
+        int8.
     """
+    rows = storage.rows
     groups, out = len(matrix) // rows, matrix.shape[1]
     grouped = matrix.reshape(groups, rows, out)
     largest = np.abs(grouped).max(axis=1)
-    if quantization.kind == "int4":
+    if storage.kind == "int4":
         # Codes go from -8 to 7: the largest weight of a group becomes -8,
         # whatever its sign, as in llama.cpp's Q4_0.
         is_low = -grouped.min(axis=1) == largest
         scale = np.where(is_low, largest, -largest) / 8
     else:
-        scale = largest / (127 if quantization.kind == "int8" else 1)
+        scale = largest / (127 if storage.kind == "int8" else 1)
     scale[scale == 0] = 1.0
-    more = []
-    if quantization.double:
+    found = {}
+    if storage.double:
         middle = (scale.max(1) + scale.min(1)) / 2
         step = (scale.max(1) - scale.min(1)) / 254
         step[step == 0] = 1.0
         stored = np.round((scale - middle[:, None]) / step[:, None])
-        stored = stored.astype("int8")
-        more = [np.stack([middle, step], 1).astype("float32")]
-        scale = stored * more[0][:, 1:] + more[0][:, :1]
+        found["scale"] = stored.astype("int8")
+        ends = np.stack([middle, step], 1).astype("float32")
+        found["scale_range"] = ends
+        scale = stored * ends[:, 1:] + ends[:, :1]
     else:
-        dtype = "float32" if groups == 1 else jnp.bfloat16
-        stored = scale.astype(dtype)
-        scale = stored.astype("float32")
-        # Rounded to 8 bits, a scale may be 0.
-    scale = np.where(scale == 0, 1, scale)
-    ratios = grouped / scale[:, None]
-    if quantization.kind == "nf4":
+        dtype = jnp.dtype(storage.arrays(len(matrix), out)["scale"][1])
+        found["scale"] = scale.astype(dtype)
+        scale = found["scale"].astype("float32")
+    # Rounded to 8 bits, a scale may be 0.
+    ratios = grouped / np.where(scale == 0, 1, scale)[:, None]
+    if storage.kind == "nf4":
         values = np.array(NF4, "float32")
         between = (values[1:] + values[:-1]) / 2
-        codes = np.searchsorted(between, ratios).astype("uint8")
+        codes = np.searchsorted(between, ratios) - 8
     else:
-        limits = (-8, 7) if quantization.kind == "int4" else (-127, 127)
-        codes = np.clip(np.round(ratios), *limits).astype("int8")
-    if quantization.bits == 8:
-        return [codes, stored, *more]
-    if quantization.kind == "int4":
-        codes = (codes + 8).astype("uint8")
-    low, high = np.split(codes, 2, axis=1)
-    return [low | (high << 4), stored, *more]
+        limits = (-8, 7) if storage.kind == "int4" else (-127, 127)
+        codes = np.clip(np.round(ratios), *limits)
+    if storage.zeros:
+        found["zeros"] = np.zeros((groups, out), "int8")
+    return {"codes": codes.astype("int8"), **found}
 
 
-def dequantize(arrays, quantization, dtype):
-    """Computes the floats of codes, an array `(groups, rows, out)`."""
-    codes, scale, *more = arrays
-    scale = scale.astype("float32")
-    if more:
-        scale = scale * more[0][:, 1:] + more[0][:, :1]
-    if quantization.bits == 4:
+def dequantize(arrays, storage, dtype):
+    """Computes the floats of codes, an array `(groups, rows, out)`.
+
+    Args:
+        arrays: dict as of `QuantizedKernel.parts`.
+    """
+    codes = arrays["codes"]
+    scale = arrays["scale"].astype("float32")
+    if storage.double:
+        ends = arrays["scale_range"]
+        scale = scale * ends[:, 1:] + ends[:, :1]
+    if codes.dtype == "uint8":
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=1)
-    if quantization.kind == "int4":
-        values = codes.astype("float32") - 8
-    elif quantization.kind == "nf4":
-        values = _nf4(codes)
+        codes = codes.astype("int8") - 8
+    if storage.kind == "nf4":
+        values = _nf4(codes.astype("int8") + 8)
     else:
         values = codes.astype("float32")
+    if storage.zeros:
+        values = values - arrays["zeros"].astype("float32")[:, None]
     return (values * scale[:, None]).astype(dtype)
 
 
@@ -423,21 +540,21 @@ def _nf4(codes):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(quantization, x, arrays):
+def _multiply(storage, x, arrays):
     # The groups are an axis of what is stored: so XLA computes the floats
     # within the product, and never holds them all.
-    kernel = dequantize(arrays, quantization, x.dtype)
+    kernel = dequantize(arrays, storage, x.dtype)
     groups, rows, _ = kernel.shape
     x = x.reshape(-1, groups, rows)
     return jnp.einsum("tkg,kgm->tm", x, kernel)
 
 
-def _multiply_forward(quantization, x, arrays):
-    return _multiply(quantization, x, arrays), arrays
+def _multiply_forward(storage, x, arrays):
+    return _multiply(storage, x, arrays), arrays
 
 
-def _multiply_backward(quantization, arrays, gradient):
-    kernel = dequantize(arrays, quantization, gradient.dtype)
+def _multiply_backward(storage, arrays, gradient):
+    kernel = dequantize(arrays, storage, gradient.dtype)
     found = jnp.einsum("tm,kgm->tkg", gradient, kernel)
     size = math.prod(kernel.shape[:2])
     return found.reshape(-1, size), None

@@ -207,7 +207,7 @@ def shapes_of(variables):
     return [
         jax.ShapeDtypeStruct(
             variable.shape,
-            variable.dtype,
+            getattr(variable, "stored_dtype", variable.dtype),
             sharding=sharding.layout_of(variable).backend_layout,
         )
         for variable in variables
@@ -224,10 +224,15 @@ def num_bytes(shapes, itemsize=None):
     return float(
         sum(
             math.prod(x.sharding.shard_shape(x.shape))
-            * (itemsize or x.dtype.itemsize)
+            * (itemsize or _itemsize(x.dtype))
             for x in jax.tree.leaves(shapes)
         )
     )
+
+
+def _itemsize(dtype):
+    # NumPy says that int4 takes a byte.
+    return 0.5 if dtype == jnp.int4 else dtype.itemsize
 
 
 # The mesh

@@ -507,6 +507,7 @@ class DistillTask(Task):
             seed=seed,
             max_staleness=max_staleness,
             micro_batch_size=self.micro_batch_size,
+            trainable=self.trainable,
             callbacks=callbacks,
             verbose=verbose,
             skip_steps=skip_steps,

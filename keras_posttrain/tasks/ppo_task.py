@@ -169,7 +169,11 @@ class PPOTask(RolloutTask):
     def _make_value_model(self, source):
         model, backbone = source, self.causal_lm.backbone
         if isinstance(source, (str, os.PathLike)):
-            model = presets.load_causal_lm(source, dtype=backbone.dtype_policy)
+            model = presets.load_causal_lm(
+                source,
+                dtype=backbone.dtype_policy,
+                is_trained=self.adapter is None,
+            )
         if model is not None:
             backbone = model.backbone
             theirs = backbone.vocabulary_size

@@ -326,6 +326,7 @@ class RolloutTask(Task):
             packs,
             epochs=epochs,
             seed=seed,
+            trainable=self.trainable,
             callbacks=callbacks,
             verbose=verbose,
             skip_steps=skip_steps,

@@ -161,6 +161,7 @@ class Task(keras.Model):
         remat="none",
         load_weights=True,
         quantize=None,
+        trainable=True,
         **kwargs,
     ):
         """Creates a task from a preset.
@@ -176,9 +177,15 @@ class Task(keras.Model):
             load_weights: bool, `False` for random weights.
             quantize: `"int8"`, `"int4"`, `"nf4"` or `kpt.Quantization`: the
                 decoder's linear layers are stored in eight or four bits, and
-                `lora` is trained on them. `None` for floats. Those of a
-                Hugging Face directory are rounded as they are read, those of
-                other presets after all have been read.
+                `lora` is trained on them. Those of a Hugging Face directory
+                are rounded as they are read, those of other presets after
+                all have been read. `None` leaves weights as they are stored:
+                floats, or the codes of a checkpoint in GPTQ, AWQ,
+                bitsandbytes or compressed-tensors. `"none"` makes floats of
+                these too.
+            trainable: bool, `False` for a task that samples and evaluates
+                only, or serves as a teacher or a reference: weights may be
+                quantized without `lora`.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
@@ -193,7 +200,8 @@ class Task(keras.Model):
             preset,
             dtype=dtype,
             load_weights=load_weights,
-            quantization=quantized.with_adapter(quantize, lora),
+            quantization=quantized.as_quantization(quantize),
+            is_trained=trainable and lora is None,
         )
         task = cls(
             causal_lm,
@@ -207,6 +215,9 @@ class Task(keras.Model):
             **kwargs,
         )
         task.preset = str(preset)
+        if not trainable:
+            # Keras would thaw the base of an adapter for True.
+            task.trainable = False
         return task
 
     @classmethod
@@ -346,8 +357,10 @@ class Task(keras.Model):
         with contextlib.ExitStack() as stack:
             if optimizers.holds_shapes(self.trainable_variables):
                 stack.enter_context(shapes_only())
-            self._masters = optimizers.build(
-                optimizer, self.trainable_variables
+            self._masters = (
+                []
+                if not self.trainable
+                else optimizers.build(optimizer, self.trainable_variables)
             )
         self._set_objective(loss)
 
@@ -420,6 +433,7 @@ class Task(keras.Model):
             packing,
             epochs=epochs,
             seed=seed,
+            trainable=self.trainable,
             callbacks=callbacks,
             verbose=verbose,
             skip_steps=skip_steps,
@@ -1145,6 +1159,7 @@ class Task(keras.Model):
         """
         checks.need_adapter(self.adapter, "merge_adapter")
         checks.own_adapter(self.policy)
+        quantized.check_not_quantized(self.causal_lm, "`merge_adapter`")
         self.adapter.merge()
         self._renew_step()
 

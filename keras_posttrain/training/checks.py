@@ -285,6 +285,16 @@ def placed(causal_lm):
         )
 
 
+def trainable(value):
+    """Raises a `ValueError` for a task that was made not to be trained."""
+    if not value:
+        raise ValueError(
+            "The task was made with trainable=False, so there is nothing to "
+            "train. Pass `lora=kpt.LoRA(...)` to train an adapter on its "
+            "weights, or leave `trainable` out. Received: trainable=False"
+        )
+
+
 def may_train(policy, packing, callbacks=()):
     """Raises a `ValueError` for settings that no task can train with."""
     placed(policy.causal_lm)

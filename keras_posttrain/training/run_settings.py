@@ -24,8 +24,22 @@ class RunSettings:
     silent: bool = False
 
     @classmethod
-    def of(cls, policy, packing, *, callbacks, verbose, skip_steps, **given):
-        """Checks and completes what a user passed to `fit`."""
+    def of(
+        cls,
+        policy,
+        packing,
+        *,
+        trainable,
+        callbacks,
+        verbose,
+        skip_steps,
+        **given,
+    ):
+        """Checks and completes what a user passed to `fit`.
+
+        `trainable` is the task's attribute.
+        """
+        checks.trainable(trainable)
         checks.callbacks(callbacks)
         callbacks = callback_lib.as_list(callbacks)
         processes.need_distribution()

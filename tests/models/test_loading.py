@@ -342,8 +342,8 @@ REFUSED = {
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     "quantized": (
         "qwen3",
-        {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config=",
+        {"quantization_config": {"quant_method": "hqq"}},
+        "quant_method='hqq'",
     ),
     "bidirectional": (
         "gemma3_text",

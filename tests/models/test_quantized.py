@@ -90,9 +90,10 @@ def test_rounding(kind):
     matrix = rng.normal(size=(64, 24)).astype("float32")
     matrix[16:32] *= 1e-4
     matrix[:16, 3] = 0
-    rows = quantization.rows(64, "kernel")
-    arrays = quantize(matrix, rows, quantization)
-    found = np.asarray(dequantize(arrays, quantization, "float32"))
+    storage = quantization.storage(64, "kernel")
+    rows = storage.rows
+    arrays = quantize(matrix, storage)
+    found = np.asarray(dequantize(arrays, storage, "float32"))
     grouped = matrix.reshape(found.shape)
     largest = np.abs(grouped).max(1, keepdims=True)
     # Of the largest weight: half a step, or a step where int4 cuts what is
@@ -126,9 +127,10 @@ def test_what_is_read_is_rounded_once():
     for ours, theirs in pairs:
         kernel = ours.layer.kernel
         matrix = kernel.axes.to_matrix(np.asarray(theirs.layer.kernel.value))
-        want = quantize(matrix, kernel.rows, kernel.quantization)
-        for variable, array in zip(kernel.variables, want, strict=True):
-            np.testing.assert_array_equal(variable.value, array)
+        want = quantize(matrix, kernel.storage)
+        want["codes"] = kernel.parts["codes"].stored(want["codes"])
+        for part, variable in kernel.parts.items():
+            np.testing.assert_array_equal(variable.value, want[part])
         error = np.abs(np.asarray(kernel.value - theirs.layer.kernel.value))
         # A step: what is near the largest of the other sign is cut.
         assert error.max() <= np.abs(matrix).max() / 8 * 1.01

@@ -9,6 +9,7 @@ import re
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 from safetensors import safe_open
 
 CONFIG = "config.json"
@@ -128,8 +129,26 @@ class Reader:
     def get(self, name):
         """Reads a tensor as a numpy array in the dtype of the file."""
         self.check_dtype(name)
-        with safe_open(self._files[name], framework="np") as opened:
+        return self.read(name)
+
+    def read(self, name):
+        """Reads a tensor of any dtype."""
+        file = self._files[name]
+        if self.dtypes[name] == "F8_E4M3":
+            return _read_float8(file, name)
+        with safe_open(file, framework="np") as opened:
             return opened.get_tensor(name)
+
+
+def _read_float8(file, name):
+    """Reads a tensor that safetensors cannot give to NumPy."""
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))[name]
+        start, stop = header["data_offsets"]
+        opened.seek(8 + length + start)
+        raw = np.frombuffer(opened.read(stop - start), "uint8")
+    return raw.view(jnp.float8_e4m3fn).reshape(header["shape"])
 
 
 def listed_files(path):

@@ -9,11 +9,17 @@ import tempfile
 
 import keras
 import keras_hub
+import numpy as np
 from safetensors import SafetensorError
 
+from keras_posttrain import _console
 from keras_posttrain._variables import without_values
 from keras_posttrain.models import device_transfer, quantized
-from keras_posttrain.models.hf import directories, layer_patches
+from keras_posttrain.models.hf import (
+    directories,
+    layer_patches,
+    quantized_files,
+)
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
     Reader,
@@ -23,16 +29,24 @@ from keras_posttrain.models.hf.checkpoint_files import (
 from keras_posttrain.models.hf.config import from_config
 from keras_posttrain.models.hf.converted import for_converter
 from keras_posttrain.models.hf.families import FAMILIES, family_of
-from keras_posttrain.models.hf.tensors import model_tensors
+from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
+from keras_posttrain.models.linear import MatrixAxes
 
 # Prefixes of tensor names, before `embed_tokens.weight`: of a language model,
 # of one without a head, and of multimodal models, new and old.
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+# Fields of a config that say how weights are stored.
+_QUANTIZED = ("quantization_config", "compression_config")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def load_causal_lm(
-    preset, *, dtype=None, load_weights=True, quantization=None
+    preset,
+    *,
+    dtype=None,
+    load_weights=True,
+    quantization=None,
+    is_trained=False,
 ):
     """Loads a causal language model that computes what its source does.
 
@@ -44,14 +58,18 @@ def load_causal_lm(
 
     `preset` is that of `directories.resolve`. Without `load_weights`, weights
     are random. With a `Quantization` each linear layer's kernel is quantized
-    as it is read. A `ValueError` is raised if KerasHub's layers cannot
-    represent the model.
+    as it is read. Those of a quantized checkpoint stay as they are stored if
+    `quantization` is `None`; `"none"` makes floats of them. A `ValueError` is
+    raised if KerasHub's layers cannot represent the model, or if its weights
+    would be quantized and are to be trained (`is_trained`).
     """
     path = directories.resolve(preset)
     config = None
     if path is not None:
         config = read_json(path / CONFIG)
         config, notes = _text_config(config)
+    if isinstance(quantization, quantized.Quantization):
+        quantized.check_trained(is_trained, f"quantize={quantization}")
     if config is None:
         causal_lm = _from_keras_hub(preset, dtype, load_weights)
         repair(causal_lm)
@@ -60,27 +78,60 @@ def load_causal_lm(
         causal_lm = _convert(path, config, dtype, load_weights)
         return _quantized(causal_lm, quantization)
     family = FAMILIES[config["model_type"]]
-    settings, more = from_config(config, family)
+    stored = quantized_files.format_of(config)
+    floats = {k: v for k, v in config.items() if k not in _QUANTIZED}
+    settings, more = from_config(floats, family)
     notes += more
     checkpoint = None
     if load_weights:
         checkpoint = Reader(path)
         settings, more = _tied_as_stored(settings, config, checkpoint)
         notes += more
-    causal_lm, more = _build(
-        family, settings, dtype, load_weights, quantization
-    )
+    causal_lm, more = _build(family, settings, dtype, load_weights)
     notes += more
+    with _without_values(load_weights):
+        if stored is not None and quantization is None:
+            if _keep_codes(causal_lm, stored, checkpoint):
+                quantized.check_trained(
+                    is_trained, f"a checkpoint of {stored.name}"
+                )
+        else:
+            _quantized(causal_lm, quantization)
     if load_weights:
-        notes += _load_weights(causal_lm, checkpoint)
+        notes += _load_weights(causal_lm, checkpoint, stored)
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
     return causal_lm
 
 
+def _keep_codes(causal_lm, stored, checkpoint):
+    """Makes layers for the codes of a checkpoint; returns whether it has any.
+
+    Args:
+        stored: `Format`.
+        checkpoint: `Reader` or `None`.
+    """
+    prefix = "model." if checkpoint is None else _prefix(checkpoint)
+    layers = linear_layers(causal_lm)
+    kept = {}
+    for name, layer in layers.items():
+        module = prefix + name.removeprefix("model.")
+        if stored.is_stored(checkpoint, module):
+            axes = MatrixAxes(layer)
+            shape = axes.in_size, axes.out_size
+            found = stored.storage(checkpoint, module, shape)
+            if found is not None:
+                kept[name] = found
+    if kept:
+        quantized.quantize_layers(
+            causal_lm, stored.name, lambda rows, name: kept.get(name)
+        )
+    return bool(kept)
+
+
 def _quantized(causal_lm, quantization):
     """Quantizes the weights that a model has."""
-    if quantization is not None:
+    if isinstance(quantization, quantized.Quantization):
         quantized.quantize_layers(causal_lm, quantization)
     return causal_lm
 
@@ -178,14 +229,18 @@ _NOT_WEIGHTS = (
 )
 
 
-def _build(family, settings, dtype, load_weights, quantization=None):
+def _without_values(load_weights):
+    return without_values() if load_weights else contextlib.nullcontext()
+
+
+def _build(family, settings, dtype, load_weights):
     """Builds a model; returns it and notes on the settings corrected.
 
     If weights will be loaded, none are initialized before: this would take
     longer than reading them and several times their memory. The model is then
     compiled after loading, as KerasHub's `compile` creates variables.
     """
-    with without_values() if load_weights else contextlib.nullcontext():
+    with _without_values(load_weights):
         backbone = family.backbone_class(
             **_arguments(settings, family), dtype=dtype
         )
@@ -193,14 +248,21 @@ def _build(family, settings, dtype, load_weights, quantization=None):
             backbone=backbone, preprocessor=None, compile=not load_weights
         )
         notes = layer_patches.apply_settings(causal_lm, family, settings)
-        _quantized(causal_lm, quantization)
     return causal_lm, notes
 
 
 def load_saved(
-    path, config, *, dtype=None, load_weights=True, quantization=None
+    path,
+    config,
+    *,
+    dtype=None,
+    load_weights=True,
+    quantization=None,
+    is_trained=False,
 ):
     """Loads what `presets.save_to_preset` wrote, with its `config`."""
+    if isinstance(quantization, quantized.Quantization):
+        quantized.check_trained(is_trained, f"quantize={quantization}")
     family = FAMILIES[config["model_type"]]
     settings, notes = from_config(config, family)
     causal_lm, more = _build(family, settings, dtype, load_weights)
@@ -363,21 +425,22 @@ def _equal(checkpoint, one, other, rows=4096):
         return all((first[part] == second[part]).all() for part in parts)
 
 
-def _load_weights(causal_lm, checkpoint):
+def _load_weights(causal_lm, checkpoint, stored=None):
     """Loads every weight, reading the slice of each device separately.
 
     Names, shapes and dtypes are checked first, so that an error leaves no
-    partly loaded model. Returns notes on tensors that were not used.
+    partly loaded model; those of the `Format` that `stored` is are checked as
+    they are read. Returns notes on tensors that were not used.
     """
-    found = _named(causal_lm, checkpoint)
+    found, modules = _named(causal_lm, checkpoint, stored)
     for name, tensor in found.items():
-        with checkpoint.open(name) as stored:
-            read = functools.partial(tensor.read, stored)
-            if isinstance(tensor.variable, quantized.QuantizedKernel):
-                tensor.variable.fill(read)
-            else:
-                device_transfer.fill(tensor.variable, read)
-    rest = checkpoint.names - set(found) - {_head(checkpoint)}
+        with checkpoint.open(name) as opened:
+            _fill(tensor.variable, functools.partial(tensor.read, opened))
+    used = {f"{module}.{end}" for module in modules for end in stored.ends()}
+    if modules:
+        _load_quantized(checkpoint, stored, modules)
+        _check_no_biases(checkpoint, modules, found)
+    rest = checkpoint.names - set(found) - used - {_head(checkpoint)}
     rest = sorted(x for x in rest if not x.endswith("rotary_emb.inv_freq"))
     if not rest:
         return []
@@ -385,10 +448,68 @@ def _load_weights(causal_lm, checkpoint):
     return [f"{len(rest)} tensors of the checkpoint not used: {shown}"]
 
 
-def _named(causal_lm, checkpoint):
-    """Maps names in the checkpoint to the model's tensors; checks them."""
+def _fill(variable, read):
+    if isinstance(variable, quantized.QuantizedKernel):
+        variable.fill(read)
+    else:
+        device_transfer.fill(variable, read)
+
+
+def _load_quantized(checkpoint, stored, modules):
+    """Loads quantized layers, and says which of them became floats.
+
+    Args:
+        stored: `Format`.
+        modules: dict of `Tensor`s by the layers' names in the checkpoint.
+    """
+    floats = {}
+    for module, tensor in modules.items():
+        kernel, (out, into) = tensor.variable, tensor.shape
+        shape = into, out
+        kept = isinstance(kernel, quantized.QuantizedKernel)
+        own = stored.storage(checkpoint, module, shape)
+        if kept and own == kernel.storage:
+            found = stored.matrix(checkpoint, module, shape)
+            kernel.fill_codes(found.codes, found.scales, found.zeros)
+            continue
+        values = stored.floats(checkpoint, module, shape).T
+        _fill(kernel, functools.partial(tensor.read, values))
+        why = "as was asked for"
+        if kept:
+            why = f"rounded again to {kernel.storage.kind}"
+        elif own is None:
+            why = stored.why_floats(module)
+        floats.setdefault(why, []).append(module)
+    for why, names in floats.items():
+        kind = "floats" if "again" not in why else "other codes"
+        _console.say(
+            f"{stored.name}: {len(names)} layers were read as {kind} ({why}), "
+            f"{names[0]} first"
+        )
+
+
+def _check_no_biases(checkpoint, modules, found):
+    """Raises where a layer has a bias that the model has no place for."""
+    for module in modules:
+        name = f"{module}.bias"
+        if name in checkpoint.names and name not in found:
+            # Some tools write zeros.
+            if np.any(checkpoint.read(name)):
+                raise ValueError(
+                    "The checkpoint has a bias that its model does not have. "
+                    f"Received: {name!r} in {str(checkpoint.directory)!r}"
+                )
+
+
+def _named(causal_lm, checkpoint, stored=None):
+    """Maps names in the checkpoint to the model's tensors; checks them.
+
+    Returns:
+        Two dicts of `Tensor`s: those of floats by their names, and those of
+        quantized layers by the names of the layers.
+    """
     prefix = _prefix(checkpoint)
-    found = {}
+    found, modules = {}, {}
     for tensor in model_tensors(causal_lm):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name == HEAD:
@@ -396,6 +517,11 @@ def _named(causal_lm, checkpoint):
         elif tensor.name == "model." + EMBEDDING:
             # A tied pair may be saved under either name.
             name = name if name in checkpoint.names else _head(checkpoint)
+        module = name.removesuffix(".weight")
+        if stored is not None and name != module and tensor.is_linear:
+            if stored.is_stored(checkpoint, module):
+                modules[module] = tensor
+                continue
         if name not in checkpoint.names:
             raise ValueError(
                 f"The checkpoint lacks a tensor that its config requires. "
@@ -410,7 +536,7 @@ def _named(causal_lm, checkpoint):
             )
         checkpoint.check_dtype(name)
         found[name] = tensor
-    return found
+    return found, modules
 
 
 def repair(causal_lm):

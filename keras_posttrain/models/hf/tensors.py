@@ -28,6 +28,11 @@ class Tensor:
         return tuple(math.prod(sizes[a] for a in axes) for axes in self.axes)
 
     @property
+    def is_linear(self):
+        """Bool, whether it is the weight `(out, in)` of a linear layer."""
+        return self.name.endswith(("_proj.weight", "lm_head.weight"))
+
+    @property
     def _order(self):
         return [axis for axes in self.axes for axis in axes]
 
