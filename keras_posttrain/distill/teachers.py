@@ -10,7 +10,11 @@ from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import presets
 from keras_posttrain.rollout import Rollout
-from keras_posttrain.training.frozen import frozen_model, frozen_policy
+from keras_posttrain.training.frozen import (
+    frozen_model,
+    frozen_policy,
+    model_of,
+)
 
 
 class TeacherSources:
@@ -20,8 +24,15 @@ class TeacherSources:
     """
 
     def __init__(self, teacher, causal_lm, tokenizer=None):
-        self._given = check_teachers(teacher, causal_lm)
+        given = check_teachers(teacher, causal_lm)
+        self._given = {name: model_of(x) for name, x in given.items()}
         self._student, self._tokenizer = causal_lm, tokenizer
+        # Of teachers that are tasks.
+        self._tokenizers = {
+            name: x.tokenizer
+            for name, x in given.items()
+            if model_of(x) is not x
+        }
         self._loaded = {}
         self.names = list(self._given)
         engines = [x for x in self._given.values() if isinstance(x, Rollout)]
@@ -80,7 +91,7 @@ class TeacherSources:
         given = self._given[name]
         if self._tokenizer is None and isinstance(given, (str, os.PathLike)):
             return presets.load_tokenizer(given)
-        return self._tokenizer
+        return self._tokenizer or self._tokenizers.get(name)
 
     def freeze(self, policy, weights, same_tokens=True):
         """Returns a tuple of `FrozenPolicy`s, one a teacher.
@@ -107,18 +118,19 @@ def check_teachers(teacher, causal_lm):
         many = {"teacher": teacher}
     known = (str, os.PathLike, keras_hub.models.CausalLM, Rollout)
     for name, given in many.items():
-        if given is causal_lm:
+        if model_of(given) is causal_lm:
             raise ValueError(
                 "The teacher must be another model than the student: from "
                 "itself there is nothing to learn. For the student as it was "
                 "when training began (with a longer prompt, say), leave "
                 "`teacher` out."
             )
-        if given is not None and not isinstance(given, known):
+        if given is not None and not isinstance(model_of(given), known):
             raise ValueError(
-                "`teacher` must be a preset, a KerasHub `CausalLM`, an "
-                "engine such as `kpt.rollout.NativeRollout()`, None for the "
-                "student when training began, or a list or dict of these. "
+                "`teacher` must be a preset, a KerasHub `CausalLM`, a task, "
+                "an engine such as `kpt.rollout.NativeRollout()`, None for "
+                "the student when training began, or a list or dict of "
+                "these. "
                 f"Received: {name!r}: {given!r}"
             )
     engines = [x for x in many.values() if isinstance(x, Rollout)]

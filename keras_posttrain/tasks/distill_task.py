@@ -83,10 +83,11 @@ class DistillTask(Task):
     Args:
         causal_lm: a KerasHub `CausalLM`, the student.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
-        teacher: a preset, a KerasHub `CausalLM`, an engine of
-            `kpt.rollout` that serves the teacher, or `None` for the student
-            at the start of training; or a list or dict of these, without
-            engines.
+        teacher: a preset, a KerasHub `CausalLM`, a task of the teacher
+            (`from_preset(..., quantize="int8", trainable=False)` makes a
+            small one), an engine of `kpt.rollout` that serves the teacher,
+            or `None` for the student at the start of training; or a list or
+            dict of these, without engines.
         teacher_tokenizer: `kpt.Tokenizer` of a teacher with other tokens,
             for `ULDLoss`. A preset brings its own.
         teacher_length: int or `None`, the maximum length of the teacher's

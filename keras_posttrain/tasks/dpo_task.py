@@ -7,7 +7,11 @@ from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import keras_words
 from keras_posttrain.training import preference_checks as checks
 from keras_posttrain.training.callbacks import moves_reference, show
-from keras_posttrain.training.frozen import Untracked, make_reference
+from keras_posttrain.training.frozen import (
+    Untracked,
+    make_reference,
+    model_of,
+)
 from keras_posttrain.training.frozen_cache import (
     FrozenCache,
     completion_logps,
@@ -33,9 +37,11 @@ class DPOTask(PreferenceTask):
     Args:
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
-        reference: a preset or a KerasHub `CausalLM`, or `None` for the
-            policy at the start of training: the model with the adapter off
-            if the adapter was 0, else a frozen copy of the trained weights.
+        reference: a preset, a KerasHub `CausalLM` or a task of another
+            model, such as `from_preset(..., quantize="int8",
+            trainable=False)` makes, or `None` for the policy at the start of
+            training: the model with the adapter off if the adapter was 0,
+            else a frozen copy of the trained weights.
             Not used by reference-free losses such as `SimPOLoss`.
         **kwargs: see `from_preset`.
 
@@ -62,7 +68,7 @@ class DPOTask(PreferenceTask):
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
-        self._given_reference = Untracked(reference)
+        self._given_reference = Untracked(model_of(reference))
         # Set by `compile` and `fit`: a `FrozenPolicy`, a directory, and the
         # `FrozenCache` in it.
         self.reference = self.reference_cache = self.cached = None

@@ -38,6 +38,7 @@ from keras_posttrain.training.frozen import (
     Untracked,
     frozen_policy,
     make_reference,
+    model_of,
 )
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
@@ -74,7 +75,7 @@ class RolloutTask(Task):
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)
-        self._given_reference = Untracked(reference)
+        self._given_reference = Untracked(model_of(reference))
         # Set by `compile` and `fit`.
         self.rollout = self.sampling = self.scoring = self.reference = None
         self.episode = None

@@ -143,6 +143,11 @@ class Untracked:
         self.value = value
 
 
+def model_of(given):
+    """Returns the model of a `Task`; anything else is returned as it is."""
+    return getattr(given, "causal_lm", given)
+
+
 def model_identity(causal_lm, adapter=None):
     """Returns a dict that identifies the weights and settings of a model."""
     variables = list(causal_lm.variables)

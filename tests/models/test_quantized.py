@@ -12,11 +12,13 @@ import torch
 import transformers
 
 import keras_posttrain as kpt
+from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.quantized import (
     QuantizedKernel,
     dequantize,
     quantize,
 )
+from keras_posttrain.models.quantized import kernels as quantized_kernels
 from keras_posttrain.planning.advice import advise
 from tests.distribution.runs import TASKS, mesh
 from tests.support import REFERENCE, random_rows, spread_adapter
@@ -337,6 +339,41 @@ def test_a_plan_counts_codes():
     assert eight.model_flops == floats.model_flops == four.model_flops
     sizes = [plan.arguments["weights"] for plan in plans]
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_a_quantized_reference_and_teacher():
+    """They compute what those do that have their weights as floats."""
+    other = REFERENCE / "models/qwen3_near"
+    kept = kpt.SFTTask.from_preset(
+        other, quantize="int8", trainable=False, sequence_length=64
+    )
+    floats = kpt.SFTTask.from_preset(other, sequence_length=64)
+    layers = linear_layers(floats.causal_lm)
+    for kernel in quantized_kernels(kept.causal_lm):
+        layers[kernel.name].kernel.assign(kernel.value)
+    path = REFERENCE / "models/qwen3"
+    kwargs = {"lora": kpt.LoRA(rank=4), "sequence_length": 64}
+    pairs = [
+        {
+            "prompt_ids": row["token_ids"][:3],
+            "chosen_ids": row["token_ids"][3:],
+            "rejected_ids": row["token_ids"][4:],
+        }
+        for row in ROWS
+    ]
+    for make_task, rows in (
+        (lambda x: kpt.DPOTask.from_preset(path, reference=x, **kwargs),
+         pairs),
+        (lambda x: kpt.DistillTask.from_preset(path, teacher=x, **kwargs),
+         ROWS),
+    ):  # fmt: skip
+        losses = []
+        for model in (kept, floats):
+            task = make_task(model)
+            task.compile(optimizer=keras.optimizers.SGD(0.1))
+            history = task.fit(rows, batch_size=6, verbose=0).history
+            losses.append(history["loss"][0])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "distill", "grpo", "ppo"])
