@@ -91,6 +91,19 @@ def test_the_weights_are_the_trainers(model, lora):
     assert engine._engine is None
 
 
+@pytest.mark.parametrize("adapter", ["auto", False])
+def test_a_quantized_base(adapter):
+    """vLLM gets the floats that the codes stand for: 1e-4 after each push."""
+    task = make("qwen3", True, quantize="int4")
+    engine = VLLMRollout(adapter=adapter, timeout=120)
+    compile_grpo(task, engine, 3.0)
+    compared = Compared(engine)
+    task.fit(prompts(6), batch_size=2, callbacks=[compared], verbose=0)
+    assert len(compared.gaps) == 4 and max(compared.gaps) < 1e-4
+    for before, after in zip(compared.logps, compared.logps[1:]):
+        assert np.abs(after - before).max() > 1e-4
+
+
 @pytest.fixture(scope="module")
 def engine():
     """One engine for the tests that change no weights."""
