@@ -33,6 +33,7 @@ from keras_posttrain import (
     rewards,  # noqa: E402
     rollout,  # noqa: E402
 )
+from keras_posttrain.adamw_8bit import AdamW8bit  # noqa: E402
 from keras_posttrain.data.chat.tokenizer import Tokenizer  # noqa: E402
 from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.models.quantized import Quantization  # noqa: E402
@@ -49,6 +50,7 @@ from keras_posttrain.tasks.task import Task  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW8bit",
     "DPOTask",
     "DistillTask",
     "GRPOTask",

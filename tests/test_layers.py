@@ -22,6 +22,7 @@ LEVELS = {
     "models": 1,
     "distribution": 1,
     "optimizers": 1,
+    "adamw_8bit": 1,
     "rewards": 1,
     "rollout": 2,
     "callbacks": 2,
