@@ -7,7 +7,6 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import keras
 import keras_hub
 
 from keras_posttrain.models import divergence_head, sharding
@@ -19,6 +18,7 @@ from keras_posttrain.models.attention import (
     subtree_ends,
 )
 from keras_posttrain.models.lora import DropoutKeys
+from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
 
 # Backbones whose attention layers have the hook of `models/attention.py`.
@@ -246,7 +246,7 @@ class Policy:
                 (variable, value if gather is None else gather(value))
                 for variable, value, gather in zip(variables, values, gathers)
             ]
-            scope = keras.StatelessScope(state_mapping=mapping)
+            scope = values_of(mapping)
             with scope, sharding.name_outputs(summed):
                 return layer(x, **inputs)
 

@@ -217,7 +217,7 @@ class PackedCodes(keras.Variable):
 
     @property
     def dtype(self):
-        # Keras knows no int4, and converts to int8 within a program.
+        # Keras knows no int4.
         return "uint8" if self.is_packed else "int8"
 
     @property
@@ -373,6 +373,21 @@ class QuantizedKernel:
     def multiply(self, x):
         """Computes the product of tokens `(tokens, in)` and the kernel."""
         return _multiply(self.storage, x, self._values())
+
+
+def values_of(mapping):
+    """Returns a scope in which variables have the arrays of a mapping.
+
+    Args:
+        mapping: list of pairs of a variable and an array. Keras would convert
+            codes of int4 to int8, a copy of the model that is twice as large.
+    """
+    own = [pair for pair in mapping if isinstance(pair[0], PackedCodes)]
+    rest = [pair for pair in mapping if not isinstance(pair[0], PackedCodes)]
+    scope = keras.StatelessScope(state_mapping=rest)
+    for pair in own:
+        scope.add_update(pair)
+    return scope
 
 
 def quantize_layers(causal_lm, quantization, storage_of=None):

@@ -7,13 +7,13 @@ import os
 
 import jax
 import jax.numpy as jnp
-import keras
 
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf.loading import repair
 from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.models.quantized import values_of
 from keras_posttrain.training.run_state import weights_digest
 from keras_posttrain.training.weights import TRACING
 
@@ -63,7 +63,7 @@ class FrozenPolicy:
                 mapping = list(zip(self.variables, values))
                 if self.kind == "copy":
                     mapping += list(zip(self.weights.frozen, frozen))
-                scope = keras.StatelessScope(state_mapping=mapping)
+                scope = values_of(mapping)
                 stack.enter_context(scope)
             yield
 

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 
-import keras
+from keras_posttrain.models.quantized import values_of
 
 # Held while a program of a model is traced: scopes such as
 # `adapter.disabled()` belong to the model, and several threads may trace.
@@ -37,5 +37,5 @@ class ModelWeights:
         """Gives the variables these values. One thread at a time enters."""
         mapping = list(zip(self.trainable, trainable))
         mapping += list(zip(self.frozen, frozen))
-        with TRACING, keras.StatelessScope(state_mapping=mapping):
+        with TRACING, values_of(mapping):
             yield

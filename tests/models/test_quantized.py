@@ -5,6 +5,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import transformers
 import keras_posttrain as kpt
 from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.quantized import (
+    PackedCodes,
     QuantizedKernel,
     dequantize,
     quantize,
+    values_of,
 )
 from keras_posttrain.models.quantized import kernels as quantized_kernels
 from keras_posttrain.planning.advice import advise
@@ -339,6 +342,16 @@ def test_a_plan_counts_codes():
     assert eight.model_flops == floats.model_flops == four.model_flops
     sizes = [plan.arguments["weights"] for plan in plans]
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_codes_of_a_tpu_stay_int4_in_a_program(monkeypatch):
+    """As int8 they would be a copy of the model at twice its size."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    variable = PackedCodes(
+        "zeros", (1, 4, 8), "int8", trainable=False, autocast=False
+    )
+    with values_of([(variable, jnp.zeros((1, 4, 8), "int4"))]):
+        assert variable.value.dtype == "int4"
 
 
 def test_a_quantized_reference_and_teacher():
