@@ -137,9 +137,39 @@ results["export"] = {"gap": float(gap)}
 What is in eight or four bits cannot be rounded again without loss. So
 `merge_adapter` and `save_to_preset` are refused, and say what to use.
 
+## A model that is not trained
+
+With `trainable=False` no adapter is needed: such a task samples and evaluates,
+and is the `teacher=` of a `DistillTask` or the `reference=` of a `DPOTask`.
+Here a base of all its bits is taught by one in four.
+"""
+
+teacher = kpt.SFTTask.from_preset(
+    folder / "export", quantize="int4", trainable=False, sequence_length=64
+)
+student = kpt.DistillTask.from_preset(
+    preset, teacher=teacher, lora=kpt.LoRA(rank=8), sequence_length=64
+)
+student.compile(optimizer=keras.optimizers.Adam(5e-3))
+before = student.evaluate(held_out)["loss"]
+student.fit(trained, batch_size=20, epochs=4, packing=True)
+after = student.evaluate(held_out)["loss"]
+print(f"divergence from the teacher: {before:.2f}, then {after:.2f}")
+results["distilled"] = {"before": before, "after": after}
+(folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+
+"""
+## Checkpoints that are quantized already
+
+A Hugging Face directory with a `quantization_config` needs no `quantize=`:
+`from_preset("hf://Qwen/Qwen3-8B-AWQ", lora=kpt.LoRA(rank=16))` trains on its
+codes, which are not rounded again. GPTQ, AWQ, bitsandbytes, FP8 and
+compressed-tensors are read. A format whose numbers have no codes here, such as
+FP8, is read as floats, and a line says so.
+
 ## Next
 
-- `GRPOTask`, `DPOTask`, `PPOTask`, `RewardTask` and `DistillTask` take
-  `quantize` too.
+- `GRPOTask`, `DPOTask`, `PPOTask` and `RewardTask` take `quantize` too.
+- `kpt.AdamW8bit` trains all weights with a quarter of AdamW's state.
 - `task.plan("v5e:1x1", batch_size=1)` says whether a quantized model fits.
 """
