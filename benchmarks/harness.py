@@ -26,7 +26,15 @@ MARK = "RESULT "
 ENVIRONMENTS = {
     "ours": ["-c", CONSTRAINTS, "-e", str(ROOT)],
     "keras_hub": ["-c", CONSTRAINTS, "keras", "keras-hub", "jax"],
-    "trl": ["-c", CONSTRAINTS, "torch", "trl==1.16.0", "transformers", "peft"],
+    "trl": [
+        "-c",
+        CONSTRAINTS,
+        "torch",
+        "trl==1.16.0",
+        "transformers",
+        "peft",
+        "bitsandbytes==0.50.2",
+    ],
     "tunix": [
         "google-tunix==0.1.7",
         "qwix==0.1.8",

@@ -21,6 +21,7 @@ def main():
         task = kpt.SFTTask.from_preset(
             folder,
             lora=lora if args.lora else None,
+            quantize=args.quantize,
             sequence_length=args.shape.length,
         )
     task.compile(
@@ -50,6 +51,8 @@ def main():
         args,
         ("keras", "keras-hub", "jax"),
         first_loss=clock.first["loss"],
+        weights_gb=sum(v.value.nbytes for v in task.causal_lm.variables)
+        / 2**30,
         first_step_s=clock.first_step_s,
         pass_s=clock.pass_s,
         steps=clock.steps,

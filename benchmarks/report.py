@@ -64,6 +64,7 @@ def arguments(packing=True):
         "--workload", choices=list(workloads.WORKLOADS), default="w1"
     )
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--quantize", choices=("int8", "int4", "nf4"))
     parser.add_argument("--rows", type=int, help="of the workload, per pass")
     parser.add_argument("--passes", type=int, default=2)
     if packing:

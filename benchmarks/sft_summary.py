@@ -24,11 +24,13 @@ class Run:
     lora: bool = False
     packing: bool = False
     rows: int | None = None  # per pass; None for the workload's default
+    quantize: str | None = None  # of the base, as of `from_preset`
 
     @property
     def group(self):
         """Workload and trained weights, within which ratios are taken."""
-        return f"{self.workload} {'lora' if self.lora else 'full'}"
+        weights = "lora" if self.lora else "full"
+        return " ".join(filter(None, (self.workload, weights, self.quantize)))
 
     @property
     def layout(self):
@@ -43,6 +45,7 @@ class Run:
         flags = ["--workload", self.workload]
         flags += ["--lora"] if self.lora else []
         flags += ["--packing"] if self.packing else []
+        flags += ["--quantize", self.quantize] if self.quantize else []
         return flags + (["--rows", str(self.rows)] if self.rows else [])
 
     @property
@@ -71,10 +74,10 @@ def disagreements(results):
         # LoRA starts as the base model, so full and LoRA must agree too.
         for r in repeats:
             if "error" not in r:
-                batches.setdefault((run.workload, run.layout), []).append(
-                    (r["first_loss"], run.name)
-                )
-    for (workload, layout), losses in batches.items():
+                key = run.workload, run.layout, run.quantize
+                pair = r["first_loss"], run.name
+                batches.setdefault(key, []).append(pair)
+    for (workload, layout, _), losses in batches.items():
         # NaN sorts last, and the comparison with it fails.
         losses.sort(key=lambda pair: (math.isnan(pair[0]), pair))
         low, high = losses[0], losses[-1]

@@ -1,16 +1,20 @@
 """A workload's model in transformers, with tokenizer and LoRA."""
 
+import tempfile
+
 import torch
 import workloads
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 
-def build(model, seed=0):
+def build(model, seed=0, quantize=None):
+    """Returns the model; `quantize` is `None`, `"int8"` or `"nf4"`."""
     config = LlamaConfig(
         vocab_size=model.vocab,
         num_hidden_layers=model.layers,
@@ -36,7 +40,24 @@ def build(model, seed=0):
     if model.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     net.load_state_dict(state)
-    return net
+    if quantize is None:
+        return net
+    settings = {
+        "int8": {"load_in_8bit": True},
+        "nf4": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": torch.float32,
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        net.save_pretrained(folder)
+        return LlamaForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            device_map="cpu",
+            quantization_config=BitsAndBytesConfig(**settings[quantize]),
+        )
 
 
 def tokenizer(vocab, chat=False):

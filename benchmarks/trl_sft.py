@@ -19,7 +19,7 @@ def main():
     micro = 1 if args.packing else shape.batch
     clock, epochs = torch_run.Clock(), 1 + args.passes
     trainer = SFTTrainer(
-        model=torch_model.build(shape.model),
+        model=torch_model.build(shape.model, quantize=args.quantize),
         args=SFTConfig(
             **torch_run.settings(),
             per_device_train_batch_size=micro,
@@ -38,11 +38,13 @@ def main():
         peft_config=torch_model.lora() if args.lora else None,
         callbacks=[clock],
     )
+    weights = trainer.model.get_memory_footprint()
     logs, figures = clock.train(trainer, epochs)
     report.emit(
         args,
-        ("trl", "torch", "transformers", "peft"),
+        ("trl", "torch", "transformers", "peft", "bitsandbytes"),
         first_loss=logs[0]["loss"],
+        weights_gb=weights / 2**30,
         **figures,
     )
 

@@ -52,11 +52,14 @@ def find(net, name):
     return getattr(layer, last).w
 
 
-def with_lora(net):
+def with_lora(net, quantize=None):
+    """Adds adapters; `quantize` is `None`, `"int8"`, `"int4"` or `"nf4"`."""
+    weights = {"weight_qtype": quantize, "tile_size": 64} if quantize else {}
     provider = qwix.LoraProvider(
         module_path=".*(" + "|".join(workloads.LINEARS) + ")",
         rank=workloads.LORA_RANK,
         alpha=workloads.LORA_ALPHA,
+        **weights,
     )
     return qwix.apply_lora_to_model(
         net, provider, rngs=nnx.Rngs(0), **net.get_model_input()

@@ -1,11 +1,13 @@
 """Tunix: `PeftTrainer` on JAX. Rows are packed here, as it cannot."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import report
 import tunix_model
 import workloads
+from flax import nnx
 from tunix.sft import peft_trainer, utils
 
 
@@ -68,7 +70,7 @@ def main():
     data = batches(args)
     net = tunix_model.build(args.shape.model)
     trainer = peft_trainer.PeftTrainer(
-        tunix_model.with_lora(net) if args.lora else net,
+        tunix_model.with_lora(net, args.quantize) if args.lora else net,
         optax.adamw(
             workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
         ),
@@ -76,10 +78,12 @@ def main():
     ).with_gen_model_input_fn(packed_inputs if args.packing else padded_inputs)
     metrics = tunix_model.keep_metrics(trainer)
     figures = tunix_model.timed_passes(trainer, data, args.passes)
+    arrays = jax.tree.leaves(nnx.state(trainer.model))
     report.emit(
         args,
         ("google-tunix", "flax", "jax", "optax", "qwix"),
         first_loss=metrics["loss"][0],
+        weights_gb=sum(x.size * x.dtype.itemsize for x in arrays) / 2**30,
         **figures,
     )
 

@@ -92,6 +92,20 @@ WORKLOADS = {
     "w2": Workload(
         Model(262_144, layers=2, tied=True), length=1024, batch=2, rows=4
     ),
+    # Most weights are in the linear layers, as in large models.
+    "w3": Workload(
+        Model(
+            4_096,
+            layers=8,
+            hidden=1024,
+            heads=16,
+            kv_heads=8,
+            intermediate=4096,
+        ),
+        length=256,
+        batch=4,
+        rows=16,
+    ),
 }
 
 
@@ -99,7 +113,7 @@ def sft_rows(name, count=None):
     """Returns `(token ids, prompt length)` per row.
 
     The loss is on the completion. W1 has 256 rows of log-normal length (median
-    164 before the cut at 512); all rows of W2 have the full length.
+    164 before the cut at 512); all others have the full length.
     """
     workload = WORKLOADS[name]
     count = count or workload.rows

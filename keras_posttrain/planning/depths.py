@@ -3,6 +3,7 @@
 import jax
 
 from keras_posttrain.distribution.plan import Plan, out_of_memory
+from keras_posttrain.models import quantized
 
 
 def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
@@ -59,16 +60,19 @@ def measured(compiled, layers, depths):
 def to_compile(planned, exact):
     """Returns the numbers of layers to compile: all, or one and two periods.
 
-    `planned` is a `PlannedTask` with all layers; `exact` asks for all.
+    `planned` is a `PlannedTask` with all layers; `exact` asks for all. With
+    codes it is two and three periods: the compiler's memory for one layer of
+    codes is not on the line through the others.
     """
     layers = planned.policy.layers
     policies = [planned.policy, *(m.policy for m in planned.companions)]
     packable = all(policy.packable for policy in policies)
     period = _period(layers)
     every = exact or planned.task.needs_all_layers or not packable
-    if every or len(layers) <= 2 * period:
+    first = 2 if quantized.kernels(planned.task.causal_lm) else 1
+    if every or len(layers) <= (first + 1) * period:
         return (len(layers),)
-    return (period, 2 * period)
+    return (first * period, (first + 1) * period)
 
 
 def of_companions(planned, chosen):

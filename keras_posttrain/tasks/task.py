@@ -736,6 +736,7 @@ class Task(keras.Model):
                 self.train_step,
                 keras_fit.state_shardings(self),
                 self.run_eagerly,
+                options=quantized.compiler_options(self.causal_lm),
             )
         return self._compiled_train_step
 

@@ -239,7 +239,7 @@ class TrainStep:
             return jnp.asarray(self.optimizer.learning_rate, "float32")
 
 
-def compile_step(train_step, shardings=None, eager=False):
+def compile_step(train_step, shardings=None, eager=False, options=None):
     """Jits a step for a loop over batches.
 
     Args:
@@ -247,6 +247,7 @@ def compile_step(train_step, shardings=None, eager=False):
         shardings: dict of lists of `jax.sharding.Sharding` by the names
             `trainable`, `optimizer` and `metrics`, or `None` without a
             distribution.
+        options: dict or `None`, the compiler's options.
 
     Returns:
         A function `(changing, held, batch) -> (logs, changed)` of the parts
@@ -265,7 +266,9 @@ def compile_step(train_step, shardings=None, eager=False):
     out = None if shardings is None else (None, shardings)
     # What is held is an argument that is not donated: it is neither copied
     # nor a constant of the program.
-    return jax.jit(run, donate_argnums=0, out_shardings=out)
+    return jax.jit(
+        run, donate_argnums=0, out_shardings=out, compiler_options=options
+    )
 
 
 def counters(step, seed):

@@ -382,6 +382,23 @@ def test_other_steps(kind):
     assert plan.tokens == 8 * 32 and plan.fits
 
 
+def test_codes_are_gathered_where_they_are_read(monkeypatch):
+    """Gathered ahead, codes are copied: a step takes twice the memory."""
+    programs, compile_ = [], topology.compile
+
+    def compiled(lowered):
+        programs.append(compile_(lowered))
+        return programs[-1]
+
+    monkeypatch.setattr(topology, "compile", compiled)
+    kind = kpt.Quantization("int4", group_size=16)
+    task = shaped(lora=kpt.LoRA(rank=2), quantize=kind, dtype="bfloat16")
+    task.compile()
+    task.plan("v5e:2x2", batch_size=8)
+    text = programs[-1].as_text()
+    assert "all-gather" in text and "async-collective" not in text
+
+
 @pytest.mark.parametrize(
     "kind",
     [kpt.GRPOTask, pytest.param(kpt.DPOTask, marks=pytest.mark.full)],
