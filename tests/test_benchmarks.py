@@ -42,6 +42,11 @@ def rollout(folder):
 
 
 @pytest.fixture(scope="module")
+def quantized(folder):
+    return load("quantized")
+
+
+@pytest.fixture(scope="module")
 def summary(sft):
     return sft.sft_summary
 
@@ -146,9 +151,10 @@ def test_ratios_take_our_best_row_over_theirs(summary):
 
 
 def test_run_names_are_distinct_and_scripts_exist(
-    sft, rollout, grpo, dpo, distill
+    sft, rollout, grpo, dpo, distill, quantized
 ):
     for driver, runs in (
+        (quantized, quantized.all_runs()),
         (distill, distill.all_runs()),
         (dpo, dpo.all_runs()),
         (sft, sft.all_runs()),
@@ -163,6 +169,17 @@ def test_run_names_are_distinct_and_scripts_exist(
             assert environment in driver.harness.ENVIRONMENTS
             assert (FOLDER / script).is_file()
         assert {run.peer for run in runs} <= set(driver.SCRIPTS)
+
+
+def test_ratios_of_codes_are_over_the_same_librarys_floats(quantized):
+    results = {
+        run: [figures(100 if run.quantize else 200) | {"weights_gb": 0.5}]
+        for run in quantized.all_runs()
+    }
+    options = types.SimpleNamespace(commit="0", passes=1)
+    text, problems = quantized.markdown(results, options)
+    assert problems == []
+    assert text.count("0.50x") == 8 and text.count("1.00x") == 3
 
 
 # --- Rollouts ----------------------------------------------------------------
