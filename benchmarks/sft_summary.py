@@ -74,10 +74,10 @@ def disagreements(results):
         # LoRA starts as the base model, so full and LoRA must agree too.
         for r in repeats:
             if "error" not in r:
-                key = run.workload, run.layout, run.quantize
-                pair = r["first_loss"], run.name
-                batches.setdefault(key, []).append(pair)
-    for (workload, layout, _), losses in batches.items():
+                batches.setdefault((run.workload, run.layout), []).append(
+                    (r["first_loss"], run.name)
+                )
+    for (workload, layout), losses in batches.items():
         # NaN sorts last, and the comparison with it fails.
         losses.sort(key=lambda pair: (math.isnan(pair[0]), pair))
         low, high = losses[0], losses[-1]
