@@ -141,7 +141,7 @@ What is in eight or four bits cannot be rounded again without loss. So
 
 With `trainable=False` no adapter is needed: such a task samples and evaluates,
 and is the `teacher=` of a `DistillTask` or the `reference=` of a `DPOTask`.
-Here a base of all its bits is taught by one in four.
+Here a teacher in four bits trains a student whose base is in float32.
 """
 
 teacher = kpt.SFTTask.from_preset(

@@ -338,8 +338,8 @@ def test_qlora(run):
         assert 0 < found["difference"] < difference
         assert found["loss"] == pytest.approx(floats["loss"], rel=0.1)
     assert results["export"]["gap"] < 1e-4
-    taught = results["distilled"]
-    assert taught["after"] < 0.3 * taught["before"]
+    divergence = results["distilled"]
+    assert divergence["after"] < 0.3 * divergence["before"]
     assert has_files(folder / "export", MODEL)
     assert has_files(folder / "adapter", ADAPTER)
 
