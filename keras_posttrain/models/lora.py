@@ -28,7 +28,9 @@ from keras_posttrain.models.hf.adapter_files import (
     read_config,
 )
 from keras_posttrain.models.hf.tensors import (
+    Part,
     Tensor,
+    arrays_of,
     family_of,
     linear_layers,
 )
@@ -479,7 +481,7 @@ class Adapter(keras.layers.Layer):
         for pair, *factors in zip(self.pairs, self.a, self.b):
             for part, variable in zip("AB", factors):
                 name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                yield Tensor(name, variable, transposed)
+                yield Tensor(name, (Part(variable, transposed),))
 
     @property
     def saved_lora(self):
@@ -495,9 +497,7 @@ class Adapter(keras.layers.Layer):
     def _saved_tensors(self):
         """Yields `(name, array)` as `save` writes them."""
         if self.below is None:
-            for tensor in self._tensors():
-                array = device_transfer.to_host(tensor.variable.value)
-                yield tensor.name, tensor.to_hf(array)
+            yield from arrays_of(self._tensors(), lambda v: v.value)
             return
         rank, first = self.saved_lora.rank, 0
         whole = {}
@@ -561,9 +561,10 @@ class Adapter(keras.layers.Layer):
                 )
             stored.check_dtype(tensor.name)
         for tensor in self._tensors():
+            [part] = tensor.parts
             with stored.open(tensor.name) as opened:
-                read = functools.partial(tensor.read, opened)
-                device_transfer.fill(tensor.variable, read)
+                read = functools.partial(part.read, opened)
+                device_transfer.fill(part.variable, read)
 
     def _check_names(self, stored):
         """Checks that a stored adapter has the layers of this one."""
