@@ -3,7 +3,8 @@
 Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
 and Qwen 2 to 3 rotate queries and keys at the positions given per token and
 leave the attention itself to us. This uses the hook that KerasHub 0.32 has
-for vLLM, a private module; no other file uses it.
+for vLLM, a private module; no other file uses it. The layers of mixtures of
+experts lack the hook: `add_hook` gives it to them.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from keras_hub.src.vllm.context import vllm_context_scope
+from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
 from keras_posttrain.models import tpu_attention
 
@@ -79,6 +80,79 @@ def attention_scope(
         paged_attention_func=attend, positions=positions.reshape(-1)
     ):
         yield
+
+
+def add_hook(attention):
+    """Gives an attention layer of a mixture of experts the hook, once.
+
+    KerasHub's Mixtral, Qwen2-MoE and Qwen3-MoE have layers like those of
+    Mistral, Qwen 2 and Qwen 3, but without the hook. The layer's `call` is
+    replaced; outside the scopes of this file it does what it did before.
+    """
+    if hasattr(attention, "kpt_hooked"):
+        return
+    attention.kpt_hooked = True
+    plain_call = attention.call
+
+    def call(
+        hidden_states,
+        attention_mask=None,
+        cache=None,
+        cache_update_index=None,
+        training=None,
+    ):
+        context = get_vllm_context()
+        if context is None or context.paged_attention_func is None:
+            return plain_call(
+                hidden_states,
+                attention_mask=attention_mask,
+                cache=cache,
+                cache_update_index=cache_update_index,
+                training=training,
+            )
+        return _hooked_call(attention, hidden_states, context)
+
+    attention.call = call
+
+
+def _hooked_call(attention, x, context):
+    query, key, value = (
+        _part(attention, f"{name}_dense")(x)
+        for name in ("query", "key", "value")
+    )
+    if hasattr(attention, "_query_dense_layer_norm"):
+        query = attention._query_dense_layer_norm(query)
+        key = attention._key_dense_layer_norm(key)
+    places = context.positions.reshape(-1, 1)
+    rotate = attention.rotary_embedding_layer
+    query, key = (rotate(y, positions=places) for y in (query, key))
+    _, out = context.paged_attention_func(
+        None,
+        query,
+        key,
+        value,
+        attention._inv_norm_factor,
+        query.shape[-1],
+        query.shape[-2],
+        key.shape[-2],
+        sliding_window=hooked_window(attention),
+    )
+    return _part(attention, "output_dense")(out.reshape(query.shape))
+
+
+def hooked_window(attention):
+    """Returns the sliding window of a layer of `add_hook`, or `None`."""
+    if not getattr(attention, "use_sliding_window_attention", True):
+        return None
+    for name in ("_sliding_window", "sliding_window", "sliding_window_size"):
+        if hasattr(attention, name):
+            return getattr(attention, name) or None
+    return None
+
+
+def _part(layer, name):
+    """Returns a sublayer whose attribute may begin with an underscore."""
+    return getattr(layer, f"_{name}", None) or getattr(layer, name)
 
 
 def subtree_ends(prefix_segments, segment_ids):

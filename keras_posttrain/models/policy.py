@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import keras_hub
 
-from keras_posttrain.models import divergence_head, sharding
+from keras_posttrain.models import divergence_head, experts, sharding
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import (
+    add_hook,
     attention_scope,
     decoding_scope,
     extending_scope,
@@ -22,7 +23,13 @@ from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
 
-# Backbones whose attention layers have the hook of `models/attention.py`.
+# Mixtures of experts, which get the hook of `models/attention.py`.
+MIXTURES = (
+    keras_hub.models.MixtralBackbone,
+    keras_hub.models.QwenMoeBackbone,
+    keras_hub.models.Qwen3MoeBackbone,
+)
+# Backbones whose attention layers have the hook.
 PACKABLE = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
@@ -31,12 +38,7 @@ PACKABLE = (
     keras_hub.models.MistralBackbone,
     keras_hub.models.QwenBackbone,
     keras_hub.models.Qwen3Backbone,
-)
-# Mixtures of experts, whose layers are called one by one with a padding mask.
-MIXTURES = (
-    keras_hub.models.MixtralBackbone,
-    keras_hub.models.QwenMoeBackbone,
-    keras_hub.models.Qwen3MoeBackbone,
+    *MIXTURES,
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
@@ -81,8 +83,11 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE and not getattr(
             self.backbone, "vision_encoder", None
         )
-        self.is_mixture = type(self.backbone) in MIXTURES
-        if remat != "none" and not (self.packable or self.is_mixture):
+        if type(self.backbone) in MIXTURES:
+            for layer in self.backbone.transformer_layers:
+                add_hook(layer._self_attention_layer)
+                experts.compute_chosen_experts(layer)
+        if remat != "none" and not self.packable:
             raise ValueError(
                 f"{type(self.backbone).__name__} runs by KerasHub's own call, "
                 "whose layers cannot be rematerialised one by one. Use "
@@ -146,8 +151,6 @@ class Policy:
                 stack.enter_context(self.adapter.dropout(keys))
             if self.packable:
                 return self._packed_forward(batch, capture)
-            if self.is_mixture:
-                return self._mixture_forward(batch)
             return self._plain_forward(batch)
 
     def _packed_forward(self, batch, capture=None):
@@ -166,7 +169,8 @@ class Policy:
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return x
 
-        x = self._run_layers(ids.reshape(-1), scope, run)
+        with experts.used_tokens(batch["segment_ids"] > 0):
+            x = self._run_layers(ids.reshape(-1), scope, run)
         return x.reshape(*ids.shape, -1)
 
     def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
@@ -197,7 +201,8 @@ class Policy:
             _subtree_ends(batch),
             kept=kept,
         )
-        self._run_layers(batch["token_ids"].reshape(-1), scope)
+        with experts.used_tokens(batch["segment_ids"] > 0):
+            self._run_layers(batch["token_ids"].reshape(-1), scope)
         return kept
 
     def extend(self, token_ids, positions, past):
@@ -233,12 +238,12 @@ class Policy:
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
 
-    def _layer(self, layer, x, **inputs):
+    def _layer(self, layer, x):
         x = sharding.shard_rows(x)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if self.remat == "none" and not any(gathers):
-            return layer(x, **inputs)
+            return layer(x)
         values = [v.value for v in variables]
         summed = sharding.layers_with_summed_outputs(layer)
 
@@ -249,7 +254,7 @@ class Policy:
             ]
             scope = values_of(mapping)
             with scope, sharding.name_outputs(summed):
-                return layer(x, **inputs)
+                return layer(x)
 
         # Sums over devices are stored, so that recomputing a layer does not
         # repeat their communication; they take as much memory as the layer's
@@ -273,17 +278,6 @@ class Policy:
                 if id(pair.layer.variables[0]) in inside:
                     found += [a, b]
         return found
-
-    def _mixture_forward(self, batch):
-        padding_mask = (batch["segment_ids"] > 0).astype("int32")
-        embedding = self.backbone.token_embedding
-        x = embedding(batch["token_ids"])
-        x = sharding.shard_embedded(x, embedding.embeddings)
-        for layer in self.layers:
-            x = self._layer(
-                layer, x, decoder_padding_mask=padding_mask, training=False
-            )
-        return self.backbone.layer_norm(x)
 
     def _plain_forward(self, batch):
         inputs = {

@@ -81,6 +81,17 @@ def axes():
     return mesh, data, mesh.shape[data], model, mesh.shape.get(model, 1)
 
 
+def platform():
+    """Returns the platform that a program is compiled for.
+
+    When planning, the devices of the mesh may not exist on this machine.
+    """
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return jax.default_backend()
+    return distribution.device_mesh.backend_mesh.devices.flat[0].platform
+
+
 def shard_rows(x):
     """Splits the first axis of `x`, rows or their tokens, over the data axis.
 

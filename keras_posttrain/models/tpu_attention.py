@@ -6,7 +6,6 @@ device with its rows and its heads.
 
 import jax
 import jax.numpy as jnp
-import keras
 from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.models import sharding
@@ -29,23 +28,12 @@ def is_supported(query, subtree_ends=None):
     # precision.
     precision = jax.config.jax_default_matmul_precision
     return (
-        _platform() == "tpu"
+        sharding.platform() == "tpu"
         and (precision in PRECISIONS or query.dtype.itemsize > 2)
         and subtree_ends is None
         and length % BLOCKS[-1] == 0
         and head_dim % 64 == 0
     )
-
-
-def _platform():
-    """Returns the platform that a program is compiled for.
-
-    When planning, the devices of the mesh may not exist on this machine.
-    """
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return jax.default_backend()
-    return distribution.device_mesh.backend_mesh.devices.flat[0].platform
 
 
 def splash_attention(

@@ -10,32 +10,6 @@ from tests.support import random_rows, weights
 
 ROWS = random_rows(4, low=5, high=12, vocabulary=90)
 M = keras_hub.models
-COMMON = dict(
-    vocabulary_size=97,
-    num_layers=2,
-    hidden_dim=16,
-    num_query_heads=2,
-    num_key_value_heads=1,
-)
-
-
-def mixtral():
-    backbone = M.MixtralBackbone(
-        intermediate_dim=24, num_experts=2, top_k=1, **COMMON
-    )
-    return M.MixtralCausalLM(backbone, preprocessor=None)
-
-
-def qwen3_moe():
-    backbone = M.Qwen3MoeBackbone(
-        head_dim=8,
-        intermediate_dim=24,
-        moe_intermediate_dim=12,
-        num_experts=2,
-        top_k=1,
-        **{k: v for k, v in COMMON.items()},
-    )
-    return M.Qwen3MoeCausalLM(backbone, preprocessor=None)
 
 
 def gpt2():
@@ -51,16 +25,8 @@ def gpt2():
     return M.GPT2CausalLM(backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        mixtral,
-        pytest.param(qwen3_moe, marks=pytest.mark.full),
-        pytest.param(gpt2, marks=pytest.mark.full),
-    ],
-)
-def test_log_probs_and_a_step(make):
-    causal_lm = make()
+def test_log_probs_and_a_step():
+    causal_lm = gpt2()
     task = kpt.SFTTask(causal_lm, sequence_length=16)
     found = task.log_probs(ROWS, batch_size=4)
     for row, logps in zip(ROWS, found):
@@ -88,21 +54,6 @@ def test_remat_is_refused_where_it_would_do_nothing():
         kpt.SFTTask(gpt2(), sequence_length=16, remat="full")
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
-def test_a_mixture_is_rematerialised_layer_by_layer(make):
-    causal_lm, found = make(), []
-    start = [np.array(v) for v in causal_lm.variables]
-    for remat in ("none", "full"):
-        for v, value in zip(causal_lm.variables, start):
-            v.assign(value)
-        task = kpt.SFTTask(causal_lm, sequence_length=16, remat=remat)
-        task.compile(optimizer="sgd")
-        task.fit(ROWS, batch_size=4, verbose=0)
-        found.append(weights(task))
-    for key, value in found[0].items():
-        np.testing.assert_allclose(found[1][key], value, atol=1e-6)
-
-
 def test_lora_names_are_unknown_outside_the_table():
-    with pytest.raises(ValueError, match="Mixtral"):
-        kpt.SFTTask(mixtral(), lora=kpt.LoRA(rank=2), sequence_length=16)
+    with pytest.raises(ValueError, match="GPT2"):
+        kpt.SFTTask(gpt2(), lora=kpt.LoRA(rank=2), sequence_length=16)

@@ -1,0 +1,209 @@
+"""Mixtures of experts: each expert computes only the tokens that chose it.
+
+KerasHub's layers compute all experts for every token and multiply most of the
+results by 0. Here the choices of the tokens are sorted by expert, and a
+product of sorted rows with the experts' kernels computes no others. No expert
+has a limit on its tokens, so that none is dropped.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from keras_posttrain.models import sharding
+from keras_posttrain.models.grouped_matmul import (
+    block_size,
+    combine,
+    dispatch,
+    grouped_matmul,
+    sort_by_expert,
+)
+
+_USED_TOKENS = contextvars.ContextVar("used_tokens", default=None)
+
+
+@contextlib.contextmanager
+def used_tokens(mask):
+    """Makes experts inside compute only some tokens.
+
+    Args:
+        mask: bool array; flattened, an element for each token that the
+            layers are called with. The others, such as padding, get 0.
+    """
+    token = _USED_TOKENS.set(mask.reshape(-1))
+    try:
+        yield
+    finally:
+        _USED_TOKENS.reset(token)
+
+
+def choose_experts(logits, top_k, normalize):
+    """Chooses the experts of each token, in float32.
+
+    Args:
+        logits: float array of shape `(tokens, experts)`.
+        top_k: int, the experts of a token.
+        normalize: bool, whether a token's weights add up to 1. If not, they
+            are the probabilities among all experts.
+
+    Returns:
+        `(weights, experts)`: a float32 and an int32 array of shape
+        `(tokens, top_k)`, best first.
+    """
+    probs = jax.nn.softmax(logits.astype("float32"), axis=-1)
+    weights, experts = jax.lax.top_k(probs, top_k)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """The gated feed-forward network that all experts of a layer have.
+
+    `expand` kernels compute the gate and what it multiplies, one after the
+    other in the columns of one kernel or in two kernels.
+
+    Args:
+        top_k, normalize: as in `choose_experts`.
+        activation: function of an array, of the gate.
+    """
+
+    top_k: int
+    normalize: bool
+    activation: object
+
+    def __call__(self, x, logits, kernels, used=None, first=0, block=1):
+        """Computes the weighted sum of the chosen experts' outputs.
+
+        Args:
+            x: float array of shape `(tokens, hidden)`.
+            logits: float array of shape `(tokens, experts)`, the router's.
+            kernels: dict of `expand`, a list of one or two arrays of shape
+                `(experts, hidden, width)`, and `contract`, an array of shape
+                `(experts, width, hidden)`. They may be those of some experts
+                only; the others then contribute nothing.
+            used: bool array of shape `(tokens,)` or `None`, see
+                `used_tokens`.
+            first: int scalar, the expert that the first kernels belong to.
+            block: int, see `sort_by_expert`.
+
+        Returns:
+            A float32 array of shape `(tokens, hidden)`.
+        """
+        weights, experts = choose_experts(logits, self.top_k, self.normalize)
+        count = kernels["contract"].shape[0]
+        experts = experts - first
+        local = (experts >= 0) & (experts < count)
+        if used is not None:
+            local &= used[:, None]
+        slots = sort_by_expert(jnp.where(local, experts, count), count, block)
+        rows = dispatch(x, slots)
+        parts = [grouped_matmul(rows, k, slots) for k in kernels["expand"]]
+        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, -1)
+        gate = self.activation(gate.astype("float32")).astype(x.dtype)
+        out = grouped_matmul(gate * up, kernels["contract"], slots)
+        return combine(out, weights, slots)
+
+
+def compute_chosen_experts(layer):
+    """Makes a decoder layer compute its experts as this file does, once.
+
+    The `call` of the layer's mixture is replaced, its variables are kept. A
+    layer without experts is not changed. In a call with `training=True`,
+    which only Keras's own `fit` makes, KerasHub's code runs, since it adds a
+    loss of the router.
+    """
+    name = (
+        "_sparse_moe_block" if hasattr(layer, "_sparse_moe_block") else "mlp"
+    )
+    block = getattr(layer, name)
+    if not hasattr(block, "expert_bank") or hasattr(block, "kpt_chosen"):
+        return
+    block.kpt_chosen = True
+    plain_call = block.call
+    expert = Expert(
+        top_k=block.top_k,
+        # Mixtral's always add up to 1.
+        normalize=getattr(block, "norm_top_k_prob", True),
+        activation=block.expert_bank.activation,
+    )
+
+    def call(hidden_states, attention_mask=None, training=None):
+        if training:
+            return plain_call(
+                hidden_states, attention_mask=attention_mask, training=True
+            )
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = block._sparse_feedforward_gate_dense(x)
+        out = _on_mesh(expert, x, logits, kernels_of(block.expert_bank))
+        if hasattr(block, "shared_expert_dense"):
+            gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
+            out = out + block.shared_expert_dense(x) * gate
+        return out.reshape(hidden_states.shape), logits
+
+    block.call = call
+
+
+def kernels_of(bank):
+    """Returns the variables of experts, named as in `Expert.__call__`."""
+    names = ("gate", "intermediate")
+    found = [
+        getattr(bank, f"_expert_feedforward_{n}_dense", None) for n in names
+    ]
+    return {
+        "expand": [kernel for kernel in found if kernel is not None],
+        "contract": bank._expert_feedforward_output_dense,
+    }
+
+
+def _on_mesh(expert, x, logits, variables):
+    """Computes the experts, on a mesh on each device for its own tokens.
+
+    If the experts are split over the mesh's other axis, each device computes
+    those that it has, and the results are added up.
+    """
+    kernels = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), variables)
+    used = _USED_TOKENS.get()
+    mesh, data, size, model, _ = sharding.axes()
+    count = kernels["contract"].shape[0]
+    if mesh is None or x.shape[0] % size:
+        block = _block(x.shape[0] * expert.top_k, count)
+        return expert(x, logits, kernels, used, block=block).astype(x.dtype)
+    if used is None:
+        used = jnp.ones(x.shape[0], bool)
+    split = sharding.split_of(variables["contract"])
+    if split.axes[0] != model or model in split.to_save_memory:
+        model = None
+
+    def local(x, logits, used, kernels):
+        own = kernels["contract"].shape[0]
+        first = jax.lax.axis_index(model) * own if model else 0
+        block = _block(x.shape[0] * expert.top_k, count)
+        out = expert(x, logits, kernels, used, first, block)
+        if model is None:
+            return out.astype(x.dtype)
+        # XLA's CPU backend cannot add up bfloat16.
+        if sharding.platform() != "cpu":
+            out = out.astype(x.dtype)
+        return jax.lax.psum(out, model).astype(x.dtype)
+
+    rows = P(data)
+    out = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, P(model)),
+        out_specs=rows,
+        check_vma=False,
+    )(x, logits, used, kernels)
+    return checkpoint_name(out, sharding.SUMMED) if model else out
+
+
+def _block(choices, experts):
+    """Returns the rows of a block on the devices that the program is for."""
+    return block_size(choices, experts) if sharding.platform() == "cpu" else 1
