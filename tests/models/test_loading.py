@@ -318,6 +318,35 @@ VARIANTS = {
             "layer_types": PATTERN,
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral_as_saved": ("mixtral", {"as_saved": True}),
+    "mixtral_defaults": (
+        "mixtral",
+        {"drop": ("rms_norm_eps", "output_router_logits")},
+    ),
+    "mixtral_null": ("mixtral", {"rope_scaling": None, "head_dim": None}),
+    "mixtral_eps": (
+        "mixtral",
+        {"rms_norm_eps": 1e-2, "output_router_logits": True},
+    ),
+    "mixtral_tied": ("mixtral", {"tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen2_moe_as_saved": ("qwen2_moe", {"as_saved": True}),
+    "qwen2_moe_eps": (
+        "qwen2_moe",
+        {"rms_norm_eps": 1e-2, "sliding_window": 4},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"attention_bias": True}),
+    "qwen3_moe_as_saved": ("qwen3_moe", {"as_saved": True}),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "norm_topk_prob": True},
+    ),
+    "qwen3_moe_yarn": ("qwen3_moe", {"rope_scaling": YARN}),
+    "qwen3_moe_new_name": (
+        "qwen3_moe",
+        {"drop": ("num_experts",), "num_local_experts": 4},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3_as_saved": ("smollm3", {"as_saved": True}),
     "smollm3_untied": (
@@ -442,6 +471,54 @@ REFUSED = {
         "phi3",
         {"partial_rotary_factor": 1.5},
         "partial_rotary_factor=1.5",
+    ),
+    "mixtral_window": ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
+    "mixtral_head_dim": (
+        "mixtral",
+        {"head_dim": 16},
+        "head_dim=16, hidden_size=32",
+    ),
+    "mixtral_activation": (
+        "mixtral",
+        {"hidden_act": "gelu"},
+        "hidden_act='gelu'",
+    ),
+    "mixtral_experts": (
+        "mixtral",
+        {"num_experts": 8},
+        "'num_local_experts': 4, 'num_experts': 8",
+    ),
+    "too_many_chosen": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok=5, num_local_experts=4",
+    ),
+    "no_width": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 0},
+        "moe_intermediate_size=0",
+    ),
+    "qwen2_moe_bias": ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False"),
+    "qwen2_moe_step": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2},
+        "decoder_sparse_step=2",
+    ),
+    "qwen3_moe_dense_layers": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0]},
+        "mlp_only_layers=[0]",
+    ),
+    "qwen3_moe_head_dim": ("qwen3_moe", {"head_dim": 7}, "head_dim=7"),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        {"use_sliding_window": True},
+        "use_sliding_window=True",
+    ),
+    "qwen3_moe_tomorrow": (
+        "qwen3_moe",
+        {"a_field_of_tomorrow": 3},
+        "a_field_of_tomorrow=3",
     ),
     "a_field_of_tomorrow": (
         "granite",
