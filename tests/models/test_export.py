@@ -118,7 +118,14 @@ SOURCES = {
     ),
     "mixtral": ("mixtral", {"rms_norm_eps": 1e-3}),
     "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
-    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3": (
         "qwen3",
         {

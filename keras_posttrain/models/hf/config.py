@@ -61,6 +61,8 @@ READ = set(REQUIRED) | {
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "norm_topk_prob",
+    "mlp_only_layers",
+    "decoder_sparse_step",
 }
 # The factors of `Settings.multipliers` and their fields.
 MULTIPLIERS = {
@@ -127,8 +129,9 @@ class Settings:
         final_soft_cap: float or `None`, the cap of logits.
         tied: bool, whether the head is the embedding.
         biases: tuple of the modules of a decoder layer that have a bias.
-        experts: dict of a mixture's `count`, `top_k`, `width`, and of what
-            its family has of `shared_width` and `is_normalized`, or `None`.
+        experts: dict of a mixture's `count`, `top_k`, `width`, the tuple of
+            the `dense_layers`, which have none, and of what its family has
+            of `shared_width` and `is_normalized`; or `None`.
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
@@ -305,6 +308,13 @@ def _experts(config, family):
             f"{family.experts.fields['count'][0]}={found['count']}"
         )
     found.setdefault("width", config["intermediate_size"])
+    step = config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or ()
+    found["dense_layers"] = tuple(
+        i
+        for i in range(config["num_hidden_layers"])
+        if i in dense or (i + 1) % step
+    )
     return found
 
 
@@ -500,11 +510,15 @@ def _expert_fields(settings, family):
     if settings.experts is None:
         return {}
     fields = family.experts.fields
-    return {
+    found = {
         fields[name][0]: value
         for name, value in settings.experts.items()
         if name in fields
     }
+    if family.experts.dense:
+        dense = list(settings.experts["dense_layers"])
+        found.update(mlp_only_layers=dense, decoder_sparse_step=1)
+    return found
 
 
 def _not_expressible(family, what, received):

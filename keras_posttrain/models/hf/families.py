@@ -56,6 +56,8 @@ class Experts:
             of one expert's matrix, with its number as `{}`.
         stacked: tuple of the names of all experts' gates over ups, and of
             their downs, as models of transformers 5 have them.
+        dense: dict of the `modules` of a layer without experts, in a family
+            that may have some.
         fields: dict from a name of `Settings.experts` to the fields of
             `config.json`; the first is written.
     """
@@ -67,6 +69,11 @@ class Experts:
     block: str = "mlp"
     down: str = "_expert_feedforward_output_dense"
     stacked: tuple = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    dense: dict = dataclasses.field(default_factory=dict)
+
+    def bank(self, layer):
+        """Returns the layer's experts, or `None`."""
+        return getattr(getattr(layer, self.block), "expert_bank", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +124,17 @@ class Family:
     @property
     def is_gemma(self):
         return self.layers.keras_name.startswith("Gemma")
+
+    def modules_of(self, layer):
+        """Returns the `modules` of a decoder layer."""
+        if self.experts is None or self.experts.bank(layer) is not None:
+            return self.modules
+        shared = {
+            name: path
+            for name, path in self.modules.items()
+            if not name.startswith("mlp.")
+        }
+        return {**shared, **self.experts.dense}
 
     def with_head_dim(self):
         """Returns the family on layers whose heads may have any size."""
@@ -439,9 +457,16 @@ _ALL = (
             num_experts_per_tok=8, num_experts=128,
             moe_intermediate_size=768, norm_topk_prob=False,
         ),
-        Experts(**_HALVES, names=_QWEN_EXPERTS, fields=_ROUTED),
+        Experts(
+            **_HALVES, names=_QWEN_EXPERTS, fields=_ROUTED,
+            dense={
+                "mlp.gate_proj": "mlp._feedforward_gate_dense",
+                "mlp.up_proj": "mlp._feedforward_intermediate_dense",
+                "mlp.down_proj": "mlp._feedforward_output_dense",
+            },
+        ),
         {"mlp.gate": f"mlp.{_ROUTER}"},
-        {**_NO_WINDOWS, **_ALL_SPARSE},
+        _NO_WINDOWS,
         _UNUSED_WINDOWS,
     ),
 )  # fmt: skip
@@ -480,16 +505,21 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
                 return None
-            if not _all_sparse(backbone):
-                return None
-            return FAMILIES[model_type]
+            family = FAMILIES[model_type]
+            is_known = _has_known_layers(backbone, family.experts)
+            return family if is_known else None
     return None
 
 
-def _all_sparse(backbone):
-    """Returns whether a mixture has experts in every layer."""
-    return not getattr(backbone, "mlp_only_layers", None) and (
-        getattr(backbone, "decoder_sparse_step", 1) == 1
+def _has_known_layers(backbone, experts):
+    """Returns whether all layers have experts, or the family knows others."""
+    return (
+        experts is None
+        or bool(experts.dense)
+        or all(
+            experts.bank(layer) is not None
+            for layer in backbone.transformer_layers
+        )
     )
 
 

@@ -99,7 +99,7 @@ def read_settings(causal_lm, family):
             "set of biases",
             {layer.name: _biases(layer, family) for layer in layers},
         ),
-        experts=_experts(layers[0], family),
+        experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
     )
 
@@ -112,7 +112,7 @@ def attention_of(layer, family):
 def _linear_layers(layer, family):
     return {
         name: attribute(layer, path)
-        for name, path in family.modules.items()
+        for name, path in family.modules_of(layer).items()
         if name.endswith("_proj")
     }
 
@@ -123,19 +123,26 @@ def _biases(layer, family):
     return tuple(k for k, linear in found.items() if linear.bias is not None)
 
 
-def _experts(layer, family):
-    """Returns `Settings.experts` of a decoder layer, or `None`."""
+def _experts(layers, family):
+    """Returns `Settings.experts` of the decoder layers, or `None`."""
     if family.experts is None:
         return None
-    block = attribute(layer, family.experts.block)
+    is_dense = [family.experts.bank(layer) is None for layer in layers]
+    if all(is_dense):
+        raise ValueError(
+            "A mixture must have experts in one layer at least, or it cannot "
+            f"be exported. Received: {len(layers)} layers without experts"
+        )
+    block = attribute(layers[is_dense.index(False)], family.experts.block)
     found = {
+        "dense_layers": tuple(i for i, dense in enumerate(is_dense) if dense),
         "count": block.expert_bank.num_experts,
         "top_k": block.top_k,
         "width": block.expert_bank.intermediate_dim,
         "shared_width": getattr(block, "intermediate_dim_shared", None),
         "is_normalized": getattr(block, "norm_top_k_prob", True),
     }
-    named = {*family.experts.fields, "width"}
+    named = {*family.experts.fields, "width", "dense_layers"}
     return {name: value for name, value in found.items() if name in named}
 
 
