@@ -29,7 +29,9 @@ from keras_posttrain.models.hf.adapter_files import (
     read_config,
 )
 from keras_posttrain.models.hf.tensors import (
+    Part,
     Tensor,
+    arrays_of,
     family_of,
     linear_layers,
 )
@@ -622,7 +624,8 @@ class Adapter(keras.layers.Layer):
             module = self._peft_module(pair)
             for part, variable in zip("AB", factors):
                 name = f"{PREFIX}{module}.lora_{part}.weight"
-                yield Tensor(name, variable, pair.peft_axes[part])
+                axes = pair.peft_axes[part]
+                yield Tensor(name, (Part(variable, axes),))
 
     def _peft_module(self, pair):
         """Returns the name of the module that PEFT has for a layer.
@@ -657,9 +660,7 @@ class Adapter(keras.layers.Layer):
     def _saved_tensors(self):
         """Yields `(name, array)` as `save` writes them."""
         if self.below is None:
-            for tensor in self._tensors():
-                array = device_transfer.to_host(tensor.variable.value)
-                yield tensor.name, tensor.to_hf(array)
+            yield from arrays_of(self._tensors(), lambda v: v.value)
             return
         rank, first = self.saved_lora.rank, 0
         whole, pairs = {}, {}
@@ -748,9 +749,10 @@ class Adapter(keras.layers.Layer):
                 )
             stored.check_dtype(tensor.name)
         for tensor in self._tensors():
+            [part] = tensor.parts
             with stored.open(tensor.name) as opened:
-                read = functools.partial(tensor.read, opened)
-                device_transfer.fill(tensor.variable, read)
+                read = functools.partial(part.read, opened)
+                device_transfer.fill(part.variable, read)
 
     def _check_names(self, stored):
         """Checks that a stored adapter has the layers of this one."""

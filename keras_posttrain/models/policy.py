@@ -18,6 +18,7 @@ from keras_posttrain.models.attention import (
     extending_scope,
     subtree_ends,
 )
+from keras_posttrain.models.hf.multipliers import multipliers_of
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
@@ -232,7 +233,7 @@ class Policy:
         """
         recent = list(recent)
         scope = decoding_scope(lengths, step, past, recent)
-        hidden = self._run_layers(token_ids, scope)[:, 0]
+        hidden = self._scaled(self._run_layers(token_ids, scope)[:, 0])
         kernel = self.kernel.value.astype(hidden.dtype)
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
@@ -292,7 +293,12 @@ class Policy:
     def _flat(self, batch, dropout_key, hidden=None):
         if hidden is None:
             hidden = self.hidden_states(batch, dropout_key)
-        return hidden.reshape(-1, hidden.shape[-1])
+        return self._scaled(hidden.reshape(-1, hidden.shape[-1]))
+
+    def _scaled(self, hidden):
+        """Returns hidden states as the head projects them."""
+        factors = multipliers_of(self.causal_lm)
+        return hidden if factors is None else hidden / factors["logits"]
 
     def _projection(self, hidden, temperature=1.0, axis=None):
         """Returns `(head, kernel, split)` for the projection of `hidden`.

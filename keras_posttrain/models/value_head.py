@@ -5,6 +5,7 @@ import keras
 
 from keras_posttrain.models import guards
 from keras_posttrain.models.hf import loading
+from keras_posttrain.models.hf.rope import set_sequence_length
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import Adapter
 from keras_posttrain.models.policy import Policy
@@ -52,6 +53,7 @@ class ValueHead(keras.layers.Layer):
         causal_lm = self.causal_lm
         guards.check_model(causal_lm, sequence_length)
         loading.repair(causal_lm)
+        set_sequence_length(causal_lm, sequence_length)
         flatten_linear_layers(causal_lm.backbone)
         for variable in causal_lm.variables:
             # Optimizer state is keyed by a variable's path, and the policy's

@@ -16,6 +16,7 @@ from keras_posttrain.losses import Loss, TokenLoss
 from keras_posttrain.models import guards, presets, quantized
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
+from keras_posttrain.models.hf.rope import set_sequence_length
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import (
     Adapter,
@@ -120,6 +121,7 @@ class Task(keras.Model):
         guards.check_model(causal_lm, sequence_length)
         tokenizer = presets.as_tokenizer(tokenizer)
         loading.repair(causal_lm)
+        set_sequence_length(causal_lm, sequence_length)
         super().__init__(name=name)
         self.causal_lm = causal_lm
         self.tokenizer = tokenizer

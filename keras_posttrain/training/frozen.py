@@ -11,6 +11,10 @@ import jax.numpy as jnp
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf.loading import repair
+from keras_posttrain.models.hf.rope import (
+    sequence_length_of,
+    set_sequence_length,
+)
 from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.models.quantized import values_of
@@ -119,7 +123,11 @@ class FrozenPolicy:
         return model_identity(causal_lm, adapter)
 
     def check(self, length, packing):
-        """Raises a `ValueError` where the model cannot read the rows."""
+        """Raises a `ValueError` where the model cannot read the rows.
+
+        A model with rotations for short and long rows takes those of
+        `length`.
+        """
         longest = guards.max_length(self.policy.causal_lm)
         if longest is not None and length > longest:
             raise ValueError(
@@ -127,6 +135,8 @@ class FrozenPolicy:
                 f"positions the {self.role} was made for. "
                 f"Received: {self.role}_length={length}"
             )
+        if self.kind == "model":
+            set_sequence_length(self.policy.causal_lm, length)
         if packing and not self.policy.packable:
             raise ValueError(
                 f"{type(self.policy.backbone).__name__}, the {self.role}, has "
@@ -216,6 +226,8 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
     if same_tokens:
         _check_vocabulary(model.backbone, policy.backbone, role)
     repair(model)
+    if role == "reference":
+        set_sequence_length(model, sequence_length_of(policy.causal_lm))
     variables = model_variables(model)
     return FrozenPolicy(
         Policy(model, chunk_size=policy.chunk_size),

@@ -94,6 +94,31 @@ SOURCES = {
             "max_window_layers": 1,
         },
     ),
+    "llama_biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 0, 1, 1], "attention_bias": True},
+    ),
+    "granite": ("granite", {"rope_theta": 500.0}),
+    "phi3": (
+        "phi3",
+        {
+            "sliding_window": 4,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5],
+                "long_factor": [1.5, 4.0],
+            },
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "mixtral": ("mixtral", {"rms_norm_eps": 1e-3}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
     "qwen3": (
         "qwen3",
         {

@@ -15,6 +15,7 @@ from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import FAMILIES, family_of
 from keras_posttrain.models.hf.loading import load_causal_lm
 from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
+from tests.models.tiny_checkpoints import make_checkpoint
 
 MODELS = {
     "gemma2": "gemma2",
@@ -24,6 +25,7 @@ MODELS = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
+PARTS = ("phi3", "mixtral", "qwen2_moe", "qwen3_moe")
 PROJECTIONS = {
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -41,26 +43,41 @@ def loaded(request, reference):
     return path, load_causal_lm(path)
 
 
-def test_tensors_cover_the_checkpoint_and_the_model(loaded):
-    """Every tensor of the file, every variable of the model, once."""
-    path, causal_lm = loaded
+@pytest.fixture(scope="module", params=[*MODELS, *PARTS])
+def any_loaded(request, reference, tmp_path_factory):
+    """Also models whose tensors are parts of variables, or several."""
+    if request.param in MODELS:
+        path = reference / "models" / MODELS[request.param]
+    else:
+        folder = tmp_path_factory.mktemp("hf") / "model"
+        path, _ = make_checkpoint(folder, request.param)
+    return path, load_causal_lm(path)
+
+
+def test_tensors_cover_the_checkpoint_and_the_model(any_loaded):
+    """Every tensor of the file, every number of the model, once."""
+    path, causal_lm = any_loaded
     stored = load_file(path / "model.safetensors")
     table = model_tensors(causal_lm)
     assert sorted(t.name for t in table) == sorted(stored)
-    variables = [id(t.variable) for t in table]
-    assert len(set(variables)) == len(variables)
-    assert set(variables) == {id(v) for v in causal_lm.backbone.variables}
+    counts = {id(v): np.zeros(v.shape, int) for v in
+              causal_lm.backbone.variables}  # fmt: skip
     for tensor in table:
-        assert tensor.shape == stored[tensor.name].shape
-        here = np.array(tensor.variable.value)
-        assert (tensor.to_hf(here) == stored[tensor.name]).all()
-        whole = (slice(None),) * here.ndim
-        assert (tensor.read(stored[tensor.name], whole) == here).all()
+        want = stored[tensor.name]
+        assert tensor.shape == want.shape
+        assert (tensor.to_hf(lambda v: np.array(v.value)) == want).all()
+        for part, start in zip(tensor.parts, tensor.starts):
+            here = part.take(np.array(part.variable.value))
+            part.take(counts[id(part.variable)])[...] += 1
+            whole = (slice(None),) * here.ndim
+            got = part.read(want, whole, start, tensor.axis)
+            assert (got == here).all()
+    assert all((count == 1).all() for count in counts.values())
 
 
-def test_a_part_of_a_variable_is_a_part_of_the_file(loaded):
+def test_a_part_of_a_variable_is_a_part_of_the_file(any_loaded):
     """Any part, of inner axes too; little more than it is read."""
-    path, causal_lm = loaded
+    path, causal_lm = any_loaded
     rng = np.random.default_rng(0)
 
     class Counting:
@@ -74,21 +91,30 @@ def test_a_part_of_a_variable_is_a_part_of_the_file(loaded):
             return found
 
     stored = load_file(path / "model.safetensors")
-    for tensor in model_tensors(causal_lm):
-        here = np.array(tensor.variable.value)
+    pieces = [
+        (tensor, *piece)
+        for tensor in model_tensors(causal_lm)
+        for piece in zip(tensor.parts, tensor.starts)
+    ]
+    for tensor, piece, start in pieces:
+        here = piece.take(np.array(piece.variable.value))
         source = Counting(stored[tensor.name])
+
+        def read(part, piece=piece, source=source, at=(start, tensor.axis)):
+            return piece.read(source, tuple(part), *at)
+
         for _ in range(4):
             ends = [sorted(rng.choice(n + 1, 2, False)) for n in here.shape]
             part = tuple(slice(*map(int, pair)) for pair in ends)
-            assert (tensor.read(source, part) == here[part]).all()
+            assert (read(part) == here[part]).all()
         # A device's share of heads or features: no more than that is read.
         for axis, size in enumerate(here.shape):
             part = [slice(None)] * here.ndim
             part[axis] = slice(size // 2, size)
-            got = tensor.read(source, tuple(part))
+            got = read(part)
             assert (got == here[tuple(part)]).all()
-            groups = [axes for axes in tensor.axes if axis in axes]
-            if groups[0][0] == axis:
+            groups = [axes for axes in piece.axes if axis in axes]
+            if groups and groups[0][0] == axis:
                 assert source.read == got.size
 
 

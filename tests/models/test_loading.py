@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
+from keras_posttrain.models.hf.rope import set_sequence_length
 from tests.models.tiny_checkpoints import (
     BASES,
     TOKEN_IDS,
@@ -71,6 +72,14 @@ LLAMA3 = {
 }
 YARN = {
     "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 900.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [1.5, 2.0, 4.0, 9.0],
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
@@ -143,6 +152,7 @@ def check(tmp_path, model_type, fields):
     """Loads a checkpoint and compares every way of running it."""
     directory, want = make_checkpoint(tmp_path / "hf", model_type, **fields)
     causal_lm = load_causal_lm(directory)
+    set_sequence_length(causal_lm, TOKEN_IDS.shape[1])
     assert_all_ways_equal(causal_lm, want)
     return causal_lm
 
@@ -230,6 +240,26 @@ VARIANTS = {
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
     "llama_no_kv_heads": ("llama", {"drop": ("num_key_value_heads",)}),
     "llama_activation": ("llama", {"hidden_act": "gelu"}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_head_dim": ("llama", {"head_dim": 12}),
+    "llama_dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "llama_short": ("llama", {"rope_parameters": LONGROPE, **NEW}),
+    "llama_long": (
+        "llama",
+        {
+            "rope_parameters": {
+                **LONGROPE,
+                "original_max_position_embeddings": 8,
+            },
+            **NEW,
+        },
+    ),
+    "gemma_biases": ("gemma", {"attention_bias": True}),
+    "gemma2_biases": ("gemma2", {"attention_bias": True}),
+    "gemma3_biases": ("gemma3_text", {"attention_bias": True}),
     "mistral_eps": ("mistral", {"rms_norm_eps": 1e-2}),
     "mistral_window": ("mistral", {"sliding_window": 4}),
     "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
@@ -259,6 +289,16 @@ VARIANTS = {
             "layer_types": PATTERN,
         },
     ),
+    "qwen2_head_dim": (
+        "qwen2",
+        {
+            "head_dim": 12,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3_biases": ("qwen3", {"attention_bias": True}),
     "qwen3_eps": ("qwen3", {"rms_norm_eps": 1e-2}),
     "qwen3_untied": ("qwen3", {"tie_word_embeddings": False}),
     "qwen3_window": (
@@ -276,6 +316,93 @@ VARIANTS = {
             "sliding_window": 4,
             "num_hidden_layers": 3,
             "layer_types": PATTERN,
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral_as_saved": ("mixtral", {"as_saved": True}),
+    "mixtral_defaults": (
+        "mixtral",
+        {"drop": ("rms_norm_eps", "output_router_logits")},
+    ),
+    "mixtral_null": ("mixtral", {"rope_scaling": None, "head_dim": None}),
+    "mixtral_eps": (
+        "mixtral",
+        {"rms_norm_eps": 1e-2, "output_router_logits": True},
+    ),
+    "mixtral_tied": ("mixtral", {"tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen2_moe_as_saved": ("qwen2_moe", {"as_saved": True}),
+    "qwen2_moe_eps": (
+        "qwen2_moe",
+        {"rms_norm_eps": 1e-2, "sliding_window": 4},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"attention_bias": True}),
+    "qwen3_moe_as_saved": ("qwen3_moe", {"as_saved": True}),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "norm_topk_prob": True},
+    ),
+    "qwen3_moe_yarn": ("qwen3_moe", {"rope_scaling": YARN}),
+    "qwen3_moe_new_name": (
+        "qwen3_moe",
+        {"drop": ("num_experts",), "num_local_experts": 4},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3_as_saved": ("smollm3", {"as_saved": True}),
+    "smollm3_untied": (
+        "smollm3",
+        {"tie_word_embeddings": False, "no_rope_layers": [1, 0, 0, 1, 1]},
+    ),
+    "smollm3_interval": (
+        "smollm3",
+        {
+            "no_rope_layer_interval": 2,
+            "rms_norm_eps": 1e-2,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3_yarn": ("smollm3", {"rope_scaling": YARN}),
+    "granite": ("granite", {}),
+    "granite_as_saved": ("granite", {"as_saved": True}),
+    "granite_tied": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3_as_saved": ("phi3", {"as_saved": True}),
+    "phi3_tied": (
+        "phi3",
+        {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "phi3_window": ("phi3", {"sliding_window": 4}),
+    "phi3_partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    # As Phi-4-mini has it.
+    "phi3_long": (
+        "phi3",
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5],
+                "long_factor": [1.5, 4.0],
+            },
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "phi3_short": (
+        "phi3",
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [1.5, 2.0, 3.0, 9.0],
+            },
+            "original_max_position_embeddings": 32,
         },
     ),
 }
@@ -316,13 +443,102 @@ def test_repairs_are_reported(tmp_path):
 REFUSED = {
     "dynamic": (
         "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type='dynamic'",
+        {"rope_scaling": {"rope_type": "dynamic"}},
+        "factor=None",
     ),
     "longrope": (
         "qwen2",
         {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-        "rope_type='longrope'",
+        "short_factor=None",
+    ),
+    "longrope_pairs": (
+        "phi3",
+        {
+            "rope_scaling": {
+                "type": "su",
+                "short_factor": [1.0] * 3,
+                "long_factor": [1.0] * 4,
+            }
+        },
+        "factors of lengths [3, 4]",
+    ),
+    "unknown_rope": (
+        "llama",
+        {"rope_scaling": {"rope_type": "spiral"}},
+        "rope_type='spiral'",
+    ),
+    "partial_of_phi3": (
+        "phi3",
+        {"partial_rotary_factor": 1.5},
+        "partial_rotary_factor=1.5",
+    ),
+    "mixtral_window": ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
+    "mixtral_head_dim": (
+        "mixtral",
+        {"head_dim": 16},
+        "head_dim=16, hidden_size=32",
+    ),
+    "mixtral_activation": (
+        "mixtral",
+        {"hidden_act": "gelu"},
+        "hidden_act='gelu'",
+    ),
+    "mixtral_experts": (
+        "mixtral",
+        {"num_experts": 8},
+        "'num_local_experts': 4, 'num_experts': 8",
+    ),
+    "too_many_chosen": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok=5, num_local_experts=4",
+    ),
+    "no_width": (
+        "qwen3_moe",
+        {"moe_intermediate_size": 0},
+        "moe_intermediate_size=0",
+    ),
+    "qwen2_moe_bias": ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False"),
+    "qwen2_moe_step": (
+        "qwen2_moe",
+        {"decoder_sparse_step": 2},
+        "decoder_sparse_step=2",
+    ),
+    "qwen3_moe_dense_layers": (
+        "qwen3_moe",
+        {"mlp_only_layers": [0]},
+        "mlp_only_layers=[0]",
+    ),
+    "qwen3_moe_head_dim": ("qwen3_moe", {"head_dim": 7}, "head_dim=7"),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        {"use_sliding_window": True},
+        "use_sliding_window=True",
+    ),
+    "qwen3_moe_tomorrow": (
+        "qwen3_moe",
+        {"a_field_of_tomorrow": 3},
+        "a_field_of_tomorrow=3",
+    ),
+    "a_field_of_tomorrow": (
+        "granite",
+        {"a_field_of_tomorrow": 3},
+        "a_field_of_tomorrow=3",
+    ),
+    "no_rope_layers": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1]},
+        "no_rope_layers=[1, 0, 1]",
+    ),
+    "smollm3_window": (
+        "smollm3",
+        {"use_sliding_window": True},
+        "use_sliding_window=True",
+    ),
+    "smollm3_layer_types": (
+        "smollm3",
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types=",
     ),
     "rope_field": (
         "llama",
@@ -335,11 +551,11 @@ REFUSED = {
         "partial_rotary_factor=0.5",
     ),
     "attention_bias": (
-        "llama",
+        "mistral",
         {"attention_bias": True},
         "attention_bias=True",
     ),
-    "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    "mlp_bias": ("qwen3", {"mlp_bias": True}, "mlp_bias=True"),
     "quantized": (
         "qwen3",
         {"quantization_config": {"quant_method": "hqq"}},
@@ -360,7 +576,6 @@ REFUSED = {
         {"hidden_activation": "silu"},
         "hidden_activation='silu'",
     ),
-    "head_dim": ("llama", {"head_dim": 12}, "head_dim=12"),
     "layer_types": (
         "qwen3",
         {"use_sliding_window": True, "layer_types": ["chunked_attention"]},

@@ -20,6 +20,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
 }
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
 # Fields of the family's configs in addition to the sizes.
 BASES = {
     "gemma": {"head_dim": 12, "hidden_act": "gelu_pytorch_tanh"},
@@ -41,6 +42,31 @@ BASES = {
     "mistral": {"head_dim": 12, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "smollm3": {
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 3.0,
+    },
+    "phi3": {"pad_token_id": 0},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {
+        **EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {
+        **EXPERTS,
+        "num_experts": 4,
+        "head_dim": 12,
+        "moe_intermediate_size": 24,
+    },
 }
 LENGTH = 14
 TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))

@@ -8,14 +8,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that must have one of these values, because KerasHub's layers support
 # no others.
 REQUIRED = {
-    "attention_bias": (
-        (False, None),
-        "KerasHub's projections of this family have no such biases",
-    ),
-    "mlp_bias": (
-        (False, None),
-        "KerasHub's feed-forward layers of this family have no biases",
-    ),
     "use_bidirectional_attention": (
         (False, None),
         "only causal attention can be trained as a language model here",
@@ -28,6 +20,8 @@ REQUIRED = {
 # Fields that `from_config` reads, for all families or some.
 READ = set(REQUIRED) | {
     "model_type",
+    "attention_bias",
+    "mlp_bias",
     "vocab_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -54,6 +48,26 @@ READ = set(REQUIRED) | {
     "max_window_layers",
     "layer_types",
     "tie_word_embeddings",
+    # Of some families.
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+}
+# The factors of `Settings.multipliers` and their fields.
+MULTIPLIERS = {
+    "embedding": "embedding_multiplier",
+    "residual": "residual_multiplier",
+    "scores": "attention_multiplier",
+    "logits": "logits_scaling",
 }
 # Fields that do not affect the forward pass. Dropout affects only training,
 # where this library has its own setting.
@@ -112,6 +126,12 @@ class Settings:
         attention_soft_cap: float or `None`, the cap of attention scores.
         final_soft_cap: float or `None`, the cap of logits.
         tied: bool, whether the head is the embedding.
+        biases: tuple of the modules of a decoder layer that have a bias.
+        experts: dict of a mixture's `count`, `top_k`, `width`, and of what
+            its family has of `shared_width` and `is_normalized`, or `None`.
+        multipliers: dict of the factors of `MULTIPLIERS`: those of the
+            embeddings, of what each block adds, and of the scores; the
+            logits are divided by the last. `None` in most families.
     """
 
     sizes: dict
@@ -123,6 +143,9 @@ class Settings:
     attention_soft_cap: float | None
     final_soft_cap: float | None
     tied: bool
+    biases: tuple = ()
+    experts: dict | None = None
+    multipliers: dict | None = None
 
 
 def from_config(config, family):
@@ -132,10 +155,7 @@ def from_config(config, family):
     If KerasHub's layers cannot represent the model, a `ValueError` names the
     field and its value.
     """
-    notes = []
-    unknown = sorted(set(config) - READ - HARMLESS)
-    if unknown:
-        notes.append(f"fields of config.json not read: {', '.join(unknown)}")
+    notes = _check_known(config, family)
     for field, (values, reason) in REQUIRED.items():
         if config.get(field) not in values:
             raise ValueError(
@@ -143,14 +163,17 @@ def from_config(config, family):
                 f"`{field}` set cannot be represented: {reason}. "
                 f"Received: {field}={config[field]!r}"
             )
-    config = {**family.defaults, **config}
+    biases = _biases(config, family)
+    config = _completed(config, family)
     sizes = _sizes(config, family)
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
     per_type = family.model_type == "gemma3_text"
     rope = {
-        kind: rope_parameters(config, kind if per_type else None)
+        kind: rope_parameters(
+            config, kind if per_type else None, family.partial_rotary
+        )
         for kind in set(kinds)
     }
     gemma2 = family.model_type in ("gemma2", "gemma3_text")
@@ -163,7 +186,7 @@ def from_config(config, family):
         sizes=sizes,
         epsilon=_epsilon(config),
         activation=_activation(config, family),
-        rope=tuple(rope[kind] for kind in kinds),
+        rope=_unrotated([rope[kind] for kind in kinds], config, family),
         windows=windows,
         query_scalar=(
             config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
@@ -171,8 +194,124 @@ def from_config(config, family):
         attention_soft_cap=cap,
         final_soft_cap=config["final_logit_softcapping"] if gemma2 else None,
         tied=bool(config["tie_word_embeddings"]),
+        biases=biases,
+        experts=_experts(config, family),
+        multipliers=_multipliers(config, family),
     )
     return settings, notes
+
+
+def _check_known(config, family):
+    """Returns notes on fields that are not read, or refuses them."""
+    known = READ | HARMLESS | set(family.only) | set(family.ignored)
+    unknown = sorted(set(config) - known)
+    if family.is_strict:
+        for field in unknown:
+            if config[field]:
+                raise refused(family, field, config[field], "not to be set")
+        unknown = []
+    for field, values in family.only.items():
+        value = config.get(field)
+        if value not in (None, *values) and (value or values[0]):
+            raise refused(family, field, value, " or ".join(map(repr, values)))
+    if not unknown:
+        return []
+    return [f"fields of config.json not read: {', '.join(unknown)}"]
+
+
+def refused(family, field, value, expected):
+    """Returns the error for a field that the layers cannot represent."""
+    return ValueError(
+        f"A config of model_type={family.model_type!r} with this `{field}` "
+        f"was not compared with transformers: its log-probabilities could be "
+        f"wrong. Expected {expected}. Received: {field}={value!r}. Use "
+        "another checkpoint; if the field does not affect the outputs, "
+        "remove it."
+    )
+
+
+def _completed(config, family):
+    """Returns a config with the family's defaults for absent fields."""
+    defaults = dict(family.defaults)
+    for names in family.experts.fields.values() if family.experts else ():
+        if any(config.get(name) is not None for name in names):
+            for name in names:
+                defaults.pop(name, None)
+    return {**defaults, **config}
+
+
+def _biases(config, family):
+    """Returns the modules that have a bias, as `Settings.biases`."""
+    found = list(family.fixed_biases)
+    for field in ("attention_bias", "mlp_bias"):
+        if not config.get(field):
+            continue
+        if field not in family.biases:
+            raise ValueError(
+                f"A config of model_type={family.model_type!r} with "
+                f"`{field}` set cannot be represented: models of this type "
+                f"have no such biases. Received: {field}={config[field]!r}"
+            )
+        found += family.biases[field]
+    return tuple(found)
+
+
+def _unrotated(rope, config, family):
+    """Returns the rotation of each layer, none where there is none."""
+    if not family.no_rope:
+        return tuple(rope)
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        # Despite the name, 1 is for a layer that rotates.
+        every = config["no_rope_layer_interval"]
+        rotated = [int((i + 1) % every != 0) for i in range(len(rope))]
+    if len(rotated) != len(rope):
+        raise refused(
+            family, "no_rope_layers", rotated, f"{len(rope)} numbers"
+        )
+    none = {"rope_type": "none", "rope_theta": rope[0]["rope_theta"]}
+    return tuple(
+        parameters if turned else none
+        for parameters, turned in zip(rope, rotated, strict=True)
+    )
+
+
+def _experts(config, family):
+    if family.experts is None:
+        return None
+    found = {}
+    for name, fields in family.experts.fields.items():
+        given = {
+            field: config[field]
+            for field in fields
+            if config.get(field) is not None
+        }
+        if len(set(given.values())) != 1:
+            raise ValueError(
+                f"`config.json` of model_type={family.model_type!r} must "
+                f"have one `{fields[0]}`. Received: {given or None}"
+            )
+        value = found[name] = next(iter(given.values()))
+        is_size = isinstance(value, int) and value > 0
+        if name != "is_normalized" and not is_size:
+            raise ValueError(
+                f"`{fields[0]}` of `config.json` must be a positive integer. "
+                f"Received: {fields[0]}={value!r}"
+            )
+    if found["top_k"] > found["count"]:
+        raise ValueError(
+            "`num_experts_per_tok` must be at most the number of experts. "
+            f"Received: num_experts_per_tok={found['top_k']}, "
+            f"{family.experts.fields['count'][0]}={found['count']}"
+        )
+    found.setdefault("width", config["intermediate_size"])
+    return found
+
+
+def _multipliers(config, family):
+    if not family.multipliers:
+        return None
+    return {name: float(config[f]) for name, f in MULTIPLIERS.items()}
 
 
 def _epsilon(config):
@@ -209,15 +348,21 @@ def _sizes(config, family):
     check_groups(family.model_type, heads, sizes["num_key_value_heads"])
     even = sizes["hidden_size"] // heads
     sizes["head_dim"] = config.get("head_dim") or even
-    if sizes["head_dim"] != even and not family.has_head_dim:
-        raise ValueError(
-            f"KerasHub's {family.keras_name} attention divides `hidden_size` "
-            "evenly into heads; another `head_dim` cannot be represented. "
-            f"Received: head_dim={sizes['head_dim']}, "
-            f"hidden_size={sizes['hidden_size']}, num_attention_heads={heads}"
-        )
+    if sizes["head_dim"] != even and family.experts is not None:
+        _check_head_dim_of_mixture(sizes, family)
     check_head_dim(family.model_type, sizes["head_dim"])
     return sizes
+
+
+def _check_head_dim_of_mixture(sizes, family):
+    if not family.layers.has_head_dim:
+        raise ValueError(
+            f"KerasHub's {family.layers.keras_name} attention divides "
+            "`hidden_size` evenly into heads; another `head_dim` cannot be "
+            f"represented. Received: head_dim={sizes['head_dim']}, "
+            f"hidden_size={sizes['hidden_size']}, "
+            f"num_attention_heads={sizes['num_attention_heads']}"
+        )
 
 
 def check_groups(model_type, heads, groups):
@@ -259,6 +404,11 @@ def _activation(config, family):
 def _windows(config, family, num_layers):
     """Returns the attention window of each layer; `None` for no limit."""
     if family.windows == "none":
+        kinds = config.get("layer_types")
+        if family.is_strict and kinds not in (None, [FULL] * num_layers):
+            raise refused(
+                family, "layer_types", kinds, f"{num_layers} of {FULL!r}"
+            )
         return (None,) * num_layers
     size = config["sliding_window"]
     kinds = config.get("layer_types")
@@ -310,12 +460,14 @@ def to_config(settings, family):
         "tie_word_embeddings": settings.tied,
         "attention_dropout": 0.0,
     }
-    if family.model_type == "qwen2":
-        del config["head_dim"]
-    if family.model_type not in ("mistral", "qwen2"):
-        config["attention_bias"] = False
-    if family.model_type == "llama":
-        config["mlp_bias"] = False
+    if family.model_type in _NO_HEAD_DIM:
+        heads = config["num_attention_heads"]
+        if config["head_dim"] * heads == config["hidden_size"]:
+            del config["head_dim"]
+    config.update(_bias_fields(settings, family))
+    config.update(_expert_fields(settings, family))
+    for name, value in (settings.multipliers or {}).items():
+        config[MULTIPLIERS[name]] = value
     field = "hidden_activation" if family.is_gemma else "hidden_act"
     config[field] = settings.activation
     if family.model_type == "gemma":
@@ -324,6 +476,35 @@ def to_config(settings, family):
     config.update(_window_fields(settings.windows, family))
     config.update(_rope_fields(settings, family))
     return config
+
+
+# Configs that have this field only where it is not the quotient.
+_NO_HEAD_DIM = ("qwen2", "qwen2_moe", "granite", "phi3", "smollm3")
+
+
+def _bias_fields(settings, family):
+    rest = set(settings.biases) ^ set(family.fixed_biases)
+    fields = {}
+    for field, modules in family.biases.items():
+        fields[field] = set(modules) <= rest
+        if fields[field]:
+            rest -= set(modules)
+    if rest:
+        raise _not_expressible(
+            family, "these biases", f"biases={settings.biases}"
+        )
+    return fields
+
+
+def _expert_fields(settings, family):
+    if settings.experts is None:
+        return {}
+    fields = family.experts.fields
+    return {
+        fields[name][0]: value
+        for name, value in settings.experts.items()
+        if name in fields
+    }
 
 
 def _not_expressible(family, what, received):
@@ -396,22 +577,33 @@ def _rope_fields(settings, family):
     kinds = [FULL if w is None else SLIDING for w in settings.windows]
     if family.model_type != "gemma3_text":
         kinds = [FULL] * len(kinds)
-    found = {}
+    found, fields = {}, {}
+    if family.no_rope:
+        fields["no_rope_layers"] = [
+            int(x["rope_type"] != "none") for x in settings.rope
+        ]
     for kind, parameters in zip(kinds, settings.rope, strict=True):
+        if parameters["rope_type"] == "none" and family.no_rope:
+            continue
         if found.setdefault(kind, parameters) != parameters:
             raise _not_expressible(
                 family,
                 f"different rotary embeddings for layers of {kind!r}",
                 f"rope={settings.rope}",
             )
-    fields = {}
     if FULL in found:
         fields["rope_theta"] = found[FULL]["rope_theta"]
         scaling = {k: v for k, v in found[FULL].items() if k != "rope_theta"}
+        partial = scaling.get("partial_rotary_factor")
+        if partial is not None:
+            fields["partial_rotary_factor"] = partial
         if scaling["rope_type"] != "default":
             fields["rope_scaling"] = scaling
+        if "short_factor" in scaling:
+            original = scaling["original_max_position_embeddings"]
+            fields["original_max_position_embeddings"] = original
     if family.model_type != "gemma3_text":
-        return {**fields, "rope_parameters": found[FULL]}
+        return {**fields, "rope_parameters": found.get(FULL)}
     default = {"rope_type": "default"}
     found.setdefault(FULL, {**default, "rope_theta": 1_000_000.0})
     found.setdefault(SLIDING, {**default, "rope_theta": 10_000.0})

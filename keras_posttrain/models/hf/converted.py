@@ -148,39 +148,6 @@ _ROPE = {
 }
 
 
-def _default_rope(config, model_type):
-    """Returns the fields of an unscaled rotation of whole heads."""
-    found = rope_parameters(config)
-    if found["rope_type"] != "default":
-        field = "rope_parameters"
-        if config.get("rope_scaling"):
-            field = "rope_scaling"
-        raise _refused(
-            model_type, field, config[field], "an unscaled rotation"
-        )
-    theta = found["rope_theta"]
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-    }
-
-
-def _check_quotient(config, model_type):
-    """Raises if a head has other features than KerasHub computes."""
-    heads = config["num_attention_heads"]
-    even, rest = divmod(config["hidden_size"], heads)
-    found = config.get("head_dim")
-    if rest or even % 2 or found not in (None, even):
-        raise ValueError(
-            f"KerasHub's model of model_type={model_type!r} divides "
-            "`hidden_size` by `num_attention_heads`; the quotient must be an "
-            "even number and `head_dim` the same. Received: head_dim="
-            f"{found}, hidden_size={config['hidden_size']}, "
-            f"num_attention_heads={heads}. Use another checkpoint."
-        )
-
-
 def _free_head_dim(config, model_type, default):
     found = config.get("head_dim") or default
     check_head_dim(model_type, found)
@@ -192,21 +159,6 @@ def _layer_types(config, model_type, expected):
     if found is not None and list(found) != expected:
         raise _refused(model_type, "layer_types", found, f"{expected}")
     return expected
-
-
-def _all_full(config, model_type):
-    kinds = [FULL] * config["num_hidden_layers"]
-    return _layer_types(config, model_type, kinds)
-
-
-def _mixtral(config, model_type):
-    _check_quotient(config, model_type)
-    return {
-        **_default_rope(config, model_type),
-        "num_local_experts": _num_experts(config, model_type, 8),
-        # Layers that return them cannot be run one by one.
-        "output_router_logits": False,
-    }
 
 
 def _num_experts(config, model_type, default):
@@ -225,47 +177,6 @@ def _num_experts(config, model_type, default):
             "the same number",
         )
     return found.pop() if found else default
-
-
-def _qwen2_moe(config, model_type):
-    _check_quotient(config, model_type)
-    return {
-        **_default_rope(config, model_type),
-        "layer_types": _all_full(config, model_type),
-        "sliding_window": 32768,
-        "output_router_logits": False,
-    }
-
-
-def _qwen3_moe(config, model_type):
-    even = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        **_default_rope(config, model_type),
-        "layer_types": _all_full(config, model_type),
-        "head_dim": _free_head_dim(config, model_type, even),
-        "num_experts": _num_experts(config, model_type, 128),
-        "sliding_window": None,
-    }
-
-
-def _smollm3(config, model_type):
-    _check_quotient(config, model_type)
-    layers = config["num_hidden_layers"]
-    rotated = config["no_rope_layers"]
-    if rotated is None:
-        # Despite the name, 1 is for a layer that rotates.
-        every = config["no_rope_layer_interval"]
-        rotated = [int((i + 1) % every != 0) for i in range(layers)]
-    if len(rotated) != layers:
-        raise _refused(
-            model_type, "no_rope_layers", rotated, f"{layers} numbers"
-        )
-    return {
-        **_default_rope(config, model_type),
-        "layer_types": _all_full(config, model_type),
-        "no_rope_layers": rotated,
-        "attention_dropout": 0.0,
-    }
 
 
 # What KerasHub's layers of gpt-oss have as constants.
@@ -432,9 +343,6 @@ _SIZES = (
 _ROUTING = ("router_aux_loss_coef", "output_router_logits")
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 _SILU = {"hidden_act": ("silu",)}
-# Windows that are not used.
-_WINDOWS = ("sliding_window", "max_window_layers")
-_NO_WINDOWS = {"use_sliding_window": (False,)}
 
 
 def _gemma4_family(nested):
@@ -528,103 +436,6 @@ CONVERTED = {
             "summary_use_proj",
             "task_specific_params",
         ),
-    ),
-    "mixtral": Converted(
-        sizes=(*_SIZES, "intermediate_size"),
-        read={
-            "num_key_value_heads": 8,
-            "num_local_experts": None,
-            "num_experts": None,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "head_dim": None,
-        },
-        only={
-            **_NO_BIASES,
-            **_SILU,
-            "sliding_window": (None,),
-            "tie_word_embeddings": (False,),
-        },
-        complete=_mixtral,
-        ignored=(
-            *_ROUTING, "router_jitter_noise", "max_position_embeddings"
-        ),
-    ),
-    "qwen2_moe": Converted(
-        sizes=(*_SIZES, "num_experts"),
-        read={
-            "intermediate_size": 5632,
-            "num_key_value_heads": 16,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "norm_topk_prob": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "head_dim": None,
-            "layer_types": None,
-            "router_aux_loss_coef": 0.001,
-        },
-        only={
-            **_NO_BIASES,
-            **_SILU,
-            **_NO_WINDOWS,
-            "qkv_bias": (True,),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-            "tie_word_embeddings": (False,),
-        },
-        complete=_qwen2_moe,
-        ignored=(*_ROUTING, *_WINDOWS, "max_position_embeddings"),
-    ),
-    "qwen3_moe": Converted(
-        sizes=_SIZES,
-        read={
-            "intermediate_size": 6144,
-            "num_key_value_heads": 4,
-            "num_experts": None,
-            "num_local_experts": None,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "head_dim": None,
-            "layer_types": None,
-            "router_aux_loss_coef": 0.001,
-            "tie_word_embeddings": False,
-        },
-        only={
-            **_NO_BIASES,
-            **_SILU,
-            **_NO_WINDOWS,
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-        },
-        complete=_qwen3_moe,
-        ignored=(*_ROUTING, *_WINDOWS, "max_position_embeddings"),
-    ),
-    "smollm3": Converted(
-        sizes=(*_SIZES, "intermediate_size"),
-        read={
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 2_000_000.0,
-            "max_position_embeddings": 32_768,
-            "head_dim": None,
-            "layer_types": None,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-        },
-        only={
-            **_NO_BIASES,
-            **_SILU,
-            **_NO_WINDOWS,
-            "tie_word_embeddings": (True,),
-        },
-        complete=_smollm3,
-        ignored=_WINDOWS,
     ),
     "gpt_oss": Converted(
         sizes=(*_SIZES, "intermediate_size"),

@@ -16,7 +16,11 @@ from keras_posttrain.models.hf.checkpoint_files import (
     write_json,
 )
 from keras_posttrain.models.hf.config import READ, to_config
-from keras_posttrain.models.hf.tensors import known_family, model_tensors
+from keras_posttrain.models.hf.tensors import (
+    arrays_of,
+    known_family,
+    model_tensors,
+)
 
 GENERATION_CONFIG = "generation_config.json"
 # A field of `config.json` that marks an export, which may be overwritten.
@@ -53,7 +57,7 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
         base = _token_ids(family, tokenizer)
     if base.get("max_position_embeddings") is None:
         base["max_position_embeddings"] = _length(found, family)
-    if family.windows.startswith("qwen") and own["sliding_window"] is None:
+    if family.windows == "qwen" and own["sliding_window"] is None:
         # The field is unused, but KerasHub and other readers require it.
         own.pop("sliding_window")
         base.setdefault("sliding_window", None)
@@ -140,17 +144,11 @@ def export(
     config = hf_config(causal_lm, dtype=dtype, tokenizer=tokenizer)
     config[MARK] = "keras_posttrain"
     shapes = {name: tensor.shape for name, tensor in table.items()}
-    dtypes = {n: dtype or t.variable.dtype for n, t in table.items()}
+    dtypes = {n: dtype or t.dtype for n, t in table.items()}
     shards = checkpoint_files.plan_shards(shapes, dtypes, max_shard_bytes)
-
-    def value(name):
-        tensor = table[name]
-        array = values(tensor.variable) if values else tensor.variable.value
-        return device_transfer.contiguous(
-            tensor.to_hf(device_transfer.to_host(array))
-        )
-
-    arrays = (value(name) for names in shards.values() for name in names)
+    order = (table[name] for names in shards.values() for name in names)
+    found = arrays_of(order, values or (lambda variable: variable.value))
+    arrays = (array for _, array in found)
 
     def write():
         with replaced_directory(directory) as temporary:

@@ -10,15 +10,12 @@ import keras_hub
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """The KerasHub layers of one Hugging Face model type.
+class Layers:
+    """How the decoder layers of a KerasHub backbone are built.
 
     Args:
-        architecture: str, the Hugging Face class of the language model.
         keras_name: str; `keras_hub.models` has `<keras_name>Backbone` and
             `<keras_name>CausalLM`.
-        modules: dict from the name of a module in a Hugging Face decoder
-            layer to the path of the attribute in KerasHub's.
         attention: str, the decoder layer's attribute of its attention layer.
         rotary: str, the attention layer's attribute of its rotary layer.
         heads_first: bool, whether the kernels of query, key and value are
@@ -26,23 +23,16 @@ class Family:
         windows: str, how the layers store a sliding window: `"none"`,
             `"gemma"`, `"mistral"`, `"qwen"` or `"qwen3"`.
         has_head_dim: bool, whether the size of a head can be set.
-        defaults: dict of the values of absent fields of `config.json`.
+        has_tied: bool, whether the constructor can tie the head.
     """
 
-    model_type: str
-    architecture: str
     keras_name: str
-    modules: dict
-    attention: str
-    rotary: str
-    heads_first: bool
-    windows: str
-    has_head_dim: bool
-    defaults: dict
-
-    @property
-    def is_gemma(self):
-        return self.keras_name.startswith("Gemma")
+    attention: str = "_self_attention_layer"
+    rotary: str = "rotary_embedding_layer"
+    heads_first: bool = False
+    windows: str = "none"
+    has_head_dim: bool = True
+    has_tied: bool = True
 
     @property
     def backbone_class(self):
@@ -51,6 +41,109 @@ class Family:
     @property
     def causal_lm_class(self):
         return getattr(keras_hub.models, f"{self.keras_name}CausalLM")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture: names, variables and settings.
+
+    Args:
+        block: str, the decoder layer's attribute of its mixture.
+        gate, up: pairs of the bank's attribute, a variable `(experts, in,
+            out)`, and the half of its last axis, or `None` for all of it.
+        down: str, the bank's attribute of its variable.
+        names: dict from `"gate"`, `"up"` and `"down"` to Hugging Face's name
+            of one expert's matrix, with its number as `{}`.
+        stacked: tuple of the names of all experts' gates over ups, and of
+            their downs, as models of transformers 5 have them.
+        fields: dict from a name of `Settings.experts` to the fields of
+            `config.json`; the first is written.
+    """
+
+    gate: tuple
+    up: tuple
+    names: dict
+    fields: dict
+    block: str = "mlp"
+    down: str = "_expert_feedforward_output_dense"
+    stacked: tuple = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A Hugging Face model type, and the KerasHub layers that compute it.
+
+    Args:
+        architecture: str, the Hugging Face class of the language model.
+        layers: `Layers`.
+        modules: dict from the name of a module in a Hugging Face decoder
+            layer to the path of the attribute in KerasHub's.
+        windows: str, how configs say the sliding windows: `"none"`,
+            `"gemma"`, `"mistral"` or `"qwen"`.
+        defaults: dict of the values of absent fields of `config.json`.
+        biases: dict from a field of `config.json` to the modules that have a
+            bias where it is true.
+        fixed_biases: tuple of the modules that always have one.
+        experts: `Experts` or `None`.
+        fused: dict from a module of the checkpoint to the modules whose
+            outputs it concatenates.
+        no_rope: bool, whether some layers do not rotate.
+        partial_rotary: bool, whether a part of a head may be rotated.
+        multipliers: bool, whether embeddings, residuals, scores and logits
+            have factors of their own.
+        only: dict of fields and the tuple of values that the layers can
+            represent, transformers' default first.
+        ignored: tuple of fields that do not affect the forward pass.
+        is_strict: bool, whether unknown fields are refused.
+    """
+
+    model_type: str
+    architecture: str
+    layers: Layers
+    modules: dict
+    windows: str
+    defaults: dict
+    biases: dict = dataclasses.field(default_factory=dict)
+    fixed_biases: tuple = ()
+    experts: Experts | None = None
+    fused: dict = dataclasses.field(default_factory=dict)
+    no_rope: bool = False
+    partial_rotary: bool = False
+    multipliers: bool = False
+    only: dict = dataclasses.field(default_factory=dict)
+    ignored: tuple = ()
+    is_strict: bool = False
+
+    @property
+    def is_gemma(self):
+        return self.layers.keras_name.startswith("Gemma")
+
+    def with_head_dim(self):
+        """Returns the family on layers whose heads may have any size."""
+        if self.layers.has_head_dim:
+            return self
+        return dataclasses.replace(self, layers=LAYERS["Mistral"])
+
+
+_GEMMA_LAYERS = {
+    "attention": "attention", "rotary": "rope_layer", "heads_first": True,
+}  # fmt: skip
+LAYERS = {
+    layers.keras_name: layers
+    for layers in (
+        Layers("Gemma", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
+        Layers("Gemma3", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
+        Layers("Llama3", has_head_dim=False),
+        Layers("Mistral", windows="mistral", has_tied=False),
+        Layers("Qwen", windows="qwen", has_head_dim=False),
+        Layers("Qwen3", windows="qwen3"),
+        Layers(
+            "Mixtral", windows="mistral", has_head_dim=False, has_tied=False
+        ),
+        Layers("QwenMoe", windows="qwen", has_head_dim=False),
+        Layers("Qwen3Moe", windows="qwen3"),
+    )
+}
 
 
 _GEMMA = {
@@ -129,34 +222,37 @@ _QWEN_DEFAULTS = {
 }
 
 
+_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+_ATTENTION_BIAS = {"attention_bias": (*_QKV, "self_attn.o_proj")}
+_MLP_BIAS = {
+    "mlp_bias": tuple(f"mlp.{x}_proj" for x in ("gate", "up", "down"))
+}
+
+
 def _gemma_like(model_type, name, keras_name, norms, windows, defaults):
     return Family(
         model_type=model_type,
         architecture=f"{name}ForCausalLM",
-        keras_name=keras_name,
+        layers=LAYERS[keras_name],
         modules={**_GEMMA, **norms},
-        attention="attention",
-        rotary="rope_layer",
-        heads_first=True,
         windows=windows,
-        has_head_dim=True,
         defaults=defaults,
+        biases=_ATTENTION_BIAS,
     )
 
 
 def _llama_like(
-    name, keras_name, *, windows, norms=None, has_head_dim=True, **defaults
-):
+    name, keras_name, *, windows="none", norms=None, biases=None,
+    fixed_biases=(), model_type=None, **defaults,
+):  # fmt: skip
     return Family(
-        model_type=name.lower(),
+        model_type=model_type or name.lower(),
         architecture=f"{name}ForCausalLM",
-        keras_name=keras_name,
+        layers=LAYERS[keras_name],
         modules={**_LLAMA, **(norms or {})},
-        attention="_self_attention_layer",
-        rotary="rotary_embedding_layer",
-        heads_first=False,
         windows=windows,
-        has_head_dim=has_head_dim,
+        biases=biases or {},
+        fixed_biases=fixed_biases,
         defaults={
             **_COMMON,
             "tie_word_embeddings": False,
@@ -164,6 +260,59 @@ def _llama_like(
             **defaults,
         },
     )
+
+
+# What mixtures have in common: KerasHub's layers compute no other values.
+_ROUTING = (
+    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
+)  # fmt: skip
+_UNUSED_WINDOWS = ("sliding_window", "max_window_layers")
+_NO_WINDOWS = {"use_sliding_window": (False,)}
+_ALL_SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_HALVES = {
+    "gate": ("_expert_feedforward_gate_dense", 0),
+    "up": ("_expert_feedforward_gate_dense", 1),
+}
+_QWEN_EXPERTS = {
+    part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")
+}
+_ROUTED = {
+    "count": ("num_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "width": ("moe_intermediate_size",),
+    "is_normalized": ("norm_topk_prob",),
+}
+
+
+def _mixture(dense, experts, modules, only, ignored=()):
+    """Returns a family with experts in the place of its MLPs."""
+    dense_modules = {
+        name: path
+        for name, path in dense.modules.items()
+        if not name.startswith("mlp.")
+    }
+    return dataclasses.replace(
+        dense,
+        modules={**dense_modules, **modules},
+        experts=experts,
+        only={"hidden_act": ("silu",), **only},
+        ignored=(*_ROUTING, *ignored),
+        is_strict=True,
+    )
+
+
+def _attention(names):
+    """Returns the modules of an attention layer with these attributes."""
+    return {
+        module: f"_self_attention_layer.{name}"
+        for module, name in zip(
+            _ATTENTION_BIAS["attention_bias"], names.split(), strict=True
+        )
+    }
+
+
+_ROUTER = "_sparse_feedforward_gate_dense"
+_SHARED = "mlp.shared_expert_dense._feedforward"
 
 
 _ALL = (
@@ -183,7 +332,7 @@ _ALL = (
         "gemma", _GEMMA3_DEFAULTS,
     ),
     _llama_like(
-        "Llama", "Llama3", windows="none", has_head_dim=False,
+        "Llama", "Llama3", biases={**_ATTENTION_BIAS, **_MLP_BIAS},
         max_position_embeddings=2048,
     ),
     _llama_like(
@@ -191,28 +340,137 @@ _ALL = (
         max_position_embeddings=131_072, sliding_window=4096,
     ),
     _llama_like(
-        "Qwen2", "Qwen", windows="qwen", has_head_dim=False,
+        "Qwen2", "Qwen", windows="qwen", fixed_biases=_QKV,
         num_key_value_heads=32, **_QWEN_DEFAULTS,
     ),
     _llama_like(
-        "Qwen3", "Qwen3", windows="qwen3", norms=_QWEN3_NORMS,
-        num_key_value_heads=32, head_dim=128, **_QWEN_DEFAULTS,
+        "Qwen3", "Qwen3", windows="qwen", norms=_QWEN3_NORMS,
+        biases=_ATTENTION_BIAS, num_key_value_heads=32, head_dim=128,
+        **_QWEN_DEFAULTS,
+    ),
+    dataclasses.replace(
+        _llama_like(
+            "SmolLM3", "Mistral", biases={**_ATTENTION_BIAS, **_MLP_BIAS},
+            tie_word_embeddings=True, num_key_value_heads=4,
+            rope_theta=2_000_000.0, max_position_embeddings=32_768,
+            no_rope_layer_interval=4, pad_token_id=128_004,
+            bos_token_id=128_000, eos_token_id=128_001,
+        ),
+        no_rope=True, only=_NO_WINDOWS, ignored=_UNUSED_WINDOWS,
+        is_strict=True,
+    ),
+    dataclasses.replace(
+        _llama_like(
+            "Granite", "Mistral", biases={**_ATTENTION_BIAS, **_MLP_BIAS},
+            max_position_embeddings=2048, embedding_multiplier=1.0,
+            logits_scaling=1.0, residual_multiplier=1.0,
+            attention_multiplier=1.0, bos_token_id=1, eos_token_id=2,
+        ),
+        multipliers=True, is_strict=True,
+    ),
+    dataclasses.replace(
+        _llama_like(
+            "Phi3", "Mistral", windows="mistral", rms_norm_eps=1e-5,
+            max_position_embeddings=4096, sliding_window=None,
+            original_max_position_embeddings=4096, pad_token_id=32_000,
+            bos_token_id=1, eos_token_id=32_000,
+        ),
+        fused={
+            "self_attn.qkv_proj": _QKV,
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        partial_rotary=True, is_strict=True,
+        ignored=("resid_pdrop", "embd_pdrop"),
+    ),
+    _mixture(
+        _llama_like(
+            "Mixtral", "Mixtral", num_key_value_heads=8, rms_norm_eps=1e-5,
+            rope_theta=1e6, num_experts_per_tok=2, num_local_experts=8,
+        ),
+        Experts(
+            gate=("_expert_feedforward_gate_dense", None),
+            up=("_expert_feedforward_intermediate_dense", None),
+            block="_sparse_moe_block",
+            names={
+                "gate": "block_sparse_moe.experts.{}.w1",
+                "up": "block_sparse_moe.experts.{}.w3",
+                "down": "block_sparse_moe.experts.{}.w2",
+            },
+            fields={
+                "count": ("num_local_experts", "num_experts"),
+                "top_k": ("num_experts_per_tok",),
+            },
+        ),
+        {
+            **_attention("query_dense key_dense value_dense output_dense"),
+            "block_sparse_moe.gate": f"_sparse_moe_block.{_ROUTER}",
+        },
+        {"sliding_window": (None,)},
+    ),
+    _mixture(
+        _llama_like(
+            "Qwen2Moe", "QwenMoe", model_type="qwen2_moe", fixed_biases=_QKV,
+            intermediate_size=5632, num_key_value_heads=16, num_experts=60,
+            num_experts_per_tok=4, moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632, norm_topk_prob=False,
+        ),
+        Experts(
+            **_HALVES, names=_QWEN_EXPERTS, fields={
+                **_ROUTED,
+                "shared_width": ("shared_expert_intermediate_size",),
+            },
+        ),
+        {
+            **_attention("query_dense key_dense value_dense _output_dense"),
+            "mlp.gate": f"mlp.{_ROUTER}",
+            "mlp.shared_expert.gate_proj": f"{_SHARED}_gate_dense",
+            "mlp.shared_expert.up_proj": f"{_SHARED}_intermediate_dense",
+            "mlp.shared_expert.down_proj": f"{_SHARED}_output_dense",
+            "mlp.shared_expert_gate": "mlp.shared_expert_gate_dense",
+        },
+        {**_NO_WINDOWS, **_ALL_SPARSE, "qkv_bias": (True,)},
+        _UNUSED_WINDOWS,
+    ),
+    _mixture(
+        _llama_like(
+            "Qwen3Moe", "Qwen3Moe", model_type="qwen3_moe",
+            norms=_QWEN3_NORMS, biases=_ATTENTION_BIAS,
+            intermediate_size=6144, num_key_value_heads=4,
+            num_experts_per_tok=8, num_experts=128,
+            moe_intermediate_size=768, norm_topk_prob=False,
+        ),
+        Experts(**_HALVES, names=_QWEN_EXPERTS, fields=_ROUTED),
+        {"mlp.gate": f"mlp.{_ROUTER}"},
+        {**_NO_WINDOWS, **_ALL_SPARSE},
+        _UNUSED_WINDOWS,
     ),
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
-# `LlamaBackbone` is the base class of `Llama3Backbone`.
+# The attribute of a model that names its Hugging Face type.
+MODEL_TYPE = "kpt_model_type"
+# `LlamaBackbone` is the base class of `Llama3Backbone`. A model that was not
+# loaded by this package is of the first family on its layers.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",
     "LlamaBackbone": "llama",
     "MistralBackbone": "mistral",
     "QwenBackbone": "qwen2",
     "Qwen3Backbone": "qwen3",
+    "MixtralBackbone": "mixtral",
+    "QwenMoeBackbone": "qwen2_moe",
+    "Qwen3MoeBackbone": "qwen3_moe",
 }
 
 
 def family_of(causal_lm):
     """Returns a model's `Family`; without one it has no LoRA or export."""
     backbone = causal_lm.backbone
+    model_type = vars(causal_lm).get(MODEL_TYPE)
+    if model_type is not None:
+        family = FAMILIES[model_type]
+        if type(backbone) is family.layers.backbone_class:
+            return family
+        return family.with_head_dim()
     if isinstance(backbone, keras_hub.models.GemmaBackbone):
         norms = (backbone.use_post_ffw_norm, backbone.use_post_attention_norm)
         if any(norms) and not all(norms):
@@ -222,8 +480,17 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
                 return None
+            if not _all_sparse(backbone):
+                return None
             return FAMILIES[model_type]
     return None
+
+
+def _all_sparse(backbone):
+    """Returns whether a mixture has experts in every layer."""
+    return not getattr(backbone, "mlp_only_layers", None) and (
+        getattr(backbone, "decoder_sparse_step", 1) == 1
+    )
 
 
 def _is_gemma3_text(backbone):

@@ -10,7 +10,12 @@ from keras import ops
 
 from keras_posttrain.models.hf.config import Settings
 from keras_posttrain.models.hf.families import attribute
+from keras_posttrain.models.hf.multipliers import (
+    multipliers_of,
+    set_multipliers,
+)
 from keras_posttrain.models.hf.rope import RotaryEmbedding, parameters_of
+from keras_posttrain.models.linear import MatrixAxes
 
 
 def gelu_pytorch_tanh(x):
@@ -52,7 +57,7 @@ def read_settings(causal_lm, family):
     head_dim = getattr(backbone, "head_dim", None)
     scale = 2 if backbone.__class__.__name__ == "GemmaBackbone" else 1
     layers = backbone.transformer_layers
-    attentions = [getattr(layer, family.attention) for layer in layers]
+    attentions = [attention_of(layer, family) for layer in layers]
     norms = norms_of(causal_lm, family)
     return Settings(
         sizes={
@@ -71,7 +76,7 @@ def read_settings(causal_lm, family):
             "activation", {x.name: _activation(x, family) for x in layers}
         ),
         rope=tuple(
-            parameters_of(getattr(a, family.rotary)) for a in attentions
+            parameters_of(getattr(a, family.layers.rotary)) for a in attentions
         ),
         windows=tuple(window_of(layer, family) for layer in layers),
         query_scalar=_one(
@@ -90,7 +95,48 @@ def read_settings(causal_lm, family):
         ),
         final_soft_cap=backbone.token_embedding.logit_soft_cap,
         tied=backbone.token_embedding.tie_weights,
+        biases=_one(
+            "set of biases",
+            {layer.name: _biases(layer, family) for layer in layers},
+        ),
+        experts=_experts(layers[0], family),
+        multipliers=multipliers_of(causal_lm),
     )
+
+
+def attention_of(layer, family):
+    """Returns the attention layer of a decoder layer."""
+    return getattr(layer, family.layers.attention)
+
+
+def _linear_layers(layer, family):
+    return {
+        name: attribute(layer, path)
+        for name, path in family.modules.items()
+        if name.endswith("_proj")
+    }
+
+
+def _biases(layer, family):
+    """Returns the modules of a decoder layer that have a bias."""
+    found = _linear_layers(layer, family)
+    return tuple(k for k, linear in found.items() if linear.bias is not None)
+
+
+def _experts(layer, family):
+    """Returns `Settings.experts` of a decoder layer, or `None`."""
+    if family.experts is None:
+        return None
+    block = attribute(layer, family.experts.block)
+    found = {
+        "count": block.expert_bank.num_experts,
+        "top_k": block.top_k,
+        "width": block.expert_bank.intermediate_dim,
+        "shared_width": getattr(block, "intermediate_dim_shared", None),
+        "is_normalized": getattr(block, "norm_top_k_prob", True),
+    }
+    named = {*family.experts.fields, "width"}
+    return {name: value for name, value in found.items() if name in named}
 
 
 def _one(what, values):
@@ -108,11 +154,16 @@ def apply_settings(causal_lm, family, settings):
     """Makes the built layers follow the settings; returns notes on changes."""
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
+    notes += set_biases(causal_lm, family, settings.biases)
+    set_multipliers(causal_lm, family, settings.multipliers)
     changed = {}
     layers = causal_lm.backbone.transformer_layers
     for i, layer in enumerate(layers):
-        attention = getattr(layer, family.attention)
-        if not family.is_gemma:
+        attention = attention_of(layer, family)
+        if family.experts is not None:
+            # KerasHub's experts have one activation.
+            pass
+        elif not family.is_gemma:
             if _activation(layer, family) != settings.activation:
                 layer.activation = ACTIVATIONS[settings.activation]
                 changed["hidden_act", settings.activation] = True
@@ -125,23 +176,34 @@ def apply_settings(causal_lm, family, settings):
     return notes + [f"{what} set to {value}" for what, value in changed]
 
 
+def set_biases(causal_lm, family, biases):
+    """Gives linear layers a bias of zeros; returns a list of notes."""
+    added = {}
+    for layer in causal_lm.backbone.transformer_layers:
+        for name, linear in _linear_layers(layer, family).items():
+            if name in biases and linear.bias is None:
+                _add_bias(linear)
+                added[name] = True
+    return [f"bias added to {', '.join(added)}"] if added else []
+
+
+def _add_bias(layer):
+    with contextlib.ExitStack() as stack:
+        # So that the bias gets the path that it would have had.
+        for name in layer.path.split("/")[:-1]:
+            stack.enter_context(keras.name_scope(name))
+        stack.enter_context(_unlocked_tracker(layer))
+        layer.bias = layer.add_weight(
+            name="bias",
+            shape=MatrixAxes(layer).out_shape,
+            initializer="zeros",
+            trainable=True,
+        )
+
+
 def set_epsilon(causal_lm, family, epsilon):
     """Sets the epsilon of all norms, including those of queries and keys."""
-    return _set_epsilon(norms_of(causal_lm, family).values(), epsilon)
-
-
-def set_qwen3_moe_epsilon(backbone):
-    """Sets the epsilon of the norms of queries and keys, as of all others."""
-    names = ("_query_dense_layer_norm", "_key_dense_layer_norm")
-    norms = [
-        getattr(layer._self_attention_layer, name)
-        for layer in backbone.transformer_layers
-        for name in names
-    ]
-    return _set_epsilon(norms, backbone.layer_norm_epsilon)
-
-
-def _set_epsilon(norms, epsilon):
+    norms = norms_of(causal_lm, family).values()
     wrong = [norm for norm in norms if norm.epsilon != epsilon]
     for norm in wrong:
         norm.epsilon = epsilon
@@ -153,6 +215,8 @@ def _set_epsilon(norms, epsilon):
 def _activation(layer, family):
     if family.is_gemma:
         return "gelu_pytorch_tanh"
+    if family.experts is not None:
+        return "silu"
     return getattr(layer.activation, "__name__", str(layer.activation))
 
 
@@ -186,7 +250,7 @@ def set_query_scalar(attention, scalar):
 
 def set_rope(attention, family, parameters):
     """Replaces the rotary layer if its parameters differ; true if it did."""
-    old = getattr(attention, family.rotary)
+    old = getattr(attention, family.layers.rotary)
     if parameters_of(old) == parameters:
         return False
     head_dim = attention_head_dim(attention, family)
@@ -195,7 +259,7 @@ def set_rope(attention, family, parameters):
     )
     with _unlocked_tracker(attention) as tracker:
         tracker.untrack(old)
-        setattr(attention, family.rotary, new)
+        setattr(attention, family.layers.rotary, new)
     return True
 
 
@@ -249,10 +313,10 @@ def set_tied(causal_lm, tied):
 
 def window_of(layer, family):
     """Returns the attention window of a decoder layer, or `None`."""
-    attention = getattr(layer, family.attention)
-    if family.windows == "mistral":
+    attention = attention_of(layer, family)
+    if family.layers.windows == "mistral":
         return layer.sliding_window
-    if family.windows == "qwen3":
+    if family.layers.windows == "qwen3":
         return attention.sliding_window_size or None
     if not getattr(attention, "use_sliding_window_attention", False):
         return None
@@ -262,18 +326,18 @@ def window_of(layer, family):
 def set_window(layer, family, window):
     """Sets a layer's window (`None`: no limit); returns whether it changed."""
     old = window_of(layer, family)
-    attention = getattr(layer, family.attention)
+    attention = attention_of(layer, family)
     if old != window:
-        if family.windows == "mistral":
+        if family.layers.windows == "mistral":
             layer.sliding_window = attention._sliding_window = window
-        elif family.windows == "qwen3":
+        elif family.layers.windows == "qwen3":
             attention.sliding_window_size = window
         else:
             attention.use_sliding_window_attention = window is not None
             if window is not None:
                 attention.sliding_window_size = window
     masked = False
-    if family.windows in ("qwen", "qwen3"):
+    if family.layers.windows in ("qwen", "qwen3"):
         masked = _set_mask_window(layer, window)
     return old != window or masked
 

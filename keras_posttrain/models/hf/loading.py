@@ -28,7 +28,11 @@ from keras_posttrain.models.hf.checkpoint_files import (
 )
 from keras_posttrain.models.hf.config import from_config
 from keras_posttrain.models.hf.converted import for_converter
-from keras_posttrain.models.hf.families import FAMILIES, family_of
+from keras_posttrain.models.hf.families import (
+    FAMILIES,
+    MODEL_TYPE,
+    family_of,
+)
 from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -240,15 +244,25 @@ def _build(family, settings, dtype, load_weights):
     longer than reading them and several times their memory. The model is then
     compiled after loading, as KerasHub's `compile` creates variables.
     """
+    family = _on_layers(family, settings)
     with _without_values(load_weights):
-        backbone = family.backbone_class(
+        layers = family.layers
+        backbone = layers.backbone_class(
             **_arguments(settings, family), dtype=dtype
         )
-        causal_lm = family.causal_lm_class(
+        causal_lm = layers.causal_lm_class(
             backbone=backbone, preprocessor=None, compile=not load_weights
         )
+        vars(causal_lm)[MODEL_TYPE] = family.model_type
         notes = layer_patches.apply_settings(causal_lm, family, settings)
     return causal_lm, notes
+
+
+def _on_layers(family, settings):
+    """Returns the family on layers that have heads of the wanted size."""
+    sizes = settings.sizes
+    even = sizes["num_attention_heads"] * sizes["head_dim"]
+    return family if even == sizes["hidden_size"] else family.with_head_dim()
 
 
 def load_saved(
@@ -308,32 +322,46 @@ def _arguments(settings, family):
         "intermediate_dim": sizes["intermediate_size"],
         "layer_norm_epsilon": settings.epsilon,
     }
-    if family.has_head_dim:
+    layers = family.layers
+    if layers.has_head_dim:
         arguments["head_dim"] = sizes["head_dim"]
     window = next((w for w in settings.windows if w is not None), None)
     if family.is_gemma:
         return {**arguments, **_gemma_arguments(settings, family, window)}
     rope = settings.rope[0]
     arguments["rope_max_wavelength"] = rope["rope_theta"]
-    if rope["rope_type"] == "llama3" and family.model_type == "llama":
-        arguments["rope_frequency_adjustment_factor"] = rope["factor"]
-        arguments["rope_low_freq_factor"] = rope["low_freq_factor"]
-        arguments["rope_high_freq_factor"] = rope["high_freq_factor"]
-        arguments["rope_pretraining_sequence_length"] = rope[
-            "original_max_position_embeddings"
-        ]
-    if rope["rope_type"] == "linear" and family.model_type != "llama":
+    if layers.keras_name == "Llama3":
+        if rope["rope_type"] == "llama3":
+            arguments["rope_frequency_adjustment_factor"] = rope["factor"]
+            arguments["rope_low_freq_factor"] = rope["low_freq_factor"]
+            arguments["rope_high_freq_factor"] = rope["high_freq_factor"]
+            arguments["rope_pretraining_sequence_length"] = rope[
+                "original_max_position_embeddings"
+            ]
+    elif rope["rope_type"] == "linear":
         arguments["rope_scaling_factor"] = rope["factor"]
-    if family.windows == "mistral":
+    if layers.windows == "mistral":
         arguments["sliding_window"] = window
-    else:
+    if layers.has_tied:
         arguments["tie_word_embeddings"] = settings.tied
-    if family.windows == "qwen" and window is not None:
+    if layers.windows == "qwen" and window is not None:
         arguments["use_sliding_window_attention"] = True
         arguments["sliding_window_size"] = window
-    if family.windows == "qwen3":
+    if layers.windows == "qwen3":
         arguments["sliding_window_size"] = window
-    return arguments
+    return {**arguments, **_mixture_arguments(settings.experts)}
+
+
+def _mixture_arguments(experts):
+    if experts is None:
+        return {}
+    found = {"num_experts": experts["count"], "top_k": experts["top_k"]}
+    if "is_normalized" in experts:
+        found["norm_top_k_prob"] = bool(experts["is_normalized"])
+        found["moe_intermediate_dim"] = experts["width"]
+    if "shared_width" in experts:
+        found["shared_expert_intermediate_dim"] = experts["shared_width"]
+    return found
 
 
 def _gemma_arguments(settings, family, window):
@@ -433,9 +461,8 @@ def _load_weights(causal_lm, checkpoint, stored=None):
     they are read. Returns notes on tensors that were not used.
     """
     found, modules = _named(causal_lm, checkpoint, stored)
-    for name, tensor in found.items():
-        with checkpoint.open(name) as opened:
-            _fill(tensor.variable, functools.partial(tensor.read, opened))
+    for variable, read in _readers(found, checkpoint.open):
+        _fill(variable, read)
     used = {f"{module}.{end}" for module in modules for end in stored.ends()}
     if modules:
         _load_quantized(checkpoint, stored, modules)
@@ -446,6 +473,51 @@ def _load_weights(causal_lm, checkpoint, stored=None):
         return []
     shown = ", ".join(rest[:4]) + (" ..." if len(rest) > 4 else "")
     return [f"{len(rest)} tensors of the checkpoint not used: {shown}"]
+
+
+def _readers(tensors, open_tensor):
+    """Yields each variable, and a function that reads a part of it.
+
+    Args:
+        tensors: dict of `Tensor`s by name.
+        open_tensor: function from a name to a context manager of an object
+            that returns a part of the tensor for a tuple of slices.
+    """
+    pieces = {}
+    for name, tensor in tensors.items():
+        for part, start in zip(tensor.parts, tensor.starts):
+            piece = name, part, start, tensor.axis
+            pieces.setdefault(id(part.variable), []).append(piece)
+    for own in pieces.values():
+        [(_, part, _, _), *_] = own
+        yield (
+            part.variable,
+            functools.partial(_read, own, open_tensor, part.variable.shape),
+        )
+
+
+def _read(pieces, open_tensor, shape, index):
+    """Reads a part of a variable that several tensors may have."""
+    wanted = [x.indices(n)[:2] for x, n in zip(index, shape)]
+    found = None
+    for name, part, start, axis in pieces:
+        both = [
+            (max(a, c), min(b, d))
+            for (a, b), (c, d) in zip(wanted, part.bounds)
+        ]
+        if any(a >= b for a, b in both):
+            continue
+        first = [a for a, _ in part.bounds]
+        inner = [slice(a - i, b - i) for (a, b), i in zip(both, first)]
+        with open_tensor(name) as opened:
+            array = part.read(opened, tuple(inner), start, axis)
+        if both == wanted:
+            return array
+        if found is None:
+            found = np.empty([b - a for a, b in wanted], array.dtype)
+        outer = [slice(a - w, b - w) for (a, b), (w, _) in zip(both, wanted)]
+        found[tuple(outer)] = array
+    return found
 
 
 def _fill(variable, read):
@@ -462,25 +534,36 @@ def _load_quantized(checkpoint, stored, modules):
         stored: `Format`.
         modules: dict of `Tensor`s by the layers' names in the checkpoint.
     """
-    floats = {}
+    floats, reasons = {}, {}
     for module, tensor in modules.items():
-        kernel, (out, into) = tensor.variable, tensor.shape
-        shape = into, out
+        kernel, shape = tensor.variable, tensor.shape[::-1]
         kept = isinstance(kernel, quantized.QuantizedKernel)
         own = stored.storage(checkpoint, module, shape)
         if kept and own == kernel.storage:
             found = stored.matrix(checkpoint, module, shape)
             kernel.fill_codes(found.codes, found.scales, found.zeros)
             continue
-        values = stored.floats(checkpoint, module, shape).T
-        _fill(kernel, functools.partial(tensor.read, values))
+        floats[module] = tensor
         why = "as was asked for"
         if kept:
             why = f"rounded again to {kernel.storage.kind}"
+        elif kernel is None:
+            why = "codes are kept of whole linear layers, not of experts"
         elif own is None:
             why = stored.why_floats(module)
-        floats.setdefault(why, []).append(module)
-    for why, names in floats.items():
+        reasons.setdefault(why, []).append(module)
+
+    @functools.lru_cache(1)
+    def values(module):
+        shape = modules[module].shape[::-1]
+        return stored.floats(checkpoint, module, shape).T
+
+    def open_floats(module):
+        return contextlib.nullcontext(values(module))
+
+    for variable, read in _readers(floats, open_floats):
+        _fill(variable, read)
+    for why, names in reasons.items():
         kind = "floats" if "again" not in why else "other codes"
         _console.say(
             f"{stored.name}: {len(names)} layers were read as {kind} ({why}), "
@@ -510,7 +593,7 @@ def _named(causal_lm, checkpoint, stored=None):
     """
     prefix = _prefix(checkpoint)
     found, modules = {}, {}
-    for tensor in model_tensors(causal_lm):
+    for tensor in model_tensors(causal_lm, _as_models(checkpoint, prefix)):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name == HEAD:
             name = _head(checkpoint) or HEAD
@@ -539,6 +622,11 @@ def _named(causal_lm, checkpoint, stored=None):
     return found, modules
 
 
+def _as_models(checkpoint, prefix):
+    """Returns the names in a checkpoint with the prefix of a model's."""
+    return {"model." + name.removeprefix(prefix) for name in checkpoint.names}
+
+
 def repair(causal_lm):
     """Applies settings of a KerasHub backbone that its layers ignore.
 
@@ -560,8 +648,6 @@ def repair(causal_lm):
         notes += _repair_layers(backbone, family)
     elif isinstance(backbone, keras_hub.models.GptOssBackbone):
         notes += layer_patches.set_gpt_oss_windows(backbone)
-    elif isinstance(backbone, keras_hub.models.Qwen3MoeBackbone):
-        notes += layer_patches.set_qwen3_moe_epsilon(backbone)
     _remember(causal_lm, None, notes)
     return notes
 
@@ -569,7 +655,7 @@ def repair(causal_lm):
 def _repair_layers(backbone, family):
     found = {}
     for layer in backbone.transformer_layers:
-        attention = getattr(layer, family.attention)
+        attention = layer_patches.attention_of(layer, family)
         if family.is_gemma and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads
             if layer_patches.set_query_scalar(attention, scalar):

@@ -6,10 +6,17 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_posttrain.models.linear import sublayers
+
 # The fields of each type of `rope_scaling`, in addition to `rope_theta`.
 FIELDS = {
+    # A layer that does not rotate.
+    "none": (),
     "default": (),
     "linear": ("factor",),
+    # It differs from "default" only beyond `max_position_embeddings`, which
+    # no task takes.
+    "dynamic": ("factor",),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -24,14 +31,19 @@ FIELDS = {
         "truncate",
         "attention_factor",
     ),
+    # Two sets of frequencies, see `RotaryEmbedding.is_long`.
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    ),
 }
-REASONS = {
-    "dynamic": "its frequencies change with the length of the sequence",
-    "longrope": "it has two sets of frequencies, chosen by the length",
-}
+# Older names in configs of Phi 3.
+SAME = {"su": "longrope"}
 
 
-def rope_parameters(config, layer_type=None):
+def rope_parameters(config, layer_type=None, partial_rotary=False):
     """Reads the parameters of a layer's rotary embedding from a config.
 
     Configs store them in `rope_scaling` and `rope_theta` (up to
@@ -39,36 +51,42 @@ def rope_parameters(config, layer_type=None):
     entry for each type of layer if these differ. Defaults of the config must
     be filled in.
 
-    Returns a dict of `rope_type`, `rope_theta` and the fields of that type. If
-    one of them is missing, or the rotation depends on more than the position,
-    it raises a `ValueError`.
+    Returns a dict of `rope_type`, `rope_theta`, the fields of that type, and
+    `partial_rotary_factor` where a part of each head is rotated. If a field
+    is missing or cannot be represented, it raises a `ValueError`.
 
     Args:
         layer_type: `"full_attention"` or `"sliding_attention"` in a family
             with two types of layers (Gemma 3), else `None`.
+        partial_rotary: bool, whether models of this type rotate a part of a
+            head where `partial_rotary_factor` says so.
     """
     if layer_type is None:
         found = _shared(config)
     else:
         found = _by_layer_type(config, layer_type)
-    rope_type = found["rope_type"]
-    if rope_type not in FIELDS:
-        reason = REASONS.get(rope_type, "its formula is not known here")
+    rope_type = SAME.get(found["rope_type"], found["rope_type"])
+    if rope_type not in set(FIELDS) - {"none"}:
         raise ValueError(
             "The config's `rope_scaling` (or `rope_parameters`) has a type "
-            f"that cannot be represented: {reason}. Supported are "
-            f"{sorted(FIELDS)}. Received: rope_type={rope_type!r}"
+            "whose formula is not known here. Supported are "
+            f"{sorted(set(FIELDS) - {'none'})}. "
+            f"Received: rope_type={rope_type!r}"
         )
     partial = found.get("partial_rotary_factor")
     if partial is None:
         partial = config.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
+    is_whole = partial in (None, 1, 1.0)
+    if not is_whole and not (partial_rotary and 0 < partial < 1):
         raise ValueError(
-            "KerasHub's layers rotate whole heads; a part of a head cannot "
-            f"be represented. Received: partial_rotary_factor={partial}"
+            "Models of this type rotate whole heads in transformers; a part "
+            "of a head cannot be represented. "
+            f"Received: partial_rotary_factor={partial}"
         )
     if rope_type == "yarn":
         _complete_yarn(found, config)
+    if rope_type == "longrope":
+        _complete_longrope(found, config)
     known = {
         "rope_type": rope_type,
         "rope_theta": float(found["rope_theta"]),
@@ -80,6 +98,8 @@ def rope_parameters(config, layer_type=None):
                 f"Received: {field}=None in {found}"
             )
         known[field] = found[field]
+    if not is_whole:
+        known["partial_rotary_factor"] = float(partial)
     return known
 
 
@@ -151,23 +171,62 @@ def _complete_yarn(found, config):
         found["attention_factor"] = float(factor)
 
 
-def inverse_frequencies(parameters, head_dim):
+def _complete_longrope(found, config):
+    """Fills in the factor of cosines and sines (Ding et al., 2024)."""
+    original = found["original_max_position_embeddings"]
+    if found.get("attention_factor") is None and original:
+        factor = found.get("factor")
+        if factor is None:
+            factor = config["max_position_embeddings"] / original
+        scale = 1.0
+        if factor > 1:
+            scale = math.sqrt(1 + math.log(factor) / math.log(original))
+        found["attention_factor"] = scale
+
+
+def rotated_size(parameters, head_dim):
+    """Returns the features of a head that are rotated."""
+    size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    factors = [
+        parameters[name]
+        for name in ("short_factor", "long_factor")
+        if name in parameters
+    ]
+    if size % 2 or any(len(x) != size // 2 for x in factors):
+        raise ValueError(
+            "A rotation needs an even number of features, and `short_factor` "
+            "and `long_factor` a number for each pair of them. Received: "
+            f"head_dim={head_dim}, partial_rotary_factor="
+            f"{parameters.get('partial_rotary_factor', 1.0)}, factors of "
+            f"lengths {[len(x) for x in factors]}"
+        )
+    return size
+
+
+def inverse_frequencies(parameters, head_dim, is_long=False):
     """Computes the radians per position of each pair of features.
 
-    Returns the float32 frequencies, `(head_dim // 2,)`, and the factor of the
-    cosines and sines.
+    Returns the float32 frequencies, of half as many as are rotated, and the
+    factor of the cosines and sines. With `is_long` they are those of
+    `"longrope"` for long sequences.
     """
+    head_dim = rotated_size(parameters, head_dim)
     theta = parameters["rope_theta"]
     exponents = np.arange(0, head_dim, 2, dtype="float32") / head_dim
     wavelengths = np.power(np.float32(theta), exponents)
     frequencies = np.float32(1) / wavelengths
     rope_type = parameters["rope_type"]
-    if rope_type == "linear":
+    if rope_type == "none":
+        frequencies = np.zeros_like(frequencies)
+    elif rope_type == "linear":
         frequencies = frequencies / np.float32(parameters["factor"])
     elif rope_type == "llama3":
         frequencies = _llama3(parameters, frequencies)
     elif rope_type == "yarn":
         frequencies = _yarn(parameters, wavelengths, head_dim)
+    elif rope_type == "longrope":
+        factors = parameters["long_factor" if is_long else "short_factor"]
+        frequencies = np.float32(1) / (np.float32(factors) * wavelengths)
     factor = parameters.get("attention_factor", 1.0)
     return frequencies.astype("float32"), float(factor)
 
@@ -218,6 +277,13 @@ class RotaryEmbedding(keras.layers.Layer):
     float32, whatever the dtype of the inputs. `parameters` are those of
     `rope_parameters`.
 
+    `"longrope"` has frequencies for sequences of up to
+    `original_max_position_embeddings` and others for longer ones.
+    transformers chooses by the longest sequence of a batch, so that a
+    sequence would depend on those next to it, and its keys on when they were
+    computed. Here `set_length` chooses once, by the length that the task
+    takes, as vLLM does.
+
     Call arguments:
         inputs: float tensor of shape `(batch, length, heads, head_dim)` or
             `(batch, length, head_dim)`.
@@ -230,12 +296,47 @@ class RotaryEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         self.head_dim = head_dim
         self.parameters = dict(parameters)
-        frequencies, factor = inverse_frequencies(parameters, head_dim)
-        self.frequencies = frequencies
-        self.attention_factor = factor
+        self.rotated_size = rotated_size(parameters, head_dim)
+        self.is_long = None
+        self._choose(is_long=False)
         self.built = True
 
+    def _choose(self, is_long):
+        self.frequencies, self.attention_factor = inverse_frequencies(
+            self.parameters, self.head_dim, is_long
+        )
+
+    def set_length(self, length):
+        """Chooses the frequencies by the longest sequence, in tokens.
+
+        A second choice that differs from the first raises a `ValueError`.
+        """
+        if self.parameters["rope_type"] != "longrope":
+            return
+        original = self.parameters["original_max_position_embeddings"]
+        is_long = length > original
+        if self.is_long not in (None, is_long):
+            raise ValueError(
+                f"This model rotates sequences of more than {original} tokens "
+                "in another way than shorter ones, and what uses it together "
+                f"must be on one side. Received: sequence_length={length}, "
+                f"and the model was made for "
+                f"{'longer' if self.is_long else 'shorter'} ones. Load it "
+                "again with this `sequence_length`."
+            )
+        self.is_long = is_long
+        self._choose(is_long)
+
     def call(self, inputs, start_index=0, positions=None):
+        if self.parameters["rope_type"] == "none":
+            return inputs
+        if self.rotated_size < self.head_dim:
+            size = self.rotated_size
+            turned = self._rotate(inputs[..., :size], start_index, positions)
+            return ops.concatenate([turned, inputs[..., size:]], axis=-1)
+        return self._rotate(inputs, start_index, positions)
+
+    def _rotate(self, inputs, start_index, positions):
         if positions is None:
             positions = ops.arange(ops.shape(inputs)[1], dtype="float32")
             positions = positions + ops.cast(start_index, "float32")
@@ -263,6 +364,20 @@ class RotaryEmbedding(keras.layers.Layer):
         config["head_dim"] = self.head_dim
         config["parameters"] = dict(self.parameters)
         return config
+
+
+def set_sequence_length(causal_lm, length):
+    """Chooses the rotation of a model by the longest sequence, in tokens."""
+    vars(causal_lm)["kpt_sequence_length"] = length
+    for layer in getattr(causal_lm.backbone, "transformer_layers", ()):
+        for rotary in sublayers(layer):
+            if isinstance(rotary, RotaryEmbedding):
+                rotary.set_length(length)
+
+
+def sequence_length_of(causal_lm):
+    """Returns the length of `set_sequence_length`, by default 0."""
+    return vars(causal_lm).get("kpt_sequence_length", 0)
 
 
 def parameters_of(layer):

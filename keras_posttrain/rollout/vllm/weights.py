@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf import checkpoint_files
 from keras_posttrain.models.hf.adapter_files import WEIGHTS_FILE
 from keras_posttrain.models.hf.export import hf_config
-from keras_posttrain.models.hf.tensors import model_tensors
+from keras_posttrain.models.hf.tensors import arrays_of, model_tensors
 from keras_posttrain.rollout.native.decoding import (
     Placement,
     model_inputs,
@@ -66,11 +65,10 @@ class Weights:
 
     def arrays(self, names=None):
         """Yields `(name, array)`, numpy arrays in the engine's dtype."""
-        values, dtype = self._values(), jnp.dtype(self.dtype)
-        for name in self.table if names is None else names:
-            tensor = self.table[name]
-            array = device_transfer.to_host(values(tensor.variable))
-            array = device_transfer.contiguous(tensor.to_hf(array))
+        dtype = jnp.dtype(self.dtype)
+        wanted = self.table if names is None else names
+        tensors = (self.table[name] for name in wanted)
+        for name, array in arrays_of(tensors, self._values()):
             yield name, array.astype(dtype, copy=False)
 
     def write(self, directory):
