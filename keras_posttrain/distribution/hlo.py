@@ -336,13 +336,28 @@ def _product(inside, instruction):
     return 2.0 * features * left[lhs.index("b")] / batches * pairs
 
 
+# Products of rows sorted by expert: the TPU compiler's, and the kernel that
+# `models/grouped_matmul.py` calls for the gradient of the experts' kernels.
+GROUPED = ("ragged-dot", "tgmm")
+
+
+def _grouped(instruction, arrays):
+    """Returns the operations of `GROUPED`: all rows, each for one expert."""
+    (_, out), *_ = instruction.shapes
+    rows = max(dims[0] for dims in arrays if len(dims) == 2)
+    if len(out) == 3:
+        # The gradient of the kernels.
+        return 2.0 * rows * math.prod(out[1:])
+    return 2.0 * math.prod(out) * arrays[0][-1]
+
+
 # The number of matrix products, each of queries by keys by head size, in the
 # kernels that `models/tpu_attention.py` calls: XLA does not count them.
 KERNELS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 
 
 def _kernel(inside, instruction):
-    """Returns the operations of an attention kernel, 0 for other calls.
+    """Returns the operations of a known kernel, 0 for other calls.
 
     Blocks of scores that are masked completely are skipped: of `n` by `n`
     blocks of a causal mask, `n * (n + 1) / 2` are computed. That a sliding
@@ -355,6 +370,8 @@ def _kernel(inside, instruction):
     )
     given = [inside[x].shapes[0] for x in instruction.operands]
     arrays = [dims for dtype, dims in given if dtype in ("bf16", "f32")]
+    if arrays and any(name in instruction.name for name in GROUPED):
+        return _grouped(instruction, arrays)
     blocks = [dims for dtype, dims in given if dtype.startswith("s8")]
     if not products or len(arrays) < 2:
         return 0.0

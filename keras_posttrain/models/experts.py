@@ -87,7 +87,9 @@ class Expert:
             kernels: dict of `expand`, a list of one or two arrays of shape
                 `(experts, hidden, width)`, and `contract`, an array of shape
                 `(experts, width, hidden)`. They may be those of some experts
-                only; the others then contribute nothing.
+                only; the others then contribute nothing. With LoRA also
+                `lora`, for both of these names a list of pairs of arrays of
+                shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
             used: bool array of shape `(tokens,)` or `None`, see
                 `used_tokens`.
             first: int scalar, the expert that the first kernels belong to.
@@ -104,11 +106,23 @@ class Expert:
             local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
         rows = dispatch(x, slots)
+        lora = kernels.get("lora", {})
         parts = [grouped_matmul(rows, k, slots) for k in kernels["expand"]]
         gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, -1)
-        gate = self.activation(gate.astype("float32")).astype(x.dtype)
-        out = grouped_matmul(gate * up, kernels["contract"], slots)
+        for factors in lora.get("expand", ()):
+            more = jnp.split(_low_rank(rows, factors, slots), 2, -1)
+            gate, up = gate + more[0], up + more[1]
+        rows = self.activation(gate.astype("float32")).astype(x.dtype) * up
+        out = grouped_matmul(rows, kernels["contract"], slots)
+        for factors in lora.get("contract", ()):
+            out = out + _low_rank(rows, factors, slots)
         return combine(out, weights, slots)
+
+
+def _low_rank(rows, factors, slots):
+    for factor in factors:
+        rows = grouped_matmul(rows, factor, slots)
+    return rows
 
 
 def compute_chosen_experts(layer):
@@ -119,11 +133,8 @@ def compute_chosen_experts(layer):
     which only Keras's own `fit` makes, KerasHub's code runs, since it adds a
     loss of the router.
     """
-    name = (
-        "_sparse_moe_block" if hasattr(layer, "_sparse_moe_block") else "mlp"
-    )
-    block = getattr(layer, name)
-    if not hasattr(block, "expert_bank") or hasattr(block, "kpt_chosen"):
+    block = _block_of(layer)
+    if block is None or hasattr(block, "kpt_chosen"):
         return
     block.kpt_chosen = True
     plain_call = block.call
@@ -141,7 +152,7 @@ def compute_chosen_experts(layer):
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = block._sparse_feedforward_gate_dense(x)
-        out = _on_mesh(expert, x, logits, kernels_of(block.expert_bank))
+        out = _on_mesh(expert, x, logits, block.expert_bank)
         if hasattr(block, "shared_expert_dense"):
             gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
             out = out + block.shared_expert_dense(x) * gate
@@ -150,25 +161,87 @@ def compute_chosen_experts(layer):
     block.call = call
 
 
-def kernels_of(bank):
-    """Returns the variables of experts, named as in `Expert.__call__`."""
-    names = ("gate", "intermediate")
-    found = [
-        getattr(bank, f"_expert_feedforward_{n}_dense", None) for n in names
+# Hugging Face's names of the kernels of all experts in a decoder layer.
+EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@dataclasses.dataclass
+class ExpertKernels:
+    """One of the two products of all experts of a layer.
+
+    Attributes:
+        name: str, Hugging Face's.
+        kernels: list of the variables `(experts, in, out)` whose outputs are
+            one after the other in the columns of Hugging Face's.
+        factors: list of functions that return the LoRA factors to add, `A`
+            and scaled `B`, or `None`.
+    """
+
+    name: str
+    kernels: list
+    factors: list
+
+
+def expert_kernels(causal_lm):
+    """Returns the `ExpertKernels` of a model by name, an empty dict without.
+
+    Each is one object for as long as the model's layers exist.
+    """
+    found = {}
+    for i, layer in enumerate(causal_lm.backbone.transformer_layers):
+        block = _block_of(layer)
+        if block is None:
+            continue
+        bank = block.expert_bank
+        if not hasattr(bank, "kpt_kernels"):
+            # Keras tracks lists that are set as attributes.
+            vars(bank)["kpt_kernels"] = [
+                ExpertKernels(f"model.layers.{i}.{name}", kernels, [])
+                for name, kernels in zip(EXPERT_NAMES, _variables(bank))
+            ]
+        found.update((each.name, each) for each in bank.kpt_kernels)
+    return found
+
+
+def _block_of(layer):
+    """Returns the mixture of a decoder layer, or `None`."""
+    for name in ("mlp", "_sparse_moe_block"):
+        block = getattr(layer, name, None)
+        if hasattr(block, "expert_bank"):
+            return block
+    return None
+
+
+def _variables(bank):
+    """Returns the lists of variables of the first and the second product."""
+    expand = [
+        getattr(bank, f"_expert_feedforward_{name}_dense", None)
+        for name in ("gate", "intermediate")
     ]
-    return {
-        "expand": [kernel for kernel in found if kernel is not None],
-        "contract": bank._expert_feedforward_output_dense,
-    }
+    expand = [kernel for kernel in expand if kernel is not None]
+    return expand, [bank._expert_feedforward_output_dense]
 
 
-def _on_mesh(expert, x, logits, variables):
+def _arrays(bank, dtype):
+    """Returns `kernels` of `Expert.__call__`, of the bank's values."""
+    names = ("expand", "contract")
+    found = dict(zip(names, _variables(bank)))
+    for name, kernels in zip(names, getattr(bank, "kpt_kernels", ())):
+        factors = [f() for f in kernels.factors]
+        factors = [pair for pair in factors if pair is not None]
+        if factors:
+            found.setdefault("lora", {})[name] = factors
+    [found["contract"]] = found["contract"]
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+
+
+def _on_mesh(expert, x, logits, bank):
     """Computes the experts, on a mesh on each device for its own tokens.
 
     If the experts are split over the mesh's other axis, each device computes
     those that it has, and the results are added up.
     """
-    kernels = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), variables)
+    kernels = _arrays(bank, x.dtype)
     used = _USED_TOKENS.get()
     mesh, data, size, model, _ = sharding.axes()
     count = kernels["contract"].shape[0]
@@ -177,7 +250,7 @@ def _on_mesh(expert, x, logits, variables):
         return expert(x, logits, kernels, used, block=block).astype(x.dtype)
     if used is None:
         used = jnp.ones(x.shape[0], bool)
-    split = sharding.split_of(variables["contract"])
+    split = sharding.split_of(bank._expert_feedforward_output_dense)
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 

@@ -5,9 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from keras_posttrain.models import sharding
+
 # Rows of a block at least and at most. Each expert's rows are padded to whole
 # blocks, on average by half of one.
 BLOCKS = (8, 128)
+# Rows of a tile of the kernel of TPUs at least and at most, and the most of
+# the other sides of a tile.
+TILES = (128, 512)
+SIDE = 1024
 
 
 @dataclasses.dataclass
@@ -178,9 +184,59 @@ def grouped_matmul(rows, kernel, slots):
         An array of shape `(slots, out)` with the dtype of `rows`.
     """
     kernel = kernel.astype(rows.dtype)
-    if slots.block == 1:
-        return jax.lax.ragged_dot(rows, kernel, slots.sizes)
-    return _block_matmul(rows, kernel, slots)
+    if slots.block > 1:
+        return _block_matmul(rows, kernel, slots)
+    if sharding.platform() == "tpu":
+        return _tpu_matmul(rows, kernel, slots.sizes)
+    return jax.lax.ragged_dot(rows, kernel, slots.sizes)
+
+
+@jax.custom_vjp
+def _tpu_matmul(rows, kernel, sizes):
+    return jax.lax.ragged_dot(rows, kernel, sizes)
+
+
+def _tpu_matmul_forward(rows, kernel, sizes):
+    return _tpu_matmul(rows, kernel, sizes), (rows, kernel, sizes)
+
+
+def _tpu_matmul_backward(kept, gradient):
+    rows, kernel, sizes = kept
+    transposed = jnp.swapaxes(kernel, 1, 2)
+    to_rows = jax.lax.ragged_dot(gradient, transposed, sizes)
+    to_kernel = tpu_kernel_gradient(rows, gradient, sizes, kernel.dtype)
+    return to_rows, to_kernel, None
+
+
+_tpu_matmul.defvjp(_tpu_matmul_forward, _tpu_matmul_backward)
+
+
+def tpu_kernel_gradient(rows, gradient, sizes, dtype, interpret=False):
+    """Computes the gradient of the kernels of a product of sorted rows.
+
+    That of `ragged_dot` multiplies all rows for each expert, for which JAX
+    has the kernels of MegaBlocks
+    ([Gale et al., 2022](https://arxiv.org/abs/2211.15841)).
+    """
+    low, tile = TILES
+    padding = -rows.shape[0] % low
+    rows, gradient = (
+        jnp.pad(x, ((0, padding), (0, 0))) for x in (rows, gradient)
+    )
+    while rows.shape[0] % tile:
+        tile //= 2
+    sides = (min(SIDE, rows.shape[1]), min(SIDE, gradient.shape[1]))
+    # Takes a second to import.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    return tgmm(
+        rows.T,
+        gradient,
+        sizes,
+        dtype,
+        (tile, *sides),
+        interpret=interpret,
+    )
 
 
 def _over_experts(slots, each, init):

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from keras_posttrain.models import device_transfer, sharding
+from keras_posttrain.models.experts import EXPERT_NAMES, expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -44,7 +45,7 @@ def _is_number(x):
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Low-rank adaptation of the linear layers of a model.
+    r"""Low-rank adaptation of the linear layers of a model.
 
     Each adapted layer computes `x W + (alpha / rank) (x A) B`, where `W` is
     frozen, `A` has the shape `(in, rank)` and `B` the shape `(rank, out)`.
@@ -60,7 +61,9 @@ class LoRA:
         targets: `"all-linear"` (q, k, v, o, gate, up and down of every
             decoder layer), or a regular expression or a list of them, each
             matched against the end of Hugging Face module names such as
-            `model.layers.0.self_attn.q_proj`: `"q_proj|v_proj"`.
+            `model.layers.0.self_attn.q_proj`: `"q_proj|v_proj"`. The experts
+            of a mixture are adapted where a pattern names them: `"experts"`,
+            or `r"experts\.down_proj"`.
         rslora: bool, whether to scale by `alpha / sqrt(rank)` instead
             ([Kalajdzievski, 2023](https://arxiv.org/abs/2312.03732)).
         seed: int, the seed of the initial values of `A`.
@@ -147,6 +150,21 @@ class LoRA:
         """Returns whether the layer of this Hugging Face name is adapted."""
         return any(re.search(f"(?:{p})$", name) for p in self.patterns)
 
+    def matches_experts(self, name):
+        """Returns whether the experts' kernels of this name are adapted.
+
+        A pattern must match the module, such as `model.layers.0.mlp.experts`,
+        or name it: `down_proj` alone means linear layers.
+        """
+        if self.targets == "all-linear":
+            return False
+        module = name.rsplit(".", 1)[0]
+        return any(
+            re.search(f"(?:{p})$", module)
+            or ("experts" in p and re.search(f"(?:{p})$", name))
+            for p in self.patterns
+        )
+
     def shape(self):
         """Returns the settings that must match to load another's weights."""
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
@@ -184,6 +202,9 @@ class Pair:
     `layer` is a built `Dense` or `EinsumDense`, `name` Hugging Face's name.
     """
 
+    # The axes of A and B, for each axis of PEFT's tensors.
+    peft_axes = {"A": ((1,), (0,)), "B": ((1,), (0,))}
+
     def __init__(self, name, layer):
         self.name, self.layer = name, layer
         self.axes = MatrixAxes(layer)
@@ -197,6 +218,97 @@ class Pair:
     @property
     def out_size(self):
         return self.axes.out_size
+
+    @property
+    def kernels(self):
+        """List of the variables that the adapter adds to."""
+        return [self.layer.kernel]
+
+    @property
+    def variables(self):
+        return self.layer.variables
+
+    def factor_shapes(self, rank):
+        """Returns the shapes of A and B."""
+        return (self.in_size, rank), (rank, self.out_size)
+
+    def factor_layouts(self):
+        """Returns the layouts of A and B."""
+        return sharding.factor_layouts(self)
+
+    def columns(self, kernel, b):
+        """Returns the part of B that belongs to one of `kernels`."""
+        return b
+
+    def kernel_axes(self, kernel):
+        """Returns the shape of `A @ B`, split, and the order of its axes."""
+        shape = (*self.axes.in_shape, *self.axes.out_shape)
+        return shape, tuple(self.axes.to_kernel)
+
+    def attach(self, adapter, index):
+        """Makes the layer add the low-rank part."""
+        self.layer.call = adapter.adapted_call(index, self)
+
+    def detach(self):
+        """Undoes `attach`."""
+        self.layer.call = self.plain_call
+
+
+class ExpertPair:
+    """The kernels of all experts of a layer, each with its own A and B.
+
+    Has the interface of `Pair`, of an `ExpertKernels`. A has the shape
+    `(experts, in, rank)`, B `(experts, rank, out)`. PEFT stores them with the
+    experts in the axis of the rank, of A the slowest and of B the fastest.
+    """
+
+    peft_axes = {"A": ((0, 2), (1,)), "B": ((2,), (1, 0))}
+
+    def __init__(self, stack):
+        self.stack, self.name = stack, stack.name
+        self.base = None
+
+    @property
+    def in_size(self):
+        return self.stack.kernels[0].shape[1]
+
+    @property
+    def out_size(self):
+        return sum(kernel.shape[2] for kernel in self.stack.kernels)
+
+    @property
+    def kernels(self):
+        return self.stack.kernels
+
+    @property
+    def variables(self):
+        return self.stack.kernels
+
+    def factor_shapes(self, rank):
+        count = self.stack.kernels[0].shape[0]
+        return (count, self.in_size, rank), (count, rank, self.out_size)
+
+    def factor_layouts(self):
+        return sharding.expert_factor_layouts(self.stack.kernels[0])
+
+    def columns(self, kernel, b):
+        first = 0
+        for each in self.stack.kernels:
+            if each is kernel:
+                return b[..., first : first + each.shape[2]]
+            first += each.shape[2]
+        raise KeyError(kernel.path)
+
+    def kernel_axes(self, kernel):
+        return tuple(kernel.shape), (0, 1, 2)
+
+    def attach(self, adapter, index):
+        self.stack.factors.append(
+            functools.partial(adapter.expert_factors, index)
+        )
+
+    def detach(self):
+        self.stack.factors.pop()
 
 
 class Adapter(keras.layers.Layer):
@@ -222,9 +334,17 @@ class Adapter(keras.layers.Layer):
         self.pairs = [
             Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
         ]
-        self.names = list(layers)
+        stacks = expert_kernels(causal_lm)
+        self.pairs += [
+            ExpertPair(stack)
+            for name, stack in stacks.items()
+            if lora.matches_experts(name)
+        ]
+        self.names = [*layers, *stacks]
         for pattern in lora.patterns:
-            if not any(re.search(f"(?:{pattern})$", x) for x in self.names):
+            one = dataclasses.replace(lora, targets=pattern)
+            found = any(map(one.matches, layers))
+            if not found and not any(map(one.matches_experts, stacks)):
                 raise ValueError(
                     f"No linear layer matches {pattern!r} of `targets`; "
                     f"names look like {self.names[0]!r}. "
@@ -237,8 +357,17 @@ class Adapter(keras.layers.Layer):
                 "largest adapted layer (8 to 64 is usual). "
                 f"Received: rank={lora.rank}"
             )
+        experts = [p for p in self.pairs if isinstance(p, ExpertPair)]
+        if experts and lora.dropout:
+            raise ValueError(
+                "Adapters of experts have no dropout, as in PEFT. Use "
+                "dropout=0.0, or leave the experts out of `targets`. "
+                f"Received: dropout={lora.dropout}, targets={lora.targets!r}"
+            )
         taken = [
-            p.name for p in self.pairs if getattr(p.layer, "lora_enabled", 0)
+            p.name
+            for p in self.pairs
+            if p not in experts and getattr(p.layer, "lora_enabled", 0)
         ]
         if taken:
             raise ValueError(
@@ -257,19 +386,20 @@ class Adapter(keras.layers.Layer):
             uniform = keras.initializers.RandomUniform(
                 -bound, bound, seed=seed
             )
-            layouts = sharding.factor_layouts(pair)
+            layouts = pair.factor_layouts()
+            shapes = pair.factor_shapes(lora.rank)
             # `add_weight` would not let us choose the layout.
             with keras.name_scope(self.name):
                 a = keras.Variable(
                     uniform,
-                    shape=(pair.in_size, lora.rank),
+                    shape=shapes[0],
                     dtype="float32",
                     name=f"{pair.name}.lora_a",
                     layout=layouts[0],
                 )
                 b = keras.Variable(
                     "zeros",
-                    shape=(lora.rank, pair.out_size),
+                    shape=shapes[1],
                     dtype="float32",
                     name=f"{pair.name}.lora_b",
                     layout=layouts[1],
@@ -284,7 +414,8 @@ class Adapter(keras.layers.Layer):
     def check_layers(self):
         """Raises a `ValueError` where Keras would not call the adapter."""
         for pair in self.pairs:
-            mode = getattr(pair.layer, "quantization_mode", None)
+            layer = getattr(pair, "layer", None)
+            mode = getattr(layer, "quantization_mode", None)
             if mode is not None:
                 raise ValueError(
                     "An adapter over layers that Keras has quantized would "
@@ -297,9 +428,17 @@ class Adapter(keras.layers.Layer):
     def attach(self):
         """Makes the layers of the model add their low-rank part."""
         for i, pair in enumerate(self.pairs):
-            pair.layer.call = self._adapted_call(i, pair)
+            pair.attach(self, i)
 
-    def _adapted_call(self, i, pair):
+    def expert_factors(self, i):
+        """Returns `(A, scale * B)` of layer `i`, `None` while turned off."""
+        if not self._active:
+            return None
+        return self.a[i].value, self.b[i].value * self.lora.scale
+
+    def adapted_call(self, i, pair):
+        """Returns a `call` of a linear layer with the low-rank part."""
+
         def call(inputs, *args, **kwargs):
             outputs = pair.plain_call(inputs, *args, **kwargs)
             if not self._active:
@@ -334,7 +473,7 @@ class Adapter(keras.layers.Layer):
     def detach(self, causal_lm):
         """Removes the adapter from the model and unfreezes what is below."""
         for pair in self.pairs:
-            pair.layer.call = pair.plain_call
+            pair.detach()
         (self.below or causal_lm).trainable = True
 
     @property
@@ -365,24 +504,27 @@ class Adapter(keras.layers.Layer):
         finally:
             self._dropout = None
 
-    def merged_kernel(self, i, factors=None, kernel=None):
+    def merged_kernel(self, i, factors=None, kernel=None, variable=None):
         """Computes the kernel of layer `i` of `pairs` with the adapter added.
 
         `factors` are arrays to use as `A` and `B` instead of the adapter's,
-        `kernel` one to add to instead of the layer's. The result has the
-        kernel's shape and dtype.
+        `kernel` one to add to instead of the layer's, `variable` that of the
+        layer's kernels, by default the first. The result has the kernel's
+        shape and dtype.
         """
         pair = self.pairs[i]
+        variable = pair.kernels[0] if variable is None else variable
         if kernel is None:
-            kernel = pair.layer.kernel.value
+            kernel = variable.value
         is_split = isinstance(kernel.sharding, jax.sharding.NamedSharding)
         a, b = factors or (self.a[i].value, self.b[i].value)
+        shape, order = pair.kernel_axes(variable)
         return _merged(
             kernel,
             a,
-            b,
-            shape=(*pair.axes.in_shape, *pair.axes.out_shape),
-            order=tuple(pair.axes.to_kernel),
+            pair.columns(variable, b),
+            shape=shape,
+            order=order,
             scale=self.lora.scale,
             target=kernel.sharding if is_split else None,
         )
@@ -399,9 +541,9 @@ class Adapter(keras.layers.Layer):
                 "first."
             )
         for i, pair in enumerate(self.pairs):
-            kernel = self.merged_kernel(i)
-            pair.base = pair.layer.kernel.value
-            pair.layer.kernel.assign(kernel)
+            pair.base = [kernel.value for kernel in pair.kernels]
+            for kernel in pair.kernels:
+                kernel.assign(self.merged_kernel(i, variable=kernel))
         self._active = False
 
     def unmerge(self):
@@ -409,7 +551,8 @@ class Adapter(keras.layers.Layer):
         if not self.is_merged:
             raise ValueError("The adapter is not merged: nothing to undo.")
         for pair in self.pairs:
-            pair.layer.kernel.assign(pair.base)
+            for kernel, value in zip(pair.kernels, pair.base):
+                kernel.assign(value)
             pair.base = None
         self._active = True
 
@@ -427,14 +570,13 @@ class Adapter(keras.layers.Layer):
         added = {}
         for adapter in self.stack:
             for i, pair in enumerate(adapter.pairs):
-                if pair.base is None:
-                    key = id(pair.layer.kernel)
-                    added.setdefault(key, []).append((adapter, i))
+                for kernel in pair.kernels if pair.base is None else ():
+                    added.setdefault(id(kernel), []).append((adapter, i))
 
         def values(variable):
             value = variable.value
             for adapter, i in added.get(id(variable), ()):
-                value = adapter.merged_kernel(i, kernel=value)
+                value = adapter.merged_kernel(i, None, value, variable)
             return value
 
         return values
@@ -460,6 +602,7 @@ class Adapter(keras.layers.Layer):
             "lora_dropout": lora.dropout,
             "use_rslora": lora.rslora,
             "target_modules": self._target_modules(),
+            "target_parameters": self._target_parameters(),
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
@@ -477,11 +620,31 @@ class Adapter(keras.layers.Layer):
 
     def _tensors(self):
         """Yields the factors under PEFT's names, transposed as in PEFT."""
-        transposed = ((1,), (0,))
         for pair, *factors in zip(self.pairs, self.a, self.b):
+            module = self._peft_module(pair)
             for part, variable in zip("AB", factors):
-                name = f"{PREFIX}{pair.name}.lora_{part}.weight"
-                yield Tensor(name, (Part(variable, transposed),))
+                name = f"{PREFIX}{module}.lora_{part}.weight"
+                axes = pair.peft_axes[part]
+                yield Tensor(name, (Part(variable, axes),))
+
+    def _peft_module(self, pair):
+        """Returns the name of the module that PEFT has for a layer.
+
+        PEFT wraps all experts of a layer once for each parameter, the last
+        one outermost.
+        """
+        if not isinstance(pair, ExpertPair):
+            return pair.name
+        module = pair.name.rsplit(".", 1)[0]
+        own = [
+            p.name
+            for each in self.stack
+            for p in each.pairs
+            if p.name.startswith(f"{module}.")
+        ]
+        depth = sum(not name.endswith(pair.name) for name in set(own))
+        inner = pair.name.endswith(EXPERT_NAMES[0])
+        return module + ".base_layer" * (depth if inner else 0)
 
     @property
     def saved_lora(self):
@@ -500,22 +663,32 @@ class Adapter(keras.layers.Layer):
             yield from arrays_of(self._tensors(), lambda v: v.value)
             return
         rank, first = self.saved_lora.rank, 0
-        whole = {}
+        whole, pairs = {}, {}
         for adapter in self.stack:
             part = slice(first, first + adapter.lora.rank)
             for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
                 if pair.name not in whole:
-                    whole[pair.name] = (
-                        np.zeros((rank, pair.in_size), "float32"),
-                        np.zeros((pair.out_size, rank), "float32"),
-                    )
+                    pairs[pair.name] = pair
+                    whole[pair.name] = [
+                        np.zeros(shape, "float32")
+                        for shape in pair.factor_shapes(rank)
+                    ]
                 a, b = (device_transfer.to_host(x.value) for x in (a, b))
-                whole[pair.name][0][part] = a.T
-                whole[pair.name][1][:, part] = b.T * adapter.lora.scale
+                whole[pair.name][0][..., part] = a
+                whole[pair.name][1][..., part, :] = b * adapter.lora.scale
             first = part.stop
-        for layer, factors in whole.items():
+        for name, factors in whole.items():
+            pair = pairs[name]
+            module = self._peft_module(pair)
             for part, array in zip("AB", factors):
-                yield f"{PREFIX}{layer}.lora_{part}.weight", array
+                axes = pair.peft_axes[part]
+                order = [axis for each in axes for axis in each]
+                shape = [
+                    math.prod(array.shape[axis] for axis in each)
+                    for each in axes
+                ]
+                array = array.transpose(order).reshape(shape)
+                yield f"{PREFIX}{module}.lora_{part}.weight", array
 
     def _target_modules(self):
         """Returns PEFT's `target_modules`.
@@ -523,10 +696,25 @@ class Adapter(keras.layers.Layer):
         These are the last parts of the names, such as `q_proj`, if all layers
         that end in them are adapted; otherwise the full names.
         """
-        adapted = {p.name for adapter in self.stack for p in adapter.pairs}
+        adapted = {
+            p.name
+            for adapter in self.stack
+            for p in adapter.pairs
+            if not isinstance(p, ExpertPair)
+        }
         lasts = {name.rsplit(".", 1)[-1] for name in adapted}
         named = {n for n in self.names if n.rsplit(".", 1)[-1] in lasts}
         return sorted(lasts if named == adapted else adapted)
+
+    def _target_parameters(self):
+        """Returns PEFT's `target_parameters`, `None` without experts."""
+        found = {
+            p.name
+            for adapter in self.stack
+            for p in adapter.pairs
+            if isinstance(p, ExpertPair)
+        }
+        return sorted(found) or None
 
     def load(self, directory):
         """Loads the weights of a PEFT adapter of equal rank and layers.
@@ -697,6 +885,8 @@ def attached(causal_lm):
         return ()
     calls = [layer.call for layer in linear_layers(causal_lm).values()]
     stacks = [call.adapter.stack for call in calls if hasattr(call, "adapter")]
+    for kernels in expert_kernels(causal_lm).values():
+        stacks += [each.func.__self__.stack for each in kernels.factors]
     return max(stacks, key=len, default=())
 
 

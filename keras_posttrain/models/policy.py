@@ -275,7 +275,7 @@ class Policy:
         found = []
         for adapter in self.adapter.stack:
             for pair, a, b in zip(adapter.pairs, adapter.a, adapter.b):
-                if id(pair.layer.variables[0]) in inside:
+                if id(pair.variables[0]) in inside:
                     found += [a, b]
         return found
 

@@ -48,6 +48,23 @@ def factor_layouts(pair):
     )
 
 
+def expert_factor_layouts(kernel):
+    """Derives the layouts of LoRA factors of experts from their kernel's.
+
+    The kernel has the shape `(experts, in, out)`, the factors
+    `(experts, in, rank)` and `(experts, rank, out)`. See `factor_layouts`.
+    """
+    layout = layout_of(kernel)
+    if layout is None:
+        return None, None
+    experts, into, out = layout.axes
+    mesh = layout.device_mesh
+    return (
+        keras.distribution.TensorLayout((experts, into, None), mesh),
+        keras.distribution.TensorLayout((experts, None, out), mesh),
+    )
+
+
 # The name of gathered weights, which are recomputed in the backward pass.
 GATHERED = "kpt_gathered"
 

@@ -57,7 +57,7 @@ def planned(task, distribution, *, remat=None, **settings):
         adapter = task.policy.adapter
         for each in adapter.stack if adapter is not None else ():
             for pair, a, b in zip(each.pairs, each.a, each.b):
-                layouts = sharding.factor_layouts(pair)
+                layouts = pair.factor_layouts()
                 factors.update(zip((id(a), id(b)), layouts))
         models = [model for found in companions.values() for model in found]
         for policy in (task.policy, *(model.policy for model in models)):

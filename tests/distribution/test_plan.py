@@ -18,7 +18,7 @@ import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, topology
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
 from keras_posttrain.distribution.plan import Measurement, out_of_memory
-from keras_posttrain.models import attention
+from keras_posttrain.models import attention, grouped_matmul
 from keras_posttrain.planning import depths, train_plan
 from keras_posttrain.planning.advice import advise
 from keras_posttrain.planning.lowering import planned
@@ -213,6 +213,41 @@ def test_attention_kernels_are_counted():
     counts = hlo.count(compiled.as_text(), 4)
     product = 2 * 8 * 1024 * 1024 * 128
     assert counts.flops == (2 + 3 + 4) * product * 3 / 4
+
+
+def test_products_of_experts_are_counted():
+    """4096 choices a chip, each for one of 8 experts.
+
+    Forward one product, backward two, each of 2 * 4096 * 256 * 384.
+    """
+
+    def function(mesh, x, kernel, choices):
+        def local(x, kernel, choices):
+            slots = grouped_matmul.sort_by_expert(choices, 8)
+            rows = grouped_matmul.dispatch(x, slots)
+            out = grouped_matmul.grouped_matmul(rows, kernel, slots)
+            return out.astype("float32").sum()[None] ** 2
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P("batch"), P(), P("batch")),
+            out_specs=P("batch"),
+            check_vma=False,
+        )(x, kernel, choices).sum()
+
+    def gradients(mesh, *arrays):
+        return jax.grad(functools.partial(function, mesh), (0, 1))(*arrays)
+
+    with four().scope(), jax.default_matmul_precision("default"):
+        compiled = on_four(
+            gradients,
+            ((8192, 256), "bfloat16", ("batch",)),
+            ((8, 256, 384), "bfloat16", ()),
+            ((8192, 2), "int32", ("batch",)),
+        )
+    counts = hlo.count(compiled.as_text(), 4)
+    assert counts.flops == 3 * 2 * 4096 * 256 * 384
 
 
 def test_sums_over_devices():

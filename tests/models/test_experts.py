@@ -17,6 +17,7 @@ from keras_posttrain.models.grouped_matmul import (
     dispatch,
     grouped_matmul,
     sort_by_expert,
+    tpu_kernel_gradient,
 )
 from tests.models.mixtures import MIXTURES, make_mixture
 
@@ -219,6 +220,21 @@ def test_gradients_of_each_part(block):
     np.testing.assert_array_equal(found[2] * ~used, 0)
     assert_close(found[:2], want[:2], 2e-6)
     assert_close(found[2] * used, want[2] * used, 2e-6)
+
+
+@pytest.mark.parametrize("rows", [256, 150])
+def test_the_gradient_that_tpus_compute(rows):
+    """Interpreted; the last rows belong to no expert, and one has none."""
+    sizes = jnp.asarray([70, 0, 40, 31], "int32")
+    rng = np.random.default_rng(5)
+    left = jnp.asarray(rng.normal(size=(rows, 24)), "float32")
+    right = jnp.asarray(rng.normal(size=(rows, 16)), "float32")
+    right = right.at[int(sizes.sum()) :].set(jnp.nan)
+    got = tpu_kernel_gradient(left, right, sizes, "float32", interpret=True)
+    ends = np.cumsum(sizes)
+    for expert, (first, last) in enumerate(zip(ends - sizes, ends)):
+        want = left[first:last].T @ right[first:last]
+        np.testing.assert_allclose(got[expert], want, atol=2e-5)
 
 
 def test_blocks_are_a_quarter_of_an_experts_choices():

@@ -280,14 +280,15 @@ class NativeRollout(Rollout):
         value = {id(v): x for v, x in zip(task.trainable_variables, trainable)}
         for i, pair in enumerate(adapter.pairs):
             factors = value[id(adapter.a[i])], value[id(adapter.b[i])]
-            kernel = adapter.merged_kernel(i, factors)
-            frozen[place[id(pair.layer.kernel)]] = kernel
+            for variable in pair.kernels:
+                kernel = adapter.merged_kernel(i, factors, variable=variable)
+                frozen[place[id(variable)]] = kernel
         return decoding.Weights(trainable, frozen, False)
 
     def _merges(self, adapter):
         if quantization_of(self.model.causal_lm) is not None:
             return False
-        kernels = [pair.layer.kernel for pair in adapter.pairs]
+        kernels = [x for pair in adapter.pairs for x in pair.kernels]
         if self.merge_adapter != "auto":
             return self.merge_adapter
         if any(k.dtype != "float32" for k in kernels):

@@ -56,9 +56,10 @@ class Weights:
         if self.merged:
             return adapter.merged_values()
         base = {
-            id(pair.layer.kernel): pair.base
+            id(kernel): value
             for pair in adapter.pairs
             if pair.base is not None
+            for kernel, value in zip(pair.kernels, pair.base)
         }
         return lambda variable: base.get(id(variable), variable.value)
 
