@@ -275,6 +275,21 @@ def linear_layers(causal_lm):
     }
 
 
+def linear_modules(causal_lm):
+    """Returns lists of the decoder's linear layers by Hugging Face module.
+
+    A module has several where the checkpoint fuses them.
+    """
+    family = known_family(causal_lm)
+    fused = {part: name for name, own in family.fused.items() for part in own}
+    found = {}
+    for name, layer in linear_layers(causal_lm).items():
+        *prefix, parent, last = name.split(".")
+        whole = fused.get(f"{parent}.{last}", f"{parent}.{last}")
+        found.setdefault(".".join((*prefix, whole)), []).append(layer)
+    return found
+
+
 def known_family(causal_lm):
     """Returns the `Family` of a model; raises a `ValueError` without one."""
     family = family_of(causal_lm)
