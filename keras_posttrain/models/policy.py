@@ -18,7 +18,7 @@ from keras_posttrain.models.attention import (
     extending_scope,
     subtree_ends,
 )
-from keras_posttrain.models.hf.multipliers import multipliers_of
+from keras_posttrain.models.hf.blocks import multipliers_of
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens

@@ -103,6 +103,17 @@ SOURCES = {
         {"no_rope_layers": [1, 0, 0, 1, 1], "attention_bias": True},
     ),
     "granite": ("granite", {"rope_theta": 500.0}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "olmo3": (
+        "olmo3",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "phi3": (
         "phi3",
         {

@@ -40,6 +40,7 @@ FAMILIES = {
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "mixtral": {},
+    "olmo3": {},
     "phi3": {"sliding_window": 6, **LONG},
     "qwen2_moe": {},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},

@@ -381,6 +381,22 @@ VARIANTS = {
             "hidden_act": "gelu",
         },
     ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo2_as_saved": ("olmo2", {"as_saved": True}),
+    "olmo2_tied": (
+        "olmo2",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "olmo3": ("olmo3", {}),
+    "olmo3_as_saved": ("olmo3", {"as_saved": True}),
+    "olmo3_yarn": (
+        "olmo3",
+        {"rope_scaling": YARN, "layer_types": [*PATTERN, *PATTERN[1:]]},
+    ),
     "phi3": ("phi3", {}),
     "phi3_as_saved": ("phi3", {"as_saved": True}),
     "phi3_tied": (

@@ -172,7 +172,7 @@ def from_config(config, family):
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
-    per_type = family.model_type == "gemma3_text"
+    per_type = family.rope_by_type
     rope = {
         kind: rope_parameters(
             config, kind if per_type else None, family.partial_rotary
@@ -449,7 +449,7 @@ def _pattern(config, family, num_layers, size):
     if family.windows == "gemma":
         # Every second layer is global; in Gemma 3 every n-th.
         every = 2
-        if family.model_type == "gemma3_text":
+        if "sliding_window_pattern" in family.defaults:
             every = config["sliding_window_pattern"]
         return [SLIDING if (i + 1) % every else FULL for i in layers]
     first = config["max_window_layers"]
@@ -489,7 +489,9 @@ def to_config(settings, family):
 
 
 # Configs that have this field only where it is not the quotient.
-_NO_HEAD_DIM = ("qwen2", "qwen2_moe", "granite", "phi3", "smollm3")
+_NO_HEAD_DIM = (
+    "qwen2", "qwen2_moe", "granite", "phi3", "smollm3", "olmo2", "olmo3",
+)  # fmt: skip
 
 
 def _bias_fields(settings, family):
@@ -589,7 +591,7 @@ def _window_fields(windows, family):
 
 def _rope_fields(settings, family):
     kinds = [FULL if w is None else SLIDING for w in settings.windows]
-    if family.model_type != "gemma3_text":
+    if not family.rope_by_type:
         kinds = [FULL] * len(kinds)
     found, fields = {}, {}
     if family.no_rope:
@@ -616,15 +618,15 @@ def _rope_fields(settings, family):
         if "short_factor" in scaling:
             original = scaling["original_max_position_embeddings"]
             fields["original_max_position_embeddings"] = original
-    if family.model_type != "gemma3_text":
+    if not family.rope_by_type:
         return {**fields, "rope_parameters": found.get(FULL)}
-    default = {"rope_type": "default"}
-    found.setdefault(FULL, {**default, "rope_theta": 1_000_000.0})
-    found.setdefault(SLIDING, {**default, "rope_theta": 10_000.0})
-    local = found[SLIDING]["rope_theta"]
+    for kind, field in (
+        (FULL, "rope_theta"),
+        (SLIDING, "rope_local_base_freq"),
+    ):
+        theta = family.defaults[field]
+        found.setdefault(kind, {"rope_type": "default", "rope_theta": theta})
     fields.setdefault("rope_theta", found[FULL]["rope_theta"])
-    return {
-        **fields,
-        "rope_local_base_freq": local,
-        "rope_parameters": found,
-    }
+    if family.is_gemma:
+        fields["rope_local_base_freq"] = found[SLIDING]["rope_theta"]
+    return {**fields, "rope_parameters": found}

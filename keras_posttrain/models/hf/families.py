@@ -96,6 +96,10 @@ class Family:
             outputs it concatenates.
         no_rope: bool, whether some layers do not rotate.
         partial_rotary: bool, whether a part of a head may be rotated.
+        rope_by_type: bool, whether layers with a window rotate otherwise.
+        post_norms: bool, whether norms are those of the blocks' outputs.
+        heads_norms: bool, whether the heads of queries and of keys are
+            normalized together.
         multipliers: bool, whether embeddings, residuals, scores and logits
             have factors of their own.
         only: dict of fields and the tuple of values that the layers can
@@ -116,6 +120,9 @@ class Family:
     fused: dict = dataclasses.field(default_factory=dict)
     no_rope: bool = False
     partial_rotary: bool = False
+    rope_by_type: bool = False
+    post_norms: bool = False
+    heads_norms: bool = False
     multipliers: bool = False
     only: dict = dataclasses.field(default_factory=dict)
     ignored: tuple = ()
@@ -256,6 +263,7 @@ def _gemma_like(model_type, name, keras_name, norms, windows, defaults):
         windows=windows,
         defaults=defaults,
         biases=_ATTENTION_BIAS,
+        rope_by_type=model_type == "gemma3_text",
     )
 
 
@@ -278,6 +286,22 @@ def _llama_like(
             **defaults,
         },
     )
+
+
+def _olmo(name, windows="none", **defaults):
+    """Returns a family of OLMo, on the layers of Qwen 3."""
+    family = _llama_like(
+        name, "Qwen3", windows=windows, norms=_QWEN3_NORMS,
+        biases=_ATTENTION_BIAS, rms_norm_eps=1e-5, pad_token_id=1,
+        max_position_embeddings=2048, eos_token_id=50_279, **defaults,
+    )  # fmt: skip
+    modules = dict(family.modules)
+    modules["post_attention_layernorm"] = modules.pop("input_layernorm")
+    modules["post_feedforward_layernorm"] = "_feedforward_layernorm"
+    return dataclasses.replace(
+        family, modules=modules, post_norms=True, heads_norms=True,
+        rope_by_type=windows != "none", is_strict=True,
+    )  # fmt: skip
 
 
 # What mixtures have in common: KerasHub's layers compute no other values.
@@ -399,6 +423,11 @@ _ALL = (
         },
         partial_rotary=True, is_strict=True,
         ignored=("resid_pdrop", "embd_pdrop"),
+    ),
+    _olmo("Olmo2"),
+    _olmo(
+        "Olmo3", "gemma", rope_theta=500_000.0, sliding_window=4096,
+        rope_local_base_freq=500_000.0, sliding_window_pattern=4,
     ),
     _mixture(
         _llama_like(
