@@ -40,6 +40,12 @@ PACKABLE = (
     keras_hub.models.Qwen3Backbone,
     *MIXTURES,
 )
+# As messages name them.
+PACKABLE_MODELS = (
+    "a model of Gemma 1-3, Llama, Mistral, Mixtral, Qwen 2-3 or their "
+    "mixtures, or a Hugging Face directory of Granite, OLMo 2-3, Phi 3-4 or "
+    "SmolLM3"
+)
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
