@@ -194,6 +194,8 @@ def make(task, family, mode):
     kwargs = {"sequence_length": 64}
     if mode == "lora":
         kwargs["lora"] = kpt.LoRA(rank=4, dropout=0.1)
+    elif mode == "experts":
+        kwargs["lora"] = kpt.LoRA(rank=4, targets=["q_proj", "experts"])
     made, compiled, fit = TASKS[task](REFERENCE / "models" / family, kwargs)
     if made.adapter is not None:
         # B is zero at the start, and then half of the gradients are.
@@ -277,7 +279,7 @@ def check_layouts(task, distribution):
             assert same, m.path
     if task.adapter is not None:
         for pair in task.adapter.pairs:
-            kernel = set(filter(None, pair.layer.kernel.value.sharding.spec))
+            kernel = set(filter(None, pair.kernels[0].value.sharding.spec))
             factors = [
                 v for v in task.adapter.variables if pair.name in v.path
             ]

@@ -19,6 +19,8 @@ PAIRS = [
 # mesh, family and mode with several tasks.
 MORE_PAIRS = [
     "sft:mixtral:full:2x4",
+    "sft:mixtral:experts:4x2",
+    "sft:qwen3_moe:experts:8x1,1x8",
     "packed:gemma2:lora:1x8",
     "shared:qwen3:lora:4x2",
     "uneven:llama3:full:8x1",

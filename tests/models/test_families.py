@@ -166,7 +166,10 @@ def own_logits(task):
 
 @by_family
 def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
-    task = make(directories(family), kpt.LoRA(rank=2, alpha=5))
+    # PEFT takes the MLPs of Qwen3-MoE's other layers for experts.
+    targets = "self_attn.*" if family == "qwen3_moe" else "all-linear"
+    lora = kpt.LoRA(rank=2, alpha=5, targets=targets)
+    task = make(directories(family), lora)
     task.save_adapter(tmp_path / "ours")
     base = transformers.AutoModelForCausalLM.from_pretrained(
         directories(family), attn_implementation="eager", dtype=torch.float32
@@ -228,3 +231,39 @@ def test_long_and_short_rows_are_not_mixed(directories):
         logps = torch.log_softmax(logits, -1)[0].numpy()
         want = logps[np.arange(7), TOKEN_IDS[0, 1:8]]
         np.testing.assert_allclose(values[1:], want, atol=2e-5)
+
+
+def test_an_adapter_that_peft_cannot_load_is_said(
+    directories, tmp_path, capsys
+):
+    task = make(directories("qwen3_moe"), kpt.LoRA(rank=2))
+    task.save_adapter(tmp_path)
+    assert "model.layers.1.mlp.gate_proj" in capsys.readouterr().err
+    again = kpt.SFTTask.from_preset(
+        directories("qwen3_moe"), sequence_length=40
+    )
+    again.load_adapter(tmp_path)
+    np.testing.assert_array_equal(own_logits(again), own_logits(task))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_adapters_of_experts_are_exchanged_with_peft(
+    family, directories, tmp_path
+):
+    lora = kpt.LoRA(rank=2, alpha=5, targets=["self_attn.*", "experts"])
+    task = make(directories(family), lora)
+    task.save_adapter(tmp_path / "ours")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directories(family), attn_implementation="eager", dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKEN_IDS)).logits.numpy()
+    got = own_logits(task)
+    assert_equal_logits(got, theirs, 1e-5)
+    for pair, b in zip(task.adapter.pairs, task.adapter.b):
+        assert np.abs(np.array(b)).max() > 0, pair.name
+    model.save_pretrained(tmp_path / "theirs")
+    again = kpt.SFTTask.from_preset(directories(family), sequence_length=40)
+    again.load_adapter(tmp_path / "theirs")
+    np.testing.assert_array_equal(own_logits(again), got)
