@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
+from keras_posttrain import _console
 from keras_posttrain.models import device_transfer
 from keras_posttrain.models.experts import EXPERT_NAMES, expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
@@ -480,6 +481,14 @@ class Adapter(keras.layers.Layer):
         """
         directory = pathlib.Path(directory)
         lora = self.saved_lora
+        if apart := self._apart_from_peft():
+            _console.say(
+                f"{directory}: PEFT takes the names gate_proj, up_proj and "
+                "down_proj in this type of model for its experts, so that it "
+                f"does not load what was trained of {apart[0]} and "
+                f"{len(apart) - 1} more layers. This library does. For PEFT "
+                'use `kpt.LoRA(targets="self_attn.*")`.'
+            )
         tensors = {
             name: device_transfer.contiguous(array)
             for name, array in self._saved_tensors()
@@ -508,6 +517,16 @@ class Adapter(keras.layers.Layer):
             (directory / CONFIG_FILE).write_text(text + "\n")
 
         device_transfer.on_first(write)
+
+    def _apart_from_peft(self):
+        """Lists adapted MLPs of a mixture's layers without experts."""
+        has_experts = any(".experts." in name for name in self.names)
+        names = [p.name for each in self.stack for p in each.pairs]
+        return [
+            name
+            for name in names
+            if has_experts and re.search(r"\.mlp\.\w+_proj$", name)
+        ]
 
     def _tensors(self):
         """Yields the factors under PEFT's names, transposed as in PEFT."""

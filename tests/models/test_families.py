@@ -238,7 +238,7 @@ def test_an_adapter_that_peft_cannot_load_is_said(
 ):
     task = make(directories("qwen3_moe"), kpt.LoRA(rank=2))
     task.save_adapter(tmp_path)
-    assert "model.layers.1.mlp.gate_proj" in capsys.readouterr().err
+    assert "model.layers.1.mlp.gate_proj" in capsys.readouterr().out
     again = kpt.SFTTask.from_preset(
         directories("qwen3_moe"), sequence_length=40
     )
