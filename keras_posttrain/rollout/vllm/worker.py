@@ -88,8 +88,9 @@ class RolloutWorkerExtension:
         return {"tensors": count}
 
     def _kpt_repack(self):
-        # On a CPU the head has a packed copy of its matrix. Reloading weights
-        # does not update the copy if the head is tied to the embedding.
+        # On a CPU the head has a packed copy of its matrix, and experts have
+        # theirs packed. Reloading weights does not pack again if the head is
+        # tied to the embedding, nor experts.
         if self.device.type != "cpu":
             return
         from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -100,6 +101,9 @@ class RolloutWorkerExtension:
             is_table = isinstance(module, VocabParallelEmbedding)
             if is_table and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
+            if hasattr(module, "w13_weight"):
+                experts = module.quant_method.moe_kernel.fused_experts
+                experts.process_weights_after_loading(module)
 
 
 def share_cpu(threads):
@@ -234,13 +238,32 @@ def _checkpoint_shapes(name, module, packed):
             ]
         elif isinstance(module, linear.MergedColumnParallelLinear):
             sizes = module.output_sizes
-        lasts = packed.get(last, [last])
-        found = {}
+        lasts, found = packed.get(last, [last]), {}
+        if len(lasts) == 1:
+            # A module that the checkpoint fuses too, such as Phi-3's.
+            sizes = [sum(sizes)]
         for part, size in zip(lasts, sizes, strict=True):
             part = f"{parent}.{part}" if parent else part
             found[f"{part}.weight"] = [size, inputs]
             if module.bias is not None:
                 found[f"{part}.bias"] = [size]
         return found
-    own = module.named_parameters(recurse=False)
-    return {f"{name}.{key}": list(value.shape) for key, value in own}
+    own = dict(module.named_parameters(recurse=False))
+    if "w13_weight" in own:
+        return _expert_shapes(name.removesuffix(".routed_experts"), module)
+    return {f"{name}.{key}": list(value.shape) for key, value in own.items()}
+
+
+def _expert_shapes(name, module):
+    """Returns a checkpoint's names and shapes for vLLM's experts."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    if "block_sparse_moe" in name:
+        # Mixtral's names.
+        parts = ("w1", "w3", "w2")
+    _, hidden, width = module.w2_weight.shape
+    shapes = ([width, hidden], [width, hidden], [hidden, width])
+    return {
+        f"{name}.{i}.{part}.weight": shape
+        for i in range(module.global_num_experts)
+        for part, shape in zip(parts, shapes)
+    }
