@@ -28,8 +28,8 @@ class ActivationCapture:
             raise ValueError(
                 f"{name} runs by KerasHub's own call, which shows neither "
                 "hidden states nor attention weights of its layers. Use a "
-                "loss of the final distribution alone, or a Gemma 1-3, "
-                "Llama, Mistral, Qwen 2 or Qwen 3 model."
+                "loss of the final distribution alone, or a family of "
+                "Gemma 1-3, Llama, Mistral or Qwen 2-3."
             )
         count = len(policy.backbone.transformer_layers)
         for field in ("hidden_layers", "attention_layers"):

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
-from keras_posttrain.models import device_transfer, sharding
+from keras_posttrain import _console
+from keras_posttrain.models import device_transfer
 from keras_posttrain.models.experts import EXPERT_NAMES, expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
@@ -34,8 +35,9 @@ from keras_posttrain.models.hf.tensors import (
     arrays_of,
     family_of,
     linear_layers,
+    linear_modules,
 )
-from keras_posttrain.models.linear import MatrixAxes
+from keras_posttrain.models.lora_pairs import ExpertPair, FusedPair, Pair
 from keras_posttrain.models.quantized import check_not_quantized
 
 
@@ -197,121 +199,6 @@ class DropoutKeys:
         return jax.vmap(token)(self.sequences, self.positions)
 
 
-class Pair:
-    """An adapted layer: how its kernel's axes map to those of a matrix.
-
-    `layer` is a built `Dense` or `EinsumDense`, `name` Hugging Face's name.
-    """
-
-    # The axes of A and B, for each axis of PEFT's tensors.
-    peft_axes = {"A": ((1,), (0,)), "B": ((1,), (0,))}
-
-    def __init__(self, name, layer):
-        self.name, self.layer = name, layer
-        self.axes = MatrixAxes(layer)
-        self.plain_call = layer.call
-        self.base = None
-
-    @property
-    def in_size(self):
-        return self.axes.in_size
-
-    @property
-    def out_size(self):
-        return self.axes.out_size
-
-    @property
-    def kernels(self):
-        """List of the variables that the adapter adds to."""
-        return [self.layer.kernel]
-
-    @property
-    def variables(self):
-        return self.layer.variables
-
-    def factor_shapes(self, rank):
-        """Returns the shapes of A and B."""
-        return (self.in_size, rank), (rank, self.out_size)
-
-    def factor_layouts(self):
-        """Returns the layouts of A and B."""
-        return sharding.factor_layouts(self)
-
-    def columns(self, kernel, b):
-        """Returns the part of B that belongs to one of `kernels`."""
-        return b
-
-    def kernel_axes(self, kernel):
-        """Returns the shape of `A @ B`, split, and the order of its axes."""
-        shape = (*self.axes.in_shape, *self.axes.out_shape)
-        return shape, tuple(self.axes.to_kernel)
-
-    def attach(self, adapter, index):
-        """Makes the layer add the low-rank part."""
-        self.layer.call = adapter.adapted_call(index, self)
-
-    def detach(self):
-        """Undoes `attach`."""
-        self.layer.call = self.plain_call
-
-
-class ExpertPair:
-    """The kernels of all experts of a layer, each with its own A and B.
-
-    Has the interface of `Pair`, of an `ExpertKernels`. A has the shape
-    `(experts, in, rank)`, B `(experts, rank, out)`. PEFT stores them with the
-    experts in the axis of the rank, of A the slowest and of B the fastest.
-    """
-
-    peft_axes = {"A": ((0, 2), (1,)), "B": ((2,), (1, 0))}
-
-    def __init__(self, stack):
-        self.stack, self.name = stack, stack.name
-        self.base = None
-
-    @property
-    def in_size(self):
-        return self.stack.kernels[0].shape[1]
-
-    @property
-    def out_size(self):
-        return sum(kernel.shape[2] for kernel in self.stack.kernels)
-
-    @property
-    def kernels(self):
-        return self.stack.kernels
-
-    @property
-    def variables(self):
-        return self.stack.kernels
-
-    def factor_shapes(self, rank):
-        count = self.stack.kernels[0].shape[0]
-        return (count, self.in_size, rank), (count, rank, self.out_size)
-
-    def factor_layouts(self):
-        return sharding.expert_factor_layouts(self.stack.kernels[0])
-
-    def columns(self, kernel, b):
-        first = 0
-        for each in self.stack.kernels:
-            if each is kernel:
-                return b[..., first : first + each.shape[2]]
-            first += each.shape[2]
-        raise KeyError(kernel.path)
-
-    def kernel_axes(self, kernel):
-        return tuple(kernel.shape), (0, 1, 2)
-
-    def attach(self, adapter, index):
-        self.stack.factors.append(
-            functools.partial(adapter.expert_factors, index)
-        )
-
-    def detach(self):
-        self.stack.factors.pop()
-
-
 class Adapter(keras.layers.Layer):
     """The LoRA weights of a causal language model.
 
@@ -331,9 +218,11 @@ class Adapter(keras.layers.Layer):
         self.lora, self.below = lora, below
         if below is not None:
             below.trainable = False
-        layers = linear_layers(causal_lm)
+        layers = linear_modules(causal_lm)
         self.pairs = [
-            Pair(n, layer) for n, layer in layers.items() if lora.matches(n)
+            Pair(name, *own) if len(own) == 1 else FusedPair(name, own)
+            for name, own in layers.items()
+            if lora.matches(name)
         ]
         stacks = expert_kernels(causal_lm)
         self.pairs += [
@@ -369,7 +258,7 @@ class Adapter(keras.layers.Layer):
         taken = [
             p.name
             for p in self.pairs
-            if p not in experts and getattr(p.layer, "lora_enabled", 0)
+            if any(getattr(layer, "lora_enabled", 0) for layer in p.layers)
         ]
         if taken:
             raise ValueError(
@@ -415,8 +304,8 @@ class Adapter(keras.layers.Layer):
 
     def check_layers(self):
         """Raises a `ValueError` where Keras would not call the adapter."""
-        for pair in self.pairs:
-            layer = getattr(pair, "layer", None)
+        found = [(p, layer) for p in self.pairs for layer in p.layers]
+        for pair, layer in found:
             mode = getattr(layer, "quantization_mode", None)
             if mode is not None:
                 raise ValueError(
@@ -438,8 +327,11 @@ class Adapter(keras.layers.Layer):
             return None
         return self.a[i].value, self.b[i].value * self.lora.scale
 
-    def adapted_call(self, i, pair):
-        """Returns a `call` of a linear layer with the low-rank part."""
+    def adapted_call(self, i, pair, columns=slice(None)):
+        """Returns a `call` of a linear layer with the low-rank part.
+
+        `columns` are those of B that belong to the layer.
+        """
 
         def call(inputs, *args, **kwargs):
             outputs = pair.plain_call(inputs, *args, **kwargs)
@@ -456,7 +348,7 @@ class Adapter(keras.layers.Layer):
             # replacing one by the other.
             a = self.a[i].value.astype(x.dtype).T
             a = jax.lax.optimization_barrier(a)
-            b = self.b[i].value.astype(x.dtype)
+            b = self.b[i].value[:, columns].astype(x.dtype)
             low = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())))
             low = (low * self.lora.scale) @ b
             low = low.reshape(*batch, *pair.axes.out_shape).astype(
@@ -591,6 +483,14 @@ class Adapter(keras.layers.Layer):
         """
         directory = pathlib.Path(directory)
         lora = self.saved_lora
+        if apart := self._apart_from_peft():
+            _console.say(
+                f"{directory}: PEFT takes the names gate_proj, up_proj and "
+                "down_proj in this type of model for its experts, so that it "
+                f"does not load what was trained of {apart[0]} and "
+                f"{len(apart) - 1} more layers. This library does. For PEFT "
+                'use `kpt.LoRA(targets="self_attn.*")`.'
+            )
         tensors = {
             name: device_transfer.contiguous(array)
             for name, array in self._saved_tensors()
@@ -619,6 +519,16 @@ class Adapter(keras.layers.Layer):
             (directory / CONFIG_FILE).write_text(text + "\n")
 
         device_transfer.on_first(write)
+
+    def _apart_from_peft(self):
+        """Lists adapted MLPs of a mixture's layers without experts."""
+        has_experts = any(".experts." in name for name in self.names)
+        names = [p.name for each in self.stack for p in each.pairs]
+        return [
+            name
+            for name in names
+            if has_experts and re.search(r"\.mlp\.\w+_proj$", name)
+        ]
 
     def _tensors(self):
         """Yields the factors under PEFT's names, transposed as in PEFT."""

@@ -18,7 +18,7 @@ from keras_posttrain.models.attention import (
     extending_scope,
     subtree_ends,
 )
-from keras_posttrain.models.hf.multipliers import multipliers_of
+from keras_posttrain.models.hf.blocks import multipliers_of
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
@@ -39,6 +39,12 @@ PACKABLE = (
     keras_hub.models.QwenBackbone,
     keras_hub.models.Qwen3Backbone,
     *MIXTURES,
+)
+# As messages name them.
+PACKABLE_MODELS = (
+    "a model of Gemma 1-3, Llama, Mistral, Mixtral, Qwen 2-3 or their "
+    "mixtures, or a Hugging Face directory of Granite, OLMo 2-3, Phi 3-4 or "
+    "SmolLM3"
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,

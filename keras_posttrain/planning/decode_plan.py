@@ -6,6 +6,7 @@ import numpy as np
 from keras_posttrain.distribution import topology
 from keras_posttrain.distribution.plan import measure
 from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.policy import PACKABLE_MODELS
 from keras_posttrain.planning import depths, formulas
 from keras_posttrain.planning.lowering import num_bytes, planned, shapes_of
 from keras_posttrain.rollout.native import decoding
@@ -19,8 +20,8 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
     if not task.policy.packable:
         raise ValueError(
             f"{type(task.causal_lm.backbone).__name__} is sampled by "
-            "KerasHub's own cached decoding, of which no plan is made. Use a "
-            "Gemma 1-3, Llama, Mistral or Qwen 2-3 preset."
+            "KerasHub's own cached decoding, of which no plan is made. Use "
+            f"{PACKABLE_MODELS}."
         )
     checks.strategy(strategy)
     hardware = topology.get(hardware)

@@ -8,6 +8,7 @@ import numpy as np
 
 from keras_posttrain.losses import Loss, PPOLoss, SumLoss, ValueLoss
 from keras_posttrain.models import presets
+from keras_posttrain.models.policy import PACKABLE_MODELS
 from keras_posttrain.models.value_head import ValueHead
 from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.ppo import PPOCollector, TokenAdvantages
@@ -200,8 +201,7 @@ class PPOTask(RolloutTask):
             raise ValueError(
                 f"{type(own.backbone).__name__}, the value model, has no "
                 "attention that keeps packed sequences apart. Use "
-                "packing=False, or a value model of a Gemma 1-3, Llama, "
-                "Mistral or Qwen 2-3 preset."
+                f"packing=False, or as the value model {PACKABLE_MODELS}."
             )
         return super()._layout(
             prompts, batch_size, packing, share_prefix, *args

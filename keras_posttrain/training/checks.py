@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_posttrain import losses
 from keras_posttrain.models.lora import Adapter, LoRA, attached
+from keras_posttrain.models.policy import PACKABLE_MODELS
 
 
 def lora(value):
@@ -302,8 +303,8 @@ def may_train(policy, packing, callbacks=()):
     if packing and not policy.packable:
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "
-            "keeps packed sequences apart. Use packing=False, or a Gemma "
-            "1-3, Llama, Mistral or Qwen 2-3 preset."
+            "keeps packed sequences apart. Use packing=False, or "
+            f"{PACKABLE_MODELS}."
         )
     if policy.adapter is not None and policy.adapter.is_merged:
         raise ValueError(

@@ -16,7 +16,7 @@ from keras_posttrain.models.hf.rope import (
     set_sequence_length,
 )
 from keras_posttrain.models.lora import attached
-from keras_posttrain.models.policy import Policy
+from keras_posttrain.models.policy import PACKABLE_MODELS, Policy
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.training.run_state import weights_digest
 from keras_posttrain.training.weights import TRACING
@@ -141,8 +141,7 @@ class FrozenPolicy:
             raise ValueError(
                 f"{type(self.policy.backbone).__name__}, the {self.role}, has "
                 "no attention that keeps packed sequences apart. Use "
-                f"packing=False, or a {self.role} of a Gemma 1-3, Llama, "
-                "Mistral or Qwen 2-3 preset."
+                f"packing=False, or as the {self.role} {PACKABLE_MODELS}."
             )
 
 

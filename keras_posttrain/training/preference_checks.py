@@ -13,6 +13,7 @@ from keras_posttrain.losses import (
     PairLoss,
     SumLoss,
 )
+from keras_posttrain.models.policy import PACKABLE_MODELS
 from keras_posttrain.training import checks
 
 
@@ -60,8 +61,7 @@ def layout_arguments(policy, packing, share_prefix):
         raise ValueError(
             f"{type(policy.backbone).__name__} has no attention that "
             "keeps two completions of one prompt apart. Use "
-            "share_prefix=False, or a Gemma 1-3, Llama, Mistral or Qwen 2-3 "
-            "preset."
+            f"share_prefix=False, or {PACKABLE_MODELS}."
         )
 
 

@@ -103,6 +103,17 @@ SOURCES = {
         {"no_rope_layers": [1, 0, 0, 1, 1], "attention_bias": True},
     ),
     "granite": ("granite", {"rope_theta": 500.0}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "olmo3": (
+        "olmo3",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
     "phi3": (
         "phi3",
         {
@@ -118,7 +129,14 @@ SOURCES = {
     ),
     "mixtral": ("mixtral", {"rms_norm_eps": 1e-3}),
     "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
-    "qwen3_moe": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3": (
         "qwen3",
         {

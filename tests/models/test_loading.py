@@ -342,6 +342,14 @@ VARIANTS = {
         "qwen3_moe",
         {"tie_word_embeddings": True, "norm_topk_prob": True},
     ),
+    "qwen3_moe_dense_layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe_step": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    ),
     "qwen3_moe_yarn": ("qwen3_moe", {"rope_scaling": YARN}),
     "qwen3_moe_new_name": (
         "qwen3_moe",
@@ -372,6 +380,22 @@ VARIANTS = {
             "attention_bias": True,
             "hidden_act": "gelu",
         },
+    ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo2_as_saved": ("olmo2", {"as_saved": True}),
+    "olmo2_tied": (
+        "olmo2",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "olmo3": ("olmo3", {}),
+    "olmo3_as_saved": ("olmo3", {"as_saved": True}),
+    "olmo3_yarn": (
+        "olmo3",
+        {"rope_scaling": YARN, "layer_types": [*PATTERN, *PATTERN[1:]]},
     ),
     "phi3": ("phi3", {}),
     "phi3_as_saved": ("phi3", {"as_saved": True}),
@@ -503,11 +527,6 @@ REFUSED = {
         "qwen2_moe",
         {"decoder_sparse_step": 2},
         "decoder_sparse_step=2",
-    ),
-    "qwen3_moe_dense_layers": (
-        "qwen3_moe",
-        {"mlp_only_layers": [0]},
-        "mlp_only_layers=[0]",
     ),
     "qwen3_moe_head_dim": ("qwen3_moe", {"head_dim": 7}, "head_dim=7"),
     "qwen3_moe_window": (

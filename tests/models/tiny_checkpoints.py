@@ -54,6 +54,8 @@ BASES = {
         "logits_scaling": 3.0,
     },
     "phi3": {"pad_token_id": 0},
+    "olmo2": {"pad_token_id": 0},
+    "olmo3": {"pad_token_id": 0, "num_hidden_layers": 5, "sliding_window": 4},
     "mixtral": {**EXPERTS, "num_local_experts": 4},
     "qwen2_moe": {
         **EXPERTS,

@@ -17,7 +17,6 @@ PLAIN = {
     "use_qalora": False,
     "use_bdlora": None,
     "modules_to_save": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
     "alora_invocation_tokens": None,
     "lora_bias": False,
@@ -66,6 +65,17 @@ def read_peft(directory):
     return config, {name: tensors.get(name) for name in tensors.shapes}
 
 
+def _of_experts(parameter):
+    """Returns the pattern of one of PEFT's `target_parameters`.
+
+    Those of mixtures are the experts' kernels; a name may leave out the module
+    that has them.
+    """
+    if "experts." not in parameter:
+        parameter = f"experts.{parameter}"
+    return rf"(?:^|\.){re.escape(parameter)}"
+
+
 def lora_settings(config, directory):
     """Converts a PEFT `adapter_config.json` to arguments of `kpt.LoRA`.
 
@@ -81,7 +91,7 @@ def lora_settings(config, directory):
     others = [k for k in config if k.endswith("_config") and k != "eva_config"]
     for key, plain in (*PLAIN.items(), *((k, None) for k in others)):
         value = config.get(key, plain)
-        if value != plain and value not in (None, False, {}):
+        if value != plain and value not in (None, False, {}, []):
             raise ValueError(
                 f"The adapter in {str(directory)!r} uses {key}={value!r}, "
                 f"which is not plain LoRA; only {key}={plain!r} is supported."
@@ -95,7 +105,9 @@ def lora_settings(config, directory):
             "`save_pretrained(..., path_initial_model_for_weight_conversion="
             "...)`."
         )
-    targets = config.get("target_modules") or "all-linear"
+    parameters = config.get("target_parameters") or []
+    default = [] if parameters else "all-linear"
+    targets = config.get("target_modules") or default
     if not isinstance(targets, (str, list)):
         raise ValueError(
             f"`target_modules` of the adapter in {str(directory)!r} must be "
@@ -107,6 +119,7 @@ def lora_settings(config, directory):
         targets = [name.removeprefix(PREFIX) for name in names]
     if not isinstance(targets, str):
         targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))
+        targets += tuple(map(_of_experts, sorted(parameters)))
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],

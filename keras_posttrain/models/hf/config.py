@@ -61,6 +61,8 @@ READ = set(REQUIRED) | {
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "norm_topk_prob",
+    "mlp_only_layers",
+    "decoder_sparse_step",
 }
 # The factors of `Settings.multipliers` and their fields.
 MULTIPLIERS = {
@@ -127,8 +129,9 @@ class Settings:
         final_soft_cap: float or `None`, the cap of logits.
         tied: bool, whether the head is the embedding.
         biases: tuple of the modules of a decoder layer that have a bias.
-        experts: dict of a mixture's `count`, `top_k`, `width`, and of what
-            its family has of `shared_width` and `is_normalized`, or `None`.
+        experts: dict of a mixture's `count`, `top_k`, `width`, the tuple of
+            the `dense_layers`, which have none, and of what its family has
+            of `shared_width` and `is_normalized`; or `None`.
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
@@ -169,7 +172,7 @@ def from_config(config, family):
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
-    per_type = family.model_type == "gemma3_text"
+    per_type = family.rope_by_type
     rope = {
         kind: rope_parameters(
             config, kind if per_type else None, family.partial_rotary
@@ -305,6 +308,13 @@ def _experts(config, family):
             f"{family.experts.fields['count'][0]}={found['count']}"
         )
     found.setdefault("width", config["intermediate_size"])
+    step = config.get("decoder_sparse_step") or 1
+    dense = config.get("mlp_only_layers") or ()
+    found["dense_layers"] = tuple(
+        i
+        for i in range(config["num_hidden_layers"])
+        if i in dense or (i + 1) % step
+    )
     return found
 
 
@@ -439,7 +449,7 @@ def _pattern(config, family, num_layers, size):
     if family.windows == "gemma":
         # Every second layer is global; in Gemma 3 every n-th.
         every = 2
-        if family.model_type == "gemma3_text":
+        if "sliding_window_pattern" in family.defaults:
             every = config["sliding_window_pattern"]
         return [SLIDING if (i + 1) % every else FULL for i in layers]
     first = config["max_window_layers"]
@@ -479,7 +489,9 @@ def to_config(settings, family):
 
 
 # Configs that have this field only where it is not the quotient.
-_NO_HEAD_DIM = ("qwen2", "qwen2_moe", "granite", "phi3", "smollm3")
+_NO_HEAD_DIM = (
+    "qwen2", "qwen2_moe", "granite", "phi3", "smollm3", "olmo2", "olmo3",
+)  # fmt: skip
 
 
 def _bias_fields(settings, family):
@@ -500,11 +512,15 @@ def _expert_fields(settings, family):
     if settings.experts is None:
         return {}
     fields = family.experts.fields
-    return {
+    found = {
         fields[name][0]: value
         for name, value in settings.experts.items()
         if name in fields
     }
+    if family.experts.dense:
+        dense = list(settings.experts["dense_layers"])
+        found.update(mlp_only_layers=dense, decoder_sparse_step=1)
+    return found
 
 
 def _not_expressible(family, what, received):
@@ -575,7 +591,7 @@ def _window_fields(windows, family):
 
 def _rope_fields(settings, family):
     kinds = [FULL if w is None else SLIDING for w in settings.windows]
-    if family.model_type != "gemma3_text":
+    if not family.rope_by_type:
         kinds = [FULL] * len(kinds)
     found, fields = {}, {}
     if family.no_rope:
@@ -602,15 +618,15 @@ def _rope_fields(settings, family):
         if "short_factor" in scaling:
             original = scaling["original_max_position_embeddings"]
             fields["original_max_position_embeddings"] = original
-    if family.model_type != "gemma3_text":
+    if not family.rope_by_type:
         return {**fields, "rope_parameters": found.get(FULL)}
-    default = {"rope_type": "default"}
-    found.setdefault(FULL, {**default, "rope_theta": 1_000_000.0})
-    found.setdefault(SLIDING, {**default, "rope_theta": 10_000.0})
-    local = found[SLIDING]["rope_theta"]
+    for kind, field in (
+        (FULL, "rope_theta"),
+        (SLIDING, "rope_local_base_freq"),
+    ):
+        theta = family.defaults[field]
+        found.setdefault(kind, {"rope_type": "default", "rope_theta": theta})
     fields.setdefault("rope_theta", found[FULL]["rope_theta"])
-    return {
-        **fields,
-        "rope_local_base_freq": local,
-        "rope_parameters": found,
-    }
+    if family.is_gemma:
+        fields["rope_local_base_freq"] = found[SLIDING]["rope_theta"]
+    return {**fields, "rope_parameters": found}

@@ -56,6 +56,8 @@ class Experts:
             of one expert's matrix, with its number as `{}`.
         stacked: tuple of the names of all experts' gates over ups, and of
             their downs, as models of transformers 5 have them.
+        dense: dict of the `modules` of a layer without experts, in a family
+            that may have some.
         fields: dict from a name of `Settings.experts` to the fields of
             `config.json`; the first is written.
     """
@@ -67,6 +69,11 @@ class Experts:
     block: str = "mlp"
     down: str = "_expert_feedforward_output_dense"
     stacked: tuple = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    dense: dict = dataclasses.field(default_factory=dict)
+
+    def bank(self, layer):
+        """Returns the layer's experts, or `None`."""
+        return getattr(getattr(layer, self.block), "expert_bank", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +96,10 @@ class Family:
             outputs it concatenates.
         no_rope: bool, whether some layers do not rotate.
         partial_rotary: bool, whether a part of a head may be rotated.
+        rope_by_type: bool, whether layers with a window rotate otherwise.
+        post_norms: bool, whether norms are those of the blocks' outputs.
+        heads_norms: bool, whether the heads of queries and of keys are
+            normalized together.
         multipliers: bool, whether embeddings, residuals, scores and logits
             have factors of their own.
         only: dict of fields and the tuple of values that the layers can
@@ -109,6 +120,9 @@ class Family:
     fused: dict = dataclasses.field(default_factory=dict)
     no_rope: bool = False
     partial_rotary: bool = False
+    rope_by_type: bool = False
+    post_norms: bool = False
+    heads_norms: bool = False
     multipliers: bool = False
     only: dict = dataclasses.field(default_factory=dict)
     ignored: tuple = ()
@@ -117,6 +131,17 @@ class Family:
     @property
     def is_gemma(self):
         return self.layers.keras_name.startswith("Gemma")
+
+    def modules_of(self, layer):
+        """Returns the `modules` of a decoder layer."""
+        if self.experts is None or self.experts.bank(layer) is not None:
+            return self.modules
+        shared = {
+            name: path
+            for name, path in self.modules.items()
+            if not name.startswith("mlp.")
+        }
+        return {**shared, **self.experts.dense}
 
     def with_head_dim(self):
         """Returns the family on layers whose heads may have any size."""
@@ -238,6 +263,7 @@ def _gemma_like(model_type, name, keras_name, norms, windows, defaults):
         windows=windows,
         defaults=defaults,
         biases=_ATTENTION_BIAS,
+        rope_by_type=model_type == "gemma3_text",
     )
 
 
@@ -260,6 +286,22 @@ def _llama_like(
             **defaults,
         },
     )
+
+
+def _olmo(name, windows="none", **defaults):
+    """Returns a family of OLMo, on the layers of Qwen 3."""
+    family = _llama_like(
+        name, "Qwen3", windows=windows, norms=_QWEN3_NORMS,
+        biases=_ATTENTION_BIAS, rms_norm_eps=1e-5, pad_token_id=1,
+        max_position_embeddings=2048, eos_token_id=50_279, **defaults,
+    )  # fmt: skip
+    modules = dict(family.modules)
+    modules["post_attention_layernorm"] = modules.pop("input_layernorm")
+    modules["post_feedforward_layernorm"] = "_feedforward_layernorm"
+    return dataclasses.replace(
+        family, modules=modules, post_norms=True, heads_norms=True,
+        rope_by_type=windows != "none", is_strict=True,
+    )  # fmt: skip
 
 
 # What mixtures have in common: KerasHub's layers compute no other values.
@@ -382,6 +424,11 @@ _ALL = (
         partial_rotary=True, is_strict=True,
         ignored=("resid_pdrop", "embd_pdrop"),
     ),
+    _olmo("Olmo2"),
+    _olmo(
+        "Olmo3", "gemma", rope_theta=500_000.0, sliding_window=4096,
+        rope_local_base_freq=500_000.0, sliding_window_pattern=4,
+    ),
     _mixture(
         _llama_like(
             "Mixtral", "Mixtral", num_key_value_heads=8, rms_norm_eps=1e-5,
@@ -439,9 +486,16 @@ _ALL = (
             num_experts_per_tok=8, num_experts=128,
             moe_intermediate_size=768, norm_topk_prob=False,
         ),
-        Experts(**_HALVES, names=_QWEN_EXPERTS, fields=_ROUTED),
+        Experts(
+            **_HALVES, names=_QWEN_EXPERTS, fields=_ROUTED,
+            dense={
+                "mlp.gate_proj": "mlp._feedforward_gate_dense",
+                "mlp.up_proj": "mlp._feedforward_intermediate_dense",
+                "mlp.down_proj": "mlp._feedforward_output_dense",
+            },
+        ),
         {"mlp.gate": f"mlp.{_ROUTER}"},
-        {**_NO_WINDOWS, **_ALL_SPARSE},
+        _NO_WINDOWS,
         _UNUSED_WINDOWS,
     ),
 )  # fmt: skip
@@ -480,16 +534,21 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
                 return None
-            if not _all_sparse(backbone):
-                return None
-            return FAMILIES[model_type]
+            family = FAMILIES[model_type]
+            is_known = _has_known_layers(backbone, family.experts)
+            return family if is_known else None
     return None
 
 
-def _all_sparse(backbone):
-    """Returns whether a mixture has experts in every layer."""
-    return not getattr(backbone, "mlp_only_layers", None) and (
-        getattr(backbone, "decoder_sparse_step", 1) == 1
+def _has_known_layers(backbone, experts):
+    """Returns whether all layers have experts, or the family knows others."""
+    return (
+        experts is None
+        or bool(experts.dense)
+        or all(
+            experts.bank(layer) is not None
+            for layer in backbone.transformer_layers
+        )
     )
 
 

@@ -8,12 +8,14 @@ import contextlib
 import keras
 from keras import ops
 
+from keras_posttrain.models.hf.blocks import (
+    HeadsNorm,
+    at_path,
+    multipliers_of,
+    set_blocks,
+)
 from keras_posttrain.models.hf.config import Settings
 from keras_posttrain.models.hf.families import attribute
-from keras_posttrain.models.hf.multipliers import (
-    multipliers_of,
-    set_multipliers,
-)
 from keras_posttrain.models.hf.rope import RotaryEmbedding, parameters_of
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -99,7 +101,7 @@ def read_settings(causal_lm, family):
             "set of biases",
             {layer.name: _biases(layer, family) for layer in layers},
         ),
-        experts=_experts(layers[0], family),
+        experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
     )
 
@@ -112,7 +114,7 @@ def attention_of(layer, family):
 def _linear_layers(layer, family):
     return {
         name: attribute(layer, path)
-        for name, path in family.modules.items()
+        for name, path in family.modules_of(layer).items()
         if name.endswith("_proj")
     }
 
@@ -123,19 +125,26 @@ def _biases(layer, family):
     return tuple(k for k, linear in found.items() if linear.bias is not None)
 
 
-def _experts(layer, family):
-    """Returns `Settings.experts` of a decoder layer, or `None`."""
+def _experts(layers, family):
+    """Returns `Settings.experts` of the decoder layers, or `None`."""
     if family.experts is None:
         return None
-    block = attribute(layer, family.experts.block)
+    is_dense = [family.experts.bank(layer) is None for layer in layers]
+    if all(is_dense):
+        raise ValueError(
+            "A mixture must have experts in one layer at least, or it cannot "
+            f"be exported. Received: {len(layers)} layers without experts"
+        )
+    block = attribute(layers[is_dense.index(False)], family.experts.block)
     found = {
+        "dense_layers": tuple(i for i, dense in enumerate(is_dense) if dense),
         "count": block.expert_bank.num_experts,
         "top_k": block.top_k,
         "width": block.expert_bank.intermediate_dim,
         "shared_width": getattr(block, "intermediate_dim_shared", None),
         "is_normalized": getattr(block, "norm_top_k_prob", True),
     }
-    named = {*family.experts.fields, "width"}
+    named = {*family.experts.fields, "width", "dense_layers"}
     return {name: value for name, value in found.items() if name in named}
 
 
@@ -152,10 +161,11 @@ def _one(what, values):
 
 def apply_settings(causal_lm, family, settings):
     """Makes the built layers follow the settings; returns notes on changes."""
+    set_heads_norms(causal_lm, family)
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
     notes += set_biases(causal_lm, family, settings.biases)
-    set_multipliers(causal_lm, family, settings.multipliers)
+    set_blocks(causal_lm, family, settings.multipliers)
     changed = {}
     layers = causal_lm.backbone.transformer_layers
     for i, layer in enumerate(layers):
@@ -176,6 +186,27 @@ def apply_settings(causal_lm, family, settings):
     return notes + [f"{what} set to {value}" for what, value in changed]
 
 
+def set_heads_norms(causal_lm, family):
+    """Replaces the norms of queries and keys by those of all heads."""
+    if not family.heads_norms:
+        return
+    heads = {"q_norm": "q_proj", "k_norm": "k_proj"}
+    for layer in causal_lm.backbone.transformer_layers:
+        attention = attention_of(layer, family)
+        for norm, projection in heads.items():
+            name = family.modules[f"self_attn.{norm}"].rpartition(".")[2]
+            path = family.modules[f"self_attn.{projection}"]
+            old, kernel = getattr(attention, name), attribute(layer, path)
+            new = HeadsNorm(
+                old.epsilon, dtype=attention.dtype_policy, name=old.name
+            )
+            with at_path(attention.path):
+                new.build((None, None, *kernel.kernel.shape[1:]))
+            with _unlocked_tracker(attention) as tracker:
+                tracker.untrack(old)
+                setattr(attention, name, new)
+
+
 def set_biases(causal_lm, family, biases):
     """Gives linear layers a bias of zeros; returns a list of notes."""
     added = {}
@@ -188,11 +219,9 @@ def set_biases(causal_lm, family, biases):
 
 
 def _add_bias(layer):
-    with contextlib.ExitStack() as stack:
-        # So that the bias gets the path that it would have had.
-        for name in layer.path.split("/")[:-1]:
-            stack.enter_context(keras.name_scope(name))
-        stack.enter_context(_unlocked_tracker(layer))
+    # The bias gets the path that it would have had.
+    parent = layer.path.rpartition("/")[0]
+    with at_path(parent), _unlocked_tracker(layer):
         layer.bias = layer.add_weight(
             name="bias",
             shape=MatrixAxes(layer).out_shape,

@@ -359,6 +359,7 @@ def _mixture_arguments(experts):
     if "is_normalized" in experts:
         found["norm_top_k_prob"] = bool(experts["is_normalized"])
         found["moe_intermediate_dim"] = experts["width"]
+        found["mlp_only_layers"] = list(experts["dense_layers"])
     if "shared_width" in experts:
         found["shared_expert_intermediate_dim"] = experts["shared_width"]
     return found

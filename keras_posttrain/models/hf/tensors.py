@@ -188,8 +188,8 @@ def model_tensors(causal_lm, stored=()):
     for i, layer in enumerate(backbone.transformer_layers):
         prefix = f"model.layers.{i}."
         found += _layer_tensors(layer, family, prefix)
-        if family.experts is not None:
-            bank = attribute(layer, family.experts.block).expert_bank
+        bank = family.experts and family.experts.bank(layer)
+        if bank is not None:
             found += _expert_tensors(bank, family.experts, prefix, stored)
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
@@ -200,7 +200,7 @@ def model_tensors(causal_lm, stored=()):
 
 def _layer_tensors(layer, family, prefix):
     parts = {}
-    for name, path in family.modules.items():
+    for name, path in family.modules_of(layer).items():
         module = attribute(layer, path)
         if name.endswith("norm"):
             parts[f"{name}.weight"] = _same("", module.scale).parts
@@ -270,9 +270,24 @@ def linear_layers(causal_lm):
     return {
         f"model.layers.{i}.{name}": attribute(layer, path)
         for i, layer in enumerate(causal_lm.backbone.transformer_layers)
-        for name, path in family.modules.items()
+        for name, path in family.modules_of(layer).items()
         if name.endswith("_proj")
     }
+
+
+def linear_modules(causal_lm):
+    """Returns lists of the decoder's linear layers by Hugging Face module.
+
+    A module has several where the checkpoint fuses them.
+    """
+    family = known_family(causal_lm)
+    fused = {part: name for name, own in family.fused.items() for part in own}
+    found = {}
+    for name, layer in linear_layers(causal_lm).items():
+        *prefix, parent, last = name.split(".")
+        whole = fused.get(f"{parent}.{last}", f"{parent}.{last}")
+        found.setdefault(".".join((*prefix, whole)), []).append(layer)
+    return found
 
 
 def known_family(causal_lm):

@@ -1,0 +1,269 @@
+"""Families on layers of another one: what the seven first families hold.
+
+The models are made by transformers. `test_loading.py` compares logits of
+configs, plain, packed and cached, and `test_export.py` what is written.
+"""
+
+import functools
+
+import jax
+import keras
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import keras_posttrain as kpt
+from keras_posttrain.data.batches.layout import BatchLayout
+from tests.data.support import random_trajectories
+from tests.data.test_tree import shared
+from tests.models.tiny_checkpoints import (
+    TOKEN_IDS,
+    assert_equal_logits,
+    make_checkpoint,
+    transformers_logits,
+)
+from tests.support import random_rows, spread_adapter, weights
+
+LONG = {
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.5],
+        "long_factor": [1.5, 4.0],
+    },
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 8,
+}
+# A model of each, and the fields of its config that are not the usual ones.
+FAMILIES = {
+    "granite": {},
+    "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "mixtral": {},
+    "olmo3": {},
+    "phi3": {"sliding_window": 6, **LONG},
+    "qwen2_moe": {},
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "smollm3": {"attention_bias": True},
+}
+ROWS = random_rows(8, seed=1, vocabulary=96)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+
+    @functools.cache
+    def directory(family):
+        model_type = family.removesuffix("_wide")
+        made = make_checkpoint(folder / family, model_type, **FAMILIES[family])
+        return made[0]
+
+    return directory
+
+
+def make(directory, lora=None, task=kpt.SFTTask, **settings):
+    settings = {"sequence_length": 40, **settings}
+    made = task.from_preset(directory, lora=lora, **settings)
+    if lora is not None:
+        spread_adapter(made)
+    return made
+
+
+by_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def steps(directory, **fit):
+    """An SGD step of an adapter; returns its history and the update."""
+    settings = {k: fit.pop(k) for k in ("remat",) if k in fit}
+    task = make(directory, kpt.LoRA(rank=2, dropout=0.2), **settings)
+    before = weights(task)
+    task.compile(
+        optimizer=keras.optimizers.SGD(0.1),
+        micro_batch_size=fit.pop("micro_batch_size", None),
+        max_grad_norm=None,
+    )
+    fit = {"batch_size": 8, "shuffle": False, "verbose": 0, **fit}
+    history = task.fit(ROWS, **fit).history
+    after = weights(task)
+    return history, {k: after[k] - before[k] for k in after}
+
+
+@by_family
+def test_a_step_is_the_same_in_every_way(family, directories):
+    """Packed, in micro-batches and rematerialised; dropout too."""
+    history, update = steps(directories(family))
+    for name, value in update.items():
+        assert np.abs(value).max() > 0, name
+    ways = (
+        {"packing": True, "batch_size": 8, "micro_batch_size": 2},
+        {"micro_batch_size": 4, "remat": "full"},
+    )
+    for way in ways:
+        other, other_update = steps(directories(family), **way)
+        np.testing.assert_allclose(history["loss"], other["loss"], rtol=1e-5)
+        largest = max(np.abs(x).max() for x in update.values())
+        for key, value in update.items():
+            np.testing.assert_allclose(
+                other_update[key], value, atol=2e-7 + 2e-5 * largest
+            )
+
+
+@by_family
+def test_a_tree_equals_its_paths(family, directories):
+    """Completions that share prompts have the log-probabilities of copies."""
+    task = make(directories(family), sequence_length=64)
+    groups = [random_trajectories(seed, vocabulary=96) for seed in range(3)]
+    together = shared(groups, 256, 32)
+    apart = BatchLayout(64, 64)(groups)
+
+    @jax.jit
+    def run(batch):
+        mask = batch["completion_mask"] > 0
+        outputs = task.policy.token_outputs(batch, mask)
+        return outputs["per_token_logps"]
+
+    got, want = (np.asarray(run(x.arrays)) for x in (together, apart))
+    values = [want[place.tokens] for place in apart.places.values()]
+    together.put_tokens("apart", values)
+    mask = together.arrays["completion_mask"] > 0
+    assert mask.sum() > 50
+    np.testing.assert_allclose(
+        got[mask], together.arrays["apart"][mask], atol=2e-5
+    )
+
+
+@by_family
+def test_samples_have_the_trainers_log_probs(family, directories):
+    task = make(directories(family), kpt.LoRA(rank=2))
+    engine = kpt.rollout.NativeRollout(num_slots=3)
+    engine.set_model(task)
+    requests = [
+        kpt.rollout.Request(list(ids[:n]), max_tokens=12, seed=i)
+        for i, (ids, n) in enumerate(zip(TOKEN_IDS.repeat(3, 0), range(3, 9)))
+    ]
+    for request, (sample,) in zip(requests, engine.generate(requests)):
+        prompt, sampled = list(request.token_ids), list(sample.token_ids)
+        row = {
+            "token_ids": prompt + sampled,
+            "completion_mask": [0] * len(prompt) + [1] * len(sampled),
+        }
+        want = task.log_probs([row])[0][len(prompt) :]
+        np.testing.assert_allclose(sample.per_token_logps, want, atol=2e-5)
+
+
+def own_logits(task):
+    rows, length = TOKEN_IDS.shape
+    batch = {
+        "token_ids": TOKEN_IDS,
+        "segment_ids": np.ones_like(TOKEN_IDS),
+        "positions": np.tile(np.arange(length), (rows, 1)),
+    }
+    hidden = task.policy.hidden_states(batch)
+    embedding = task.causal_lm.backbone.token_embedding
+    return np.array(embedding(hidden, reverse=True))
+
+
+@by_family
+def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
+    # PEFT takes the MLPs of Qwen3-MoE's other layers for experts.
+    targets = "self_attn.*" if family == "qwen3_moe" else "all-linear"
+    lora = kpt.LoRA(rank=2, alpha=5, targets=targets)
+    task = make(directories(family), lora)
+    task.save_adapter(tmp_path / "ours")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directories(family), attn_implementation="eager", dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKEN_IDS)).logits.numpy()
+    got = own_logits(task)
+    assert_equal_logits(got, theirs, 1e-5)
+    with task.adapter.disabled():
+        assert np.abs(got - own_logits(task)).max() > 1e-3
+    model.save_pretrained(tmp_path / "theirs")
+    again = kpt.SFTTask.from_preset(directories(family), sequence_length=40)
+    again.load_adapter(tmp_path / "theirs")
+    np.testing.assert_array_equal(own_logits(again), got)
+
+
+@by_family
+def test_what_is_exported_is_the_model(family, directories, tmp_path):
+    task = make(directories(family), kpt.LoRA(rank=2))
+    task.export(tmp_path / "hf")
+    assert_equal_logits(own_logits(task), transformers_logits(tmp_path / "hf"))
+    task.save_to_preset(tmp_path / "preset")
+    again = kpt.SFTTask.from_preset(tmp_path / "preset", sequence_length=40)
+    assert_equal_logits(own_logits(again), own_logits(task))
+
+
+@by_family
+def test_eight_devices_are_one(family, directories, eight_devices):
+    want = steps(directories(family))
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp_tensor_parallel(2)
+    )
+    got = steps(directories(family))
+    np.testing.assert_allclose(got[0]["loss"], want[0]["loss"], rtol=1e-5)
+    for key, value in want[1].items():
+        np.testing.assert_allclose(got[1][key], value, atol=1e-6)
+
+
+def test_long_and_short_rows_are_not_mixed(directories):
+    """Phi-3 rotates rows beyond its first length in another way."""
+    task = make(directories("phi3"), sequence_length=40)
+    with pytest.raises(ValueError, match="made for longer ones"):
+        kpt.DPOTask(task.causal_lm, sequence_length=8)
+    short = make(directories("phi3"), sequence_length=8)
+    rows = [{"token_ids": TOKEN_IDS[0, :8].tolist()}]
+    rows[0]["completion_mask"] = [1] * 8
+    long_values, short_values = (
+        np.array(x.log_probs(rows)[0]) for x in (task, short)
+    )
+    assert np.abs(long_values - short_values).max() > 1e-3
+    # As transformers has it for each length.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directories("phi3"), attn_implementation="eager", dtype=torch.float32
+    )
+    for values, count in ((long_values, 14), (short_values, 8)):
+        with torch.no_grad():
+            logits = model(torch.tensor(TOKEN_IDS[:1, :count])).logits
+        logps = torch.log_softmax(logits, -1)[0].numpy()
+        want = logps[np.arange(7), TOKEN_IDS[0, 1:8]]
+        np.testing.assert_allclose(values[1:], want, atol=2e-5)
+
+
+def test_an_adapter_that_peft_cannot_load_is_said(
+    directories, tmp_path, capsys
+):
+    task = make(directories("qwen3_moe"), kpt.LoRA(rank=2))
+    task.save_adapter(tmp_path)
+    assert "model.layers.1.mlp.gate_proj" in capsys.readouterr().out
+    again = kpt.SFTTask.from_preset(
+        directories("qwen3_moe"), sequence_length=40
+    )
+    again.load_adapter(tmp_path)
+    np.testing.assert_array_equal(own_logits(again), own_logits(task))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_adapters_of_experts_are_exchanged_with_peft(
+    family, directories, tmp_path
+):
+    lora = kpt.LoRA(rank=2, alpha=5, targets=["self_attn.*", "experts"])
+    task = make(directories(family), lora)
+    task.save_adapter(tmp_path / "ours")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directories(family), attn_implementation="eager", dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKEN_IDS)).logits.numpy()
+    got = own_logits(task)
+    assert_equal_logits(got, theirs, 1e-5)
+    for pair, b in zip(task.adapter.pairs, task.adapter.b):
+        assert np.abs(np.array(b)).max() > 0, pair.name
+    model.save_pretrained(tmp_path / "theirs")
+    again = kpt.SFTTask.from_preset(directories(family), sequence_length=40)
+    again.load_adapter(tmp_path / "theirs")
+    np.testing.assert_array_equal(own_logits(again), got)
