@@ -152,24 +152,25 @@ class LoRA:
         """Returns whether the layer of this Hugging Face name is adapted."""
         return any(re.search(f"(?:{p})$", name) for p in self.patterns)
 
-    def matches_experts(self, name):
-        """Returns whether the experts' kernels of this name are adapted.
-
-        A pattern must match the module, such as `model.layers.0.mlp.experts`,
-        or name it: `down_proj` alone means linear layers.
-        """
-        if self.targets == "all-linear":
-            return False
-        module = name.rsplit(".", 1)[0]
-        return any(
-            re.search(f"(?:{p})$", module)
-            or ("experts" in p and re.search(f"(?:{p})$", name))
-            for p in self.patterns
-        )
-
     def shape(self):
         """Returns the settings that must match to load another's weights."""
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora}
+
+
+def _adapts_experts(lora, name):
+    """Returns whether the experts' kernels of this name are adapted.
+
+    A pattern must match the module, such as `model.layers.0.mlp.experts`, or
+    name it: `down_proj` alone means linear layers.
+    """
+    if lora.targets == "all-linear":
+        return False
+    module = name.rsplit(".", 1)[0]
+    return any(
+        re.search(f"(?:{p})$", module)
+        or ("experts" in p and re.search(f"(?:{p})$", name))
+        for p in lora.patterns
+    )
 
 
 @dataclasses.dataclass
@@ -227,13 +228,14 @@ class Adapter(keras.layers.Layer):
         self.pairs += [
             ExpertPair(stack)
             for name, stack in stacks.items()
-            if lora.matches_experts(name)
+            if _adapts_experts(lora, name)
         ]
         self.names = [*layers, *stacks]
         for pattern in lora.patterns:
             one = dataclasses.replace(lora, targets=pattern)
             found = any(map(one.matches, layers))
-            if not found and not any(map(one.matches_experts, stacks)):
+            found = found or any(_adapts_experts(one, x) for x in stacks)
+            if not found:
                 raise ValueError(
                     f"No linear layer matches {pattern!r} of `targets`; "
                     f"names look like {self.names[0]!r}. "
