@@ -1,10 +1,15 @@
 """Helpers of the tests of vLLM: models, tasks, prompts."""
 
+import pathlib
+import tempfile
+
 import keras
 import keras_hub
 import numpy as np
 
 import keras_posttrain as kpt
+from keras_posttrain.models.hf.loading import load_causal_lm
+from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import REFERENCE
 
 
@@ -37,6 +42,22 @@ def qwen2():
     return noisy(keras_hub.models.QwenCausalLM(backbone))
 
 
+def from_transformers(model_type, **fields):
+    """A model of a family on the layers of another, with such heads."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory, _ = make_checkpoint(
+            pathlib.Path(folder) / "model",
+            model_type,
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            **fields,
+        )
+        return load_causal_lm(directory)
+
+
 def noisy(causal_lm):
     """Weights so large that their order in a tensor shows in the logits."""
     rng = np.random.default_rng(5)
@@ -53,6 +74,11 @@ MODELS = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "granite": lambda: from_transformers("granite"),
+    "phi3": lambda: from_transformers("phi3"),
+    "qwen3_moe": lambda: from_transformers(
+        "qwen3_moe", head_dim=32, moe_intermediate_size=32
+    ),
 }
 
 

@@ -66,9 +66,9 @@ def test_the_weights_are_the_trainers(model, lora):
     """At step 0 and after each of 5 steps of GRPO: 1e-4, measured 3e-5."""
     task, engine = make(model, lora), VLLMRollout(timeout=120)
     rate = 3.0 if lora else 0.3
-    if (model, lora) == ("gemma2", True):
-        # At 3.0 vLLM's CPU kernels give NaN after the second step, where JAX
-        # has numbers; the engine says so.
+    if lora and model in ("gemma2", "phi3"):
+        # At 3.0 weights grow until vLLM's CPU kernels are apart from JAX by
+        # 3e-4 in Phi-3, and give NaN in Gemma 2; the engine says so.
         rate = 0.5
     compile_grpo(task, engine, rate)
     compared = Compared(engine)

@@ -7,6 +7,7 @@ import uuid
 
 import numpy as np
 
+from keras_posttrain.models.hf.families import family_of
 from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.request import Completion, Scores
 from keras_posttrain.rollout.rollout import Rollout, sample_counter
@@ -57,7 +58,7 @@ class VLLMRollout(Rollout):
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
             base weights. If not, the adapter is merged and all weights are
             sent. `"auto"` sends the adapter if there is one that vLLM
-            supports (up to rank 512).
+            supports (up to rank 512, and not of a mixture of experts).
         max_length: int, the most tokens of a prompt and its completion, or
             `"auto"` for the smaller of the task's `sequence_length` and the
             model's context.
@@ -148,7 +149,9 @@ class VLLMRollout(Rollout):
         self._need_task()
         if self._engine is not None:
             return
-        settings.check_task(self.adapter, self._lora, self._on_tpu)
+        settings.check_task(
+            self.adapter, self._lora, self._on_tpu, self._is_mixture
+        )
         self._folder = Folder(self.directory)
         try:
             task, dtype = self.model, self._dtype
@@ -235,7 +238,13 @@ class VLLMRollout(Rollout):
 
     @property
     def _sends_adapter(self):
-        return settings.sends_adapter(self.adapter, self._lora, self._on_tpu)
+        merges = self._on_tpu or self._is_mixture
+        return settings.sends_adapter(self.adapter, self._lora, merges)
+
+    @property
+    def _is_mixture(self):
+        family = family_of(self.model.causal_lm)
+        return family is not None and family.experts is not None
 
     # Weights
 

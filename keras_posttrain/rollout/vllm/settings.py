@@ -59,7 +59,7 @@ def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
         )
 
 
-def check_task(adapter, lora, on_tpu):
+def check_task(adapter, lora, on_tpu, is_mixture):
     """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
     if jax.process_count() > 1:
         raise ValueError(
@@ -71,6 +71,13 @@ def check_task(adapter, lora, on_tpu):
         raise ValueError(
             "In a process with TPUs vLLM's KerasHub model takes no adapter: "
             "it is merged into the weights. Received: adapter=True"
+        )
+    if adapter is True and is_mixture:
+        raise ValueError(
+            "vLLM's adapters of mixtures of experts need Triton, which CPUs "
+            "lack, and were not tested elsewhere. Leave `adapter` out: the "
+            "adapter is merged and all weights are sent. Received: "
+            "adapter=True"
         )
     if adapter is True and (lora is None or room_for_rank(lora.rank) is None):
         raise ValueError(
@@ -100,9 +107,12 @@ def check_local(engine_args):
         )
 
 
-def sends_adapter(adapter, lora, on_tpu):
-    """Returns whether vLLM gets a LoRA adapter separately."""
-    if lora is None or adapter is False or on_tpu:
+def sends_adapter(adapter, lora, merges):
+    """Returns whether vLLM gets a LoRA adapter separately.
+
+    `merges` is whether its model takes none, as in `check_task`.
+    """
+    if lora is None or adapter is False or merges:
         return False
     return room_for_rank(lora.rank) is not None
 
