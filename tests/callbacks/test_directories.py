@@ -9,7 +9,9 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.callbacks.directories import advice
 from tests.callbacks.train_script import fit, make_task
+from tests.support import starts_again
 
+first_task = starts_again(make_task)
 ROWS = [{"prompt_ids": [5], "completion_ids": [6]}]
 HOLDER = """
 import sys, time
@@ -31,7 +33,7 @@ def test_two_runs_do_not_share_a_directory(name, tmp_path):
     make, folder = CALLBACKS[name]
     folder = tmp_path / folder
     folder.mkdir(exist_ok=True)
-    task = make_task()
+    task = first_task()
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
@@ -51,21 +53,21 @@ def test_two_runs_do_not_share_a_directory(name, tmp_path):
 )
 def test_a_log_with_other_lines_is_continued(line, tmp_path):
     """Lines that are no steps are left out."""
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line + path.read_bytes())
-    fit(make_task(), tmp_path, epochs=2)
+    fit(first_task(), tmp_path, epochs=2)
     steps = [json.loads(x)["step"] for x in path.read_text().splitlines()]
     assert steps == list(range(1, 13))
 
 
 def test_a_finished_run_says_so(tmp_path, capsys):
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     capsys.readouterr()
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     out = capsys.readouterr().out
     assert "is finished, at step 6: nothing is trained" in out
-    fit(make_task(), tmp_path, epochs=2)
+    fit(first_task(), tmp_path, epochs=2)
     assert "is finished" not in capsys.readouterr().out
 
 
