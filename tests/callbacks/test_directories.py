@@ -16,7 +16,8 @@ ROWS = [{"prompt_ids": [5], "completion_ids": [6]}]
 HOLDER = """
 import sys, time
 from keras_posttrain.callbacks.directories import lock
-lock(sys.argv[1])
+for folder in sys.argv[1:]:
+    lock(folder)
 print("locked", flush=True)
 time.sleep(600)
 """
@@ -28,23 +29,25 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_two_runs_do_not_share_a_directory(name, tmp_path):
-    make, folder = CALLBACKS[name]
-    folder = tmp_path / folder
-    folder.mkdir(exist_ok=True)
-    task = first_task()
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    folders = [tmp_path / name / x for name, (_, x) in CALLBACKS.items()]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLDER, *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match="Another run writes to this"):
-            task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
-        assert task.step == 0
+        for name, (make, _) in CALLBACKS.items():
+            task = first_task()
+            with pytest.raises(ValueError, match="Another run writes to this"):
+                task.fit(ROWS, verbose=0, callbacks=[make(tmp_path / name)])
+            assert task.step == 0, name
         other.kill()
-    for _ in range(2):
-        # The second one finds that the first has given it free.
-        task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
-    assert task.step == (1 if name == "Checkpoint" else 2)
+    for name, (make, _) in CALLBACKS.items():
+        task = first_task()
+        for _ in range(2):
+            # The second one finds that the first has given it free.
+            task.fit(ROWS, verbose=0, callbacks=[make(tmp_path / name)])
+        assert task.step == (1 if name == "Checkpoint" else 2), name
 
 
 @pytest.mark.parametrize(
