@@ -35,13 +35,15 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
         folder.mkdir(parents=True)
     command = [sys.executable, "-c", HOLDER, *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        for name, (make, _) in CALLBACKS.items():
-            task = first_task()
-            with pytest.raises(ValueError, match="Another run writes to this"):
-                task.fit(ROWS, verbose=0, callbacks=[make(tmp_path / name)])
-            assert task.step == 0, name
-        other.kill()
+        try:
+            assert other.stdout.readline() == "locked\n"
+            for name, (make, _) in CALLBACKS.items():
+                task, logs = first_task(), [make(tmp_path / name)]
+                with pytest.raises(ValueError, match="Another run writes to"):
+                    task.fit(ROWS, verbose=0, callbacks=logs)
+                assert task.step == 0, name
+        finally:
+            other.kill()
     for name, (make, _) in CALLBACKS.items():
         task = first_task()
         for _ in range(2):
