@@ -1,5 +1,6 @@
 """Helpers of several test files: the reference folder and small rows."""
 
+import functools
 import json
 import os
 import pathlib
@@ -8,6 +9,8 @@ import sys
 
 import numpy as np
 import pytest
+
+from keras_posttrain.training.run_state import RunState
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
@@ -61,6 +64,32 @@ def spread_adapter(task):
     rng = np.random.default_rng(0)
     for b in task.adapter.b:
         b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+
+
+def starts_again(make):
+    """Returns a function that gives the task of `make()` in its first state.
+
+    It is one task, compiled once: weights, optimizer and progress are put
+    back. For tests of what surrounds a run; what a task keeps from one run
+    to the next is for tests with tasks of their own.
+    """
+
+    @functools.cache
+    def made():
+        task = make()
+        return task, [np.array(v.value) for v in of(task)]
+
+    def of(task):
+        return [*task.variables, *task.optimizer.variables]
+
+    def first():
+        task, values = made()
+        for variable, value in zip(of(task), values, strict=True):
+            variable.assign(value)
+        task.run_state = RunState()
+        return task
+
+    return first
 
 
 def check_most(check, seeds):

@@ -3,7 +3,10 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from keras_posttrain.training import run_state
 
 
 def program():
@@ -33,3 +36,14 @@ def test_a_damaged_program_is_compiled_again():
     finally:
         for path in kept():
             path.unlink()
+
+
+def test_one_program_checks_all_weights_of_the_same_shapes():
+    values = [jnp.ones((3, 5)), jnp.ones((3, 5))]
+    first = run_state.weights_digest(values)
+    programs = run_state._digest._cache_size()
+    # In order: what is swapped is other weights.
+    others = [values[0] + 1, values[1]], [values[0], values[1] + 1]
+    found = {first, *map(run_state.weights_digest, others)}
+    assert len(found) == 3
+    assert run_state._digest._cache_size() == programs

@@ -1,8 +1,11 @@
 """Helpers of tests that could hide a failure."""
 
+import keras
+import numpy as np
 import pytest
 
-from tests.support import check_most
+import keras_posttrain as kpt
+from tests.support import REFERENCE, check_most, starts_again, weights
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,23 @@ def test_most_seeds_decide(passing, ran, holds):
         with pytest.raises(AssertionError, match="in "):
             check_most(check, (0, 1, 2))
     assert seen == ran
+
+
+def test_a_task_that_starts_again_has_its_first_state():
+    @starts_again
+    def first():
+        task = kpt.SFTTask.from_preset(
+            REFERENCE / "models/qwen3", lora=kpt.LoRA(rank=2)
+        )
+        task.compile(keras.optimizers.Adam(1e-3))
+        return task
+
+    task = first()
+    before = weights(task)
+    for variable in [*task.variables, *task.optimizer.variables]:
+        variable.assign(variable.value + 1)
+    task.run_state.step = 7
+    assert first() is task and task.step == 0
+    assert int(task.optimizer.iterations.value) == 0
+    for name, value in weights(task).items():
+        np.testing.assert_array_equal(value, before[name])

@@ -165,16 +165,23 @@ def check(meta, fingerprint, seed, directory, override=()):
 
 def weights_digest(values):
     """Returns an int that tells lists of arrays apart by all of their bits."""
+    return int(_digest(values)) if values else 0
 
-    def digest(values):
-        total = jnp.uint32(0)
-        for i, x in enumerate(values):
-            x = bits(x)
-            mixed = _mixed(x + _mixed(_places(x.shape) + _mixed(i)))
-            total += jnp.sum(mixed)
-        return total
 
-    return int(jax.jit(digest)(values)) if values else 0
+@jax.jit
+def _digest(values):
+    total = jnp.uint32(0)
+    for i, x in enumerate(values):
+        total += _share(x, jnp.uint32(i))
+    return total
+
+
+# Of layers with the same shapes only the first is traced.
+@jax.jit
+def _share(x, i):
+    """Returns what the `i`th array adds to the checksum."""
+    x = bits(x)
+    return jnp.sum(_mixed(x + _mixed(_places(x.shape) + _mixed(i))))
 
 
 def bits(x):

@@ -1,5 +1,6 @@
 """An interrupted and resumed run equals an uninterrupted one bit for bit."""
 
+import functools
 import json
 import os
 import pathlib
@@ -15,9 +16,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.training.run_state import RunState
 from tests.callbacks.train_script import fit, make_task
-from tests.support import random_rows, read_log, weights
+from tests.support import random_rows, read_log, starts_again, weights
 
 ROOT = pathlib.Path(__file__).parents[2]
 KINDS = {
@@ -33,24 +33,16 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-TASKS = {}
+TASKS = {
+    lora: starts_again(functools.partial(make_task, lora))
+    for lora in (True, False)
+}
 CACHE = None
 
 
 def fresh_task(lora=True):
     """Returns a task in its first state, without compiling it again."""
-    if lora not in TASKS:
-        task = make_task(lora)
-        values = {v.path: np.array(v.value) for v in task.variables}
-        states = [np.array(v.value) for v in task.optimizer.variables]
-        TASKS[lora] = task, values, states
-    task, values, states = TASKS[lora]
-    for variable in task.variables:
-        variable.assign(values[variable.path])
-    for variable, state in zip(task.optimizer.variables, states):
-        variable.assign(state)
-    task.run_state = RunState()
-    return task
+    return TASKS[lora]()
 
 
 class Interrupted(Exception):

@@ -9,12 +9,15 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.callbacks.directories import advice
 from tests.callbacks.train_script import fit, make_task
+from tests.support import starts_again
 
+first_task = starts_again(make_task)
 ROWS = [{"prompt_ids": [5], "completion_ids": [6]}]
 HOLDER = """
 import sys, time
 from keras_posttrain.callbacks.directories import lock
-lock(sys.argv[1])
+for folder in sys.argv[1:]:
+    lock(folder)
 print("locked", flush=True)
 time.sleep(600)
 """
@@ -26,23 +29,27 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_two_runs_do_not_share_a_directory(name, tmp_path):
-    make, folder = CALLBACKS[name]
-    folder = tmp_path / folder
-    folder.mkdir(exist_ok=True)
-    task = make_task()
-    command = [sys.executable, "-c", HOLDER, str(folder)]
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    folders = [tmp_path / name / x for name, (_, x) in CALLBACKS.items()]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLDER, *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ValueError, match="Another run writes to this"):
-            task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
-        assert task.step == 0
-        other.kill()
-    for _ in range(2):
-        # The second one finds that the first has given it free.
-        task.fit(ROWS, verbose=0, callbacks=[make(tmp_path)])
-    assert task.step == (1 if name == "Checkpoint" else 2)
+        try:
+            assert other.stdout.readline() == "locked\n"
+            for name, (make, _) in CALLBACKS.items():
+                task, logs = first_task(), [make(tmp_path / name)]
+                with pytest.raises(ValueError, match="Another run writes to"):
+                    task.fit(ROWS, verbose=0, callbacks=logs)
+                assert task.step == 0, name
+        finally:
+            other.kill()
+    for name, (make, _) in CALLBACKS.items():
+        task = first_task()
+        for _ in range(2):
+            # The second one finds that the first has given it free.
+            task.fit(ROWS, verbose=0, callbacks=[make(tmp_path / name)])
+        assert task.step == (1 if name == "Checkpoint" else 2), name
 
 
 @pytest.mark.parametrize(
@@ -51,21 +58,21 @@ def test_two_runs_do_not_share_a_directory(name, tmp_path):
 )
 def test_a_log_with_other_lines_is_continued(line, tmp_path):
     """Lines that are no steps are left out."""
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line + path.read_bytes())
-    fit(make_task(), tmp_path, epochs=2)
+    fit(first_task(), tmp_path, epochs=2)
     steps = [json.loads(x)["step"] for x in path.read_text().splitlines()]
     assert steps == list(range(1, 13))
 
 
 def test_a_finished_run_says_so(tmp_path, capsys):
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     capsys.readouterr()
-    fit(make_task(), tmp_path, epochs=1)
+    fit(first_task(), tmp_path, epochs=1)
     out = capsys.readouterr().out
     assert "is finished, at step 6: nothing is trained" in out
-    fit(make_task(), tmp_path, epochs=2)
+    fit(first_task(), tmp_path, epochs=2)
     assert "is finished" not in capsys.readouterr().out
 
 

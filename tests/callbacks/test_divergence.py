@@ -1,17 +1,20 @@
 """A run whose gradients are not finite stops, and keeps what is good."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows
+from tests.support import REFERENCE, random_rows, starts_again
 
 ROWS = random_rows(80, seed=3)
 
 
+@functools.cache
 def diverging(after):
-    """A task whose gradients are NaN after some steps."""
+    """Gives a task whose gradients are NaN after some steps."""
 
     class Diverging(kpt.SFTTask):
         def apply_gradients(self, state, gradients, logs):
@@ -22,20 +25,24 @@ def diverging(after):
             ]
             return super().apply_gradients(state, gradients, logs)
 
-    task = Diverging.from_preset(
-        REFERENCE / "models/qwen3",
-        sequence_length=32,
-        truncation="cut",
-        lora=kpt.LoRA(rank=2),
-    )
-    task.compile(optimizer=keras.optimizers.SGD(0.1))
-    return task
+    @starts_again
+    def first_task():
+        task = Diverging.from_preset(
+            REFERENCE / "models/qwen3",
+            sequence_length=32,
+            truncation="cut",
+            lora=kpt.LoRA(rank=2),
+        )
+        task.compile(optimizer=keras.optimizers.SGD(0.1))
+        return task
+
+    return first_task
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_a_run_that_has_diverged_stops(verbose, tmp_path):
     """The checkpoints before stay, however few are kept."""
-    task = diverging(after=6)
+    task = diverging(after=6)()
     with pytest.raises(FloatingPointError, match="not finite.*diverged"):
         task.fit(
             ROWS,
@@ -50,7 +57,7 @@ def test_a_run_that_has_diverged_stops(verbose, tmp_path):
 
 
 def test_single_steps_without_a_gradient_do_not_stop_a_run(tmp_path):
-    task = diverging(after=70)
+    task = diverging(after=70)()
     task.fit(
         ROWS,
         batch_size=1,

@@ -5,16 +5,28 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows, read_log, weights
+from tests.support import (
+    REFERENCE,
+    random_rows,
+    read_log,
+    starts_again,
+    weights,
+)
 
 ROWS = random_rows(16, seed=7)
 
 
-def run(directory, *, keep=5, from_step=None, skip_steps=(), stop_at=None):
+@starts_again
+def first_task():
     task = kpt.SFTTask.from_preset(
         REFERENCE / "models/qwen3", sequence_length=64, lora=kpt.LoRA(rank=2)
     )
     task.compile(optimizer=keras.optimizers.Adam(1e-2))
+    return task
+
+
+def run(directory, *, keep=5, from_step=None, skip_steps=(), stop_at=None):
+    task = first_task()
     callbacks = [
         kpt.callbacks.Checkpoint(
             directory, every=2, keep=keep, from_step=from_step

@@ -1,6 +1,8 @@
 """A trajectory weighs the same in one, two or three segments, in any layout:
 losses, metrics, gradients and advantages."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,26 +155,49 @@ def evaluate(loss, batch, micro_rows=None):
 OF_SEGMENTS = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
+# Layouts, cuts and micro-batches, and of them a part with each pair of two.
+PRODUCT = list(itertools.product(LAYOUTS, (1, 2, 3), (None, 1)))
+IN_PAIRS = [
+    ("rows", 1, 1),
+    ("rows", 2, None),
+    ("rows", 3, 1),
+    ("packed", 1, None),
+    ("packed", 2, 1),
+    ("packed", 3, None),
+    ("shared", 1, 1),
+    ("shared", 2, None),
+    ("shared", 3, 1),
+    ("shared, cut", 1, None),
+    ("shared, cut", 2, 1),
+    ("shared, cut", 3, None),
+]
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(IN_PAIRS, id="pairs"),
+        pytest.param(PRODUCT, id="all", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda x: type(x).__name__)
-def test_a_trajectory_weighs_the_same(loss):
+def test_a_trajectory_weighs_the_same(loss, ways):
     value, metrics, gradients = evaluate(loss, make_batch(1, "rows"))
     assert np.abs(gradients["per_token_logps"]).max() > 1e-2
-    for layout in LAYOUTS:
-        for cut in (1, 2, 3):
-            batch = make_batch(cut, layout)
-            assert batch.arrays["completion_mask"].sum() == 33
-            for micro_rows in (None, 1):
-                found, more, slopes = evaluate(loss, batch, micro_rows)
-                close = {"rtol": 1e-6, "atol": 1e-6}
-                np.testing.assert_allclose(found, value, **close)
-                for name in metrics.keys() - set(OF_SEGMENTS):
-                    np.testing.assert_allclose(
-                        more[name], metrics[name], err_msg=name, **close
-                    )
-                for name, slope in slopes.items():
-                    np.testing.assert_allclose(
-                        slope, gradients[name], rtol=1e-6, atol=1e-7
-                    )
+    for layout, cut, micro_rows in ways:
+        batch = make_batch(cut, layout)
+        assert batch.arrays["completion_mask"].sum() == 33
+        found, more, slopes = evaluate(loss, batch, micro_rows)
+        close = {"rtol": 1e-6, "atol": 1e-6}
+        np.testing.assert_allclose(found, value, **close)
+        for name in metrics.keys() - set(OF_SEGMENTS):
+            np.testing.assert_allclose(
+                more[name], metrics[name], err_msg=name, **close
+            )
+        for name, slope in slopes.items():
+            np.testing.assert_allclose(
+                slope, gradients[name], rtol=1e-6, atol=1e-7
+            )
 
 
 def test_grpo_averages_over_trajectories_by_hand():

@@ -243,7 +243,8 @@ def test_a_plan_during_fit(kind, lora):
     for inside in (False, True):
         task = real({"sft": kpt.SFTTask, "dpo": kpt.DPOTask}[kind], lora=lora)
         task.compile(keras.optimizers.AdamW(1e-3))
-        alone = task.plan("cpu:1", batch_size=4)
+        if inside:
+            alone = task.plan("cpu:1", batch_size=4)
         planner = PlanInside()
         callbacks = [planner] if inside else []
         history = task.fit(rows, batch_size=4, verbose=0, callbacks=callbacks)
@@ -319,7 +320,8 @@ def test_a_plan_within_a_reward():
             num_generations=2,
             max_completion_length=8,
         )
-        alone = figures(task.plan("cpu:1", batch_size=2))
+        if inside:
+            alone = figures(task.plan("cpu:1", batch_size=2))
         prompts = [{"prompt_ids": [1, 5 + i, 9]} for i in range(4)]
         history = task.fit(prompts, batch_size=2, verbose=0)
         found.append((history.history, weights(task)))

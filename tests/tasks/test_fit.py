@@ -6,7 +6,13 @@ import optax
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows, read_log, weights
+from tests.support import (
+    REFERENCE,
+    random_rows,
+    read_log,
+    starts_again,
+    weights,
+)
 
 ROWS = random_rows(12, seed=2)
 CHAT = [
@@ -25,13 +31,19 @@ def make(**kwargs):
     return kpt.SFTTask.from_preset(REFERENCE / "models/qwen3", **kwargs)
 
 
+@starts_again
+def task_that_stays():
+    """Weights stay put, so that a step's loss tells its batch."""
+    task = make()
+    task.compile(optimizer=keras.optimizers.SGD(0.0))
+    return task
+
+
 def test_skip_steps_leaves_out_exactly_those_batches(tmp_path):
     """Steps keep their numbers and batches: only 2 and 5 are gone."""
     logs = {}
     for name, skip in (("whole", ()), ("less", (2, 5))):
-        task = make()
-        # Weights stay put, so that a step's loss tells its batch.
-        task.compile(optimizer=keras.optimizers.SGD(0.0))
+        task = task_that_stays()
         task.fit(
             ROWS,
             batch_size=4,
@@ -98,8 +110,7 @@ def test_validation_early_stopping_and_schedules_work_as_in_keras():
 
 def test_shuffle_is_seeded_and_differs_between_epochs(tmp_path):
     def run(name, **kwargs):
-        task = make()
-        task.compile(optimizer=keras.optimizers.SGD(0.0))
+        task = task_that_stays()
         log = kpt.callbacks.MetricsLog(tmp_path / name)
         task.fit(
             ROWS, batch_size=4, epochs=2, verbose=0, callbacks=[log], **kwargs

@@ -6,6 +6,8 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.data.chat.chat import render
+from keras_posttrain.models import guards, presets
+from keras_posttrain.models.hf import directories
 from tests.support import FAMILIES, REFERENCE, random_rows
 
 ROWS = random_rows(3, seed=5)
@@ -81,3 +83,23 @@ def test_export_with_the_adapter_merged_reloads_in_transformers(
     again = kpt.SFTTask.from_preset(tmp_path / "model", sequence_length=64)
     for found, want in zip(again.log_probs(ROWS), expected):
         np.testing.assert_allclose(found, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.values()))
+def test_a_run_knows_all_numbers_of_the_config(name):
+    model = presets.load_causal_lm(REFERENCE / "models" / name)
+    config = model.backbone.get_config()
+    numbers = {
+        key: value
+        for key, value in config.items()
+        if isinstance(value, (int, float)) and key != "trainable"
+    }
+    assert len(numbers) > 8
+    assert guards.architecture(model).items() >= numbers.items()
+
+
+def test_a_path_is_not_looked_for_among_presets(monkeypatch):
+    """KerasHub looks through its classes for their names, which is slow."""
+    monkeypatch.setattr(keras_hub.models.CausalLM, "presets", None)
+    path = REFERENCE / "models" / "qwen3"
+    assert directories.resolve(path) == path

@@ -36,7 +36,12 @@ def resolve(preset):
     preset = os.fspath(preset)
     if preset.startswith("hf://"):
         return _download(preset)
-    if "://" in preset or preset in keras_hub.models.CausalLM.presets:
+    # KerasHub looks through all of its classes for the names, which takes as
+    # long as building a tiny model; no name is a path.
+    is_name = os.path.basename(preset) == preset
+    if "://" in preset or (
+        is_name and preset in keras_hub.models.CausalLM.presets
+    ):
         return None
     path = pathlib.Path(preset).expanduser()
     if not path.is_dir():
