@@ -424,25 +424,41 @@ def quantize_layers(causal_lm, quantization, storage_of=None):
     storage_of = storage_of or quantization.storage
     causal_lm.trainable = False
     for name, layer in linear_layers(causal_lm).items():
-        storage = storage_of(MatrixAxes(layer).in_size, name)
-        if storage is None:
+        if isinstance(layer.kernel, QuantizedKernel):
             continue
-        old, is_loaded = layer.kernel, _has_value(layer.kernel)
-        kernel = QuantizedKernel(name, layer, storage)
-        # Keras's own quantization replaces variables of a built layer by
-        # these methods, too; it has no public way.
-        layer._untrack_variable(old)
-        layer._tracker.unlock()
-        layer.kpt_variables = kernel.variables
-        layer._tracker.lock()
-        layer._kernel = kernel
-        layer.call = functools.partial(_call, layer, kernel)
-        # It needs no other call for flattened tokens.
-        layer.kpt_flat = True
-        if is_loaded:
-            kernel.fill(device_transfer.to_host(old.value).__getitem__)
-            old._value = None
+        storage = storage_of(MatrixAxes(layer).in_size, name)
+        if storage is not None:
+            store_as_codes(name, layer, storage)
     vars(causal_lm)["kpt_quantization"] = quantization
+
+
+def store_as_codes(name, layer, storage):
+    """Stores the kernel of a layer as codes; see `quantize_layers`.
+
+    Args:
+        name: str, the layer's Hugging Face name.
+        layer: a built `Dense` or `EinsumDense`.
+        storage: `Storage`.
+
+    Returns:
+        The layer's `QuantizedKernel`.
+    """
+    old, is_loaded = layer.kernel, _has_value(layer.kernel)
+    kernel = QuantizedKernel(name, layer, storage)
+    # Keras's own quantization replaces variables of a built layer by these
+    # methods, too; it has no public way.
+    layer._untrack_variable(old)
+    layer._tracker.unlock()
+    layer.kpt_variables = kernel.variables
+    layer._tracker.lock()
+    layer._kernel = kernel
+    layer.call = functools.partial(_call, layer, kernel)
+    # It needs no other call for flattened tokens.
+    layer.kpt_flat = True
+    if is_loaded:
+        kernel.fill(device_transfer.to_host(old.value).__getitem__)
+        old._value = None
+    return kernel
 
 
 def kernels(causal_lm):

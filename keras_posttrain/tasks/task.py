@@ -117,9 +117,10 @@ class Task(keras.Model):
                 "leave `reference` out. "
                 f"Received: reference={reference!r}"
             )
+        guards.check_kind(causal_lm)
+        loading.repair(causal_lm)
         guards.check_model(causal_lm, sequence_length)
         tokenizer = presets.as_tokenizer(tokenizer)
-        loading.repair(causal_lm)
         super().__init__(name=name)
         self.causal_lm = causal_lm
         self.tokenizer = tokenizer
@@ -341,6 +342,11 @@ class Task(keras.Model):
         checks.placed(self.causal_lm)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
         checks.flag("run_eagerly", run_eagerly)
+        kind = quantized.quantization_of(self.causal_lm)
+        is_trained = self.trainable and self.adapter is None
+        quantized.check_trained(
+            is_trained and kind is not None, f"a model with {kind}"
+        )
         rate = self.auto_learning_rates[self.adapter is None]
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
