@@ -242,6 +242,7 @@ class Policy:
         summed = sharding.layers_with_summed_outputs(layer)
 
         def run(values, x):
+            values = sharding.after(x, values, gathers)
             mapping = [
                 (variable, value if gather is None else gather(value))
                 for variable, value, gather in zip(variables, values, gathers)

@@ -390,20 +390,24 @@ def values_of(mapping):
     return scope
 
 
-def compiler_options(causal_lm):
-    """Returns the options that a step of a quantized model is compiled with.
+def compiler_options(*models):
+    """Returns the options that programs of quantized models are compiled with.
 
     On several TPUs the compiler would gather weights while it computes, for
     which it copies those of all layers and holds many gathered ones. A step of
     Qwen3-32B in four bits on four v5e then takes 21 GiB a chip instead of 10
     (`benchmarks/scale.py`). Codes are soon gathered.
 
+    Args:
+        *models: KerasHub `CausalLM`s that a program reads, such as a policy
+            and its teacher.
+
     Returns:
-        A dict, or `None` for other devices and models.
+        A dict, or `None` for other devices and where no model is quantized.
     """
     mesh, _, _ = sharding.data_axis()
     is_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
-    if not is_tpu or not kernels(causal_lm):
+    if not is_tpu or not any(map(kernels, models)):
         return None
     return {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 

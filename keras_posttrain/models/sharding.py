@@ -188,6 +188,28 @@ def gather(variables, dtype):
     return [_gather(split_of(variable), dtype) for variable in variables]
 
 
+def after(x, values, gathers):
+    """Makes the gathers of a layer's codes wait for its input.
+
+    Codes depend on nothing, so that the TPU compiler may gather those of all
+    layers before the first one runs: the complete model on every device.
+
+    Args:
+        x: array, the layer's input.
+        values: list of arrays, the layer's weights.
+        gathers: list as of `gather`.
+
+    Returns:
+        `values`, in which codes are read after `x` was computed.
+    """
+    x, values = jax.lax.stop_gradient(x), list(values)
+    for i, (value, function) in enumerate(zip(values, gathers)):
+        is_code = jnp.issubdtype(value.dtype, jnp.integer)
+        if function is not None and is_code:
+            values[i], _ = jax.lax.optimization_barrier((value, x))
+    return values
+
+
 def _gather(split, dtype):
     if split is None or not split.to_save_memory:
         return None

@@ -738,11 +738,13 @@ class Task(keras.Model):
     def compiled_train_step(self):
         """Function, `train_step` as `fit` runs it; see `training/step.py`."""
         if self._compiled_train_step is None:
+            others = sum(self.companions.values(), ())
+            models = [self.causal_lm, *(x.causal_lm for x in others)]
             self._compiled_train_step = compile_step(
                 self.train_step,
                 keras_fit.state_shardings(self),
                 self.run_eagerly,
-                options=quantized.compiler_options(self.causal_lm),
+                options=quantized.compiler_options(*models),
             )
         return self._compiled_train_step
 
