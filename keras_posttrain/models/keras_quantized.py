@@ -36,6 +36,8 @@ _EMBEDDING = (
     "reverse_embeddings_scale",
     "reverse_embeddings_zero",
 )
+
+
 def take_over(causal_lm, quantization=None):
     """Replaces the layers that Keras has quantized, one after the other.
 

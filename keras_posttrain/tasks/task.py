@@ -182,8 +182,8 @@ class Task(keras.Model):
                 are rounded as they are read, those of other presets after
                 all have been read. `None` leaves weights as they are stored:
                 floats, or the codes of a checkpoint in GPTQ, AWQ,
-                bitsandbytes or compressed-tensors. `"none"` makes floats of
-                these too.
+                bitsandbytes or compressed-tensors, or of a preset that Keras
+                has quantized. `"none"` makes floats of these too.
             trainable: bool, `False` for a task that samples and evaluates
                 only, or serves as a teacher or a reference: weights may be
                 quantized without `lora`.

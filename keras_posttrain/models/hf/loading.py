@@ -77,7 +77,9 @@ def load_causal_lm(
     if config is None:
         causal_lm = _from_keras_hub(preset, dtype, load_weights)
         if keras_quantized.take_over(causal_lm, quantization):
-            quantized.check_trained(is_trained, "a preset that Keras quantized")
+            quantized.check_trained(
+                is_trained, "a preset that Keras quantized"
+            )
         repair(causal_lm)
         return _quantized(causal_lm, quantization)
     if config["model_type"] not in FAMILIES:
