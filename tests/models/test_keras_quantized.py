@@ -208,20 +208,29 @@ def test_other_families(family, case, capsys):
     assert quantized.kernels(causal_lm)
 
 
-@pytest.mark.parametrize("case", ["int8", "int4-groups", "gptq", "awq"])
+@pytest.mark.parametrize("case", ["int8", "int4-groups"])
 def test_a_preset_that_keras_quantized(case, tmp_path):
     causal_lm = quantize(case)
     want = logps_of_keras(causal_lm)
     causal_lm.save_to_preset(str(tmp_path / "preset"))
     task = make(tmp_path / "preset")
     np.testing.assert_allclose(logps(task), want, atol=1e-5)
-    assert bool(quantized.kernels(task.causal_lm)) == (case != "awq")
+    assert len(quantized.kernels(task.causal_lm)) == 14
     trained(task)
     spread_adapter(task)
     # What is exported is what was trained.
     task.export(tmp_path / "export")
     exported = make(tmp_path / "export", lora=None)
     np.testing.assert_allclose(logps(exported), logps(task), atol=1e-4)
+
+
+def test_keras_saves_no_zeros_of_gptq(tmp_path):
+    """Keras 3.15.1 cannot read what it saved. A newer one may: then the case
+    "gptq" belongs to `test_a_preset_that_keras_quantized`."""
+    causal_lm = quantize("gptq")
+    causal_lm.save_to_preset(str(tmp_path / "preset"))
+    with pytest.raises(ValueError, match="expected 4 var.*received 3"):
+        make(tmp_path / "preset")
 
 
 def test_a_preset_is_read_as_asked(tmp_path, capsys):
@@ -271,7 +280,7 @@ def test_a_reference_that_keras_quantized():
 
 
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize("case", ["int8", "int4-groups", "gptq"])
+@pytest.mark.parametrize("case", ["int8", "int4-groups"])
 def test_a_preset_on_eight_devices(case, tmp_path):
     causal_lm = quantize(case)
     want = logps_of_keras(causal_lm)
