@@ -123,6 +123,8 @@ def all_runs():
         "llama3-8b/nf4/v5e:1x1",
         "llama3-8b/int4/v5e:1x1/exact",
         "qwen3-32b/int4/v5e:2x2/exact",
+        "qwen3-32b/int8/v5e:2x4/exact",
+        "qwen3-32b/int4/v5e:2x4/exact",
         "llama3-70b/int4/v5e:4x4/exact",
         "qwen3-32b/int4/v5e:2x2",
         "qwen3-32b/int8/v5e:2x4",

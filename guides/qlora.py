@@ -167,6 +167,19 @@ codes, which are not rounded again. GPTQ, AWQ, bitsandbytes, FP8 and
 compressed-tensors are read. A format whose numbers have no codes here, such as
 FP8, is read as floats, and a line says so.
 
+The same holds for a model that Keras has quantized, by
+`causal_lm.quantize("int8")` or in int4, GPTQ or AWQ, before a task is made of
+it, and for a preset saved after that (not of GPTQ and AWQ, which Keras 3.15
+cannot read again itself). Keras runs such layers without an adapter, so the
+task replaces them in the model. Three things differ then:
+
+- In int8 Keras by default rounds the inputs of a layer too; here only weights
+  are rounded.
+- Keras quantizes the embedding and the head too, unless `filters=` leaves them
+  out; here they become floats with the rounded values.
+- Codes of AWQ, of GPTQ with `activation_order`, and in int4 those of Gemma's
+  attention are on no grid of ours: these layers become floats.
+
 ## Next
 
 - `GRPOTask`, `DPOTask`, `PPOTask` and `RewardTask` take `quantize` too.

@@ -23,23 +23,20 @@ def check_dtype(dtype):
         )
 
 
-def check_model(causal_lm, sequence_length):
-    """Rejects models and lengths (tokens of a row) that cannot be trained."""
+def check_kind(causal_lm):
+    """Rejects what is not a KerasHub `CausalLM`."""
     if not isinstance(causal_lm, keras_hub.models.CausalLM):
         raise ValueError(
             "A task is made of a KerasHub `CausalLM`; use "
             "`SFTTask.from_preset(...)` for a preset or a directory. "
             f"Received: {type(causal_lm).__name__}"
         )
+
+
+def check_model(causal_lm, sequence_length):
+    """Rejects models and lengths (tokens of a row) that cannot be trained."""
+    check_kind(causal_lm)
     check_dtype(causal_lm.backbone.dtype_policy)
-    embedding = causal_lm.backbone.token_embedding
-    if getattr(embedding, "quantization_mode", None) == "int8":
-        raise ValueError(
-            "The int8 embedding is also the head, and its gradient goes "
-            "through rounding: training would be noise. Quantize with "
-            "`filters=lambda layer: not isinstance(layer, "
-            "keras.layers.ReversibleEmbedding)`."
-        )
     if getattr(causal_lm.backbone, "dropout", 0):
         raise ValueError(
             "KerasHub samples dropout by row, which would make a run depend "

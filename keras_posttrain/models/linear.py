@@ -12,15 +12,17 @@ class MatrixAxes:
 
     Args:
         layer: a built `Dense` or `EinsumDense`.
+        shape: tuple of ints, the kernel's, if the layer does not have one.
 
     Attributes:
+        kernel_shape: tuple of ints.
         in_shape, out_shape: lists of ints, sizes of the kernel's axes that
             are summed over and kept; the rows and columns of the matrix.
         to_kernel: list of ints, the place of each axis of the kernel in
             `in_shape + out_shape`.
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer, shape=None):
         equation = getattr(layer, "equation", "bd,do->bo")
         if "..." in equation:
             raise ValueError(
@@ -30,7 +32,8 @@ class MatrixAxes:
         inputs, kernel, output = re.split("[,]|->", equation)
         rows = [x for x in inputs if x in kernel]
         columns = [x for x in output if x in kernel]
-        size = dict(zip(kernel, layer.kernel.shape))
+        self.kernel_shape = tuple(shape or layer.kernel.shape)
+        size = dict(zip(kernel, self.kernel_shape))
         self.in_shape = [size[x] for x in rows]
         self.out_shape = [size[x] for x in columns]
         flat = "".join(rows + columns)

@@ -311,7 +311,7 @@ class Adapter(keras.layers.Layer):
                 raise ValueError(
                     "An adapter over layers that Keras has quantized would "
                     "learn nothing: Keras calls the quantized layer without "
-                    "it. Make the task of the model without `quantize`. "
+                    "it. Quantize a model before a task is made of it. "
                     f"Received: layer {pair.name!r} with "
                     f"quantization_mode={mode!r}"
                 )

@@ -251,9 +251,11 @@ class Policy:
         if self.remat == "none" and not any(gathers):
             return layer(x)
         values = [v.value for v in variables]
+        trained = [v.trainable for v in variables]
         summed = sharding.layers_with_summed_outputs(layer)
 
         def run(values, x):
+            x, values = sharding.in_turn(x, values, gathers, trained)
             mapping = [
                 (variable, value if gather is None else gather(value))
                 for variable, value, gather in zip(variables, values, gathers)

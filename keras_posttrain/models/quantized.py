@@ -390,20 +390,24 @@ def values_of(mapping):
     return scope
 
 
-def compiler_options(causal_lm):
-    """Returns the options that a step of a quantized model is compiled with.
+def compiler_options(*models):
+    """Returns the options that programs of quantized models are compiled with.
 
     On several TPUs the compiler would gather weights while it computes, for
     which it copies those of all layers and holds many gathered ones. A step of
     Qwen3-32B in four bits on four v5e then takes 21 GiB a chip instead of 10
     (`benchmarks/scale.py`). Codes are soon gathered.
 
+    Args:
+        *models: KerasHub `CausalLM`s that a program reads, such as a policy
+            and its teacher.
+
     Returns:
-        A dict, or `None` for other devices and models.
+        A dict, or `None` for other devices and where no model is quantized.
     """
     mesh, _, _ = sharding.data_axis()
     is_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
-    if not is_tpu or not kernels(causal_lm):
+    if not is_tpu or not any(map(kernels, models)):
         return None
     return {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 
@@ -424,25 +428,41 @@ def quantize_layers(causal_lm, quantization, storage_of=None):
     storage_of = storage_of or quantization.storage
     causal_lm.trainable = False
     for name, layer in linear_layers(causal_lm).items():
-        storage = storage_of(MatrixAxes(layer).in_size, name)
-        if storage is None:
+        if isinstance(layer.kernel, QuantizedKernel):
             continue
-        old, is_loaded = layer.kernel, _has_value(layer.kernel)
-        kernel = QuantizedKernel(name, layer, storage)
-        # Keras's own quantization replaces variables of a built layer by
-        # these methods, too; it has no public way.
-        layer._untrack_variable(old)
-        layer._tracker.unlock()
-        layer.kpt_variables = kernel.variables
-        layer._tracker.lock()
-        layer._kernel = kernel
-        layer.call = functools.partial(_call, layer, kernel)
-        # It needs no other call for flattened tokens.
-        layer.kpt_flat = True
-        if is_loaded:
-            kernel.fill(device_transfer.to_host(old.value).__getitem__)
-            old._value = None
+        storage = storage_of(MatrixAxes(layer).in_size, name)
+        if storage is not None:
+            store_as_codes(name, layer, storage)
     vars(causal_lm)["kpt_quantization"] = quantization
+
+
+def store_as_codes(name, layer, storage):
+    """Stores the kernel of a layer as codes; see `quantize_layers`.
+
+    Args:
+        name: str, the layer's Hugging Face name.
+        layer: a built `Dense` or `EinsumDense`.
+        storage: `Storage`.
+
+    Returns:
+        The layer's `QuantizedKernel`.
+    """
+    old, is_loaded = layer.kernel, _has_value(layer.kernel)
+    kernel = QuantizedKernel(name, layer, storage)
+    # Keras's own quantization replaces variables of a built layer by these
+    # methods, too; it has no public way.
+    layer._untrack_variable(old)
+    layer._tracker.unlock()
+    layer.kpt_variables = kernel.variables
+    layer._tracker.lock()
+    layer._kernel = kernel
+    layer.call = functools.partial(_call, layer, kernel)
+    # It needs no other call for flattened tokens.
+    layer.kpt_flat = True
+    if is_loaded:
+        kernel.fill(device_transfer.to_host(old.value).__getitem__)
+        old._value = None
+    return kernel
 
 
 def kernels(causal_lm):

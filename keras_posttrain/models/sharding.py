@@ -216,6 +216,51 @@ def gather(variables, dtype):
     return [_gather(split_of(variable), dtype) for variable in variables]
 
 
+def in_turn(x, values, gathers, trained):
+    """Makes a layer whose codes are gathered wait for the one before it.
+
+    Codes depend on nothing, so that the TPU compiler may gather those of all
+    layers before the first one runs. It also may compute the gradients of all
+    adapters after the last layer's, and hold their inputs until then.
+
+    Args:
+        x: array, the layer's input.
+        values: list of arrays, the layer's weights.
+        gathers: list as of `gather`.
+        trained: list of bools, whether a weight has a gradient.
+
+    Returns:
+        `x` and `values`. Codes are read after `x` was computed; the gradient
+        of `x` is there after those of the weights.
+    """
+    codes = [
+        i
+        for i, (value, function) in enumerate(zip(values, gathers))
+        if function is not None and jnp.issubdtype(value.dtype, jnp.integer)
+    ]
+    if not codes:
+        return x, values
+    values, now = list(values), jax.lax.stop_gradient(x)
+    for i in codes:
+        values[i], _ = jax.lax.optimization_barrier((values[i], now))
+    own = [i for i, is_trained in enumerate(trained) if is_trained]
+    x, found = _gradients_together(x, [values[i] for i in own])
+    for i, value in zip(own, found):
+        values[i] = value
+    return x, values
+
+
+@jax.custom_vjp
+def _gradients_together(x, values):
+    return x, values
+
+
+_gradients_together.defvjp(
+    lambda *inputs: (inputs, None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
+
+
 def _gather(split, dtype):
     if split is None or not split.to_save_memory:
         return None

@@ -198,7 +198,8 @@ class PlannedTask:
         changing, held, batch = self.shapes(batch)
         out = jax.tree.map(lambda x: x.sharding, changing)
         counters = {"step": np.int32(1), "seed": np.int32(0)}
-        options = quantized.compiler_options(self.task.causal_lm)
+        models = [self.task.causal_lm, *(x.causal_lm for x in self.companions)]
+        options = quantized.compiler_options(*models)
         program = compile_step(self.task.train_step, out, options=options)
         return program.lower({**changing, **counters}, held, batch)
 

@@ -10,6 +10,7 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import RoleAdvantages, TurnAdvantages
 from keras_posttrain.losses import advantages as advantage_lib
+from keras_posttrain.models import quantized
 from keras_posttrain.rl.episode_sampler import EpisodeSampler
 from keras_posttrain.rl.sampling import Sampler, request_seed
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
@@ -129,7 +130,9 @@ class ForwardPass:
 
     def _run(self, name, program, weights, batch):
         if name not in self._programs:
-            self._programs[name] = jax.jit(program)
+            models = [each.causal_lm for each in [self.reference] if each]
+            options = quantized.compiler_options(*models)
+            self._programs[name] = jax.jit(program, compiler_options=options)
         batch = {k: batch[k] for k in LOGPS_INPUTS if k in batch}
         found = self._programs[name](weights, processes.put_rows(batch))
         return processes.fetch(found)

@@ -118,9 +118,10 @@ class Task(keras.Model):
                 "leave `reference` out. "
                 f"Received: reference={reference!r}"
             )
+        guards.check_kind(causal_lm)
+        loading.repair(causal_lm)
         guards.check_model(causal_lm, sequence_length)
         tokenizer = presets.as_tokenizer(tokenizer)
-        loading.repair(causal_lm)
         set_sequence_length(causal_lm, sequence_length)
         super().__init__(name=name)
         self.causal_lm = causal_lm
@@ -183,8 +184,8 @@ class Task(keras.Model):
                 are rounded as they are read, those of other presets after
                 all have been read. `None` leaves weights as they are stored:
                 floats, or the codes of a checkpoint in GPTQ, AWQ,
-                bitsandbytes or compressed-tensors. `"none"` makes floats of
-                these too.
+                bitsandbytes or compressed-tensors, or of a preset that Keras
+                has quantized. `"none"` makes floats of these too.
             trainable: bool, `False` for a task that samples and evaluates
                 only, or serves as a teacher or a reference: weights may be
                 quantized without `lora`.
@@ -343,6 +344,11 @@ class Task(keras.Model):
         checks.placed(self.causal_lm)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
         checks.flag("run_eagerly", run_eagerly)
+        kind = quantized.quantization_of(self.causal_lm)
+        is_trained = self.trainable and self.adapter is None
+        quantized.check_trained(
+            is_trained and kind is not None, f"a model with {kind}"
+        )
         rate = self.auto_learning_rates[self.adapter is None]
         optimizer = optimizers.get(optimizer, learning_rate=rate)
         optimizers.check(optimizer)
@@ -734,11 +740,13 @@ class Task(keras.Model):
     def compiled_train_step(self):
         """Function, `train_step` as `fit` runs it; see `training/step.py`."""
         if self._compiled_train_step is None:
+            others = sum(self.companions.values(), ())
+            models = [self.causal_lm, *(x.causal_lm for x in others)]
             self._compiled_train_step = compile_step(
                 self.train_step,
                 keras_fit.state_shardings(self),
                 self.run_eagerly,
-                options=quantized.compiler_options(self.causal_lm),
+                options=quantized.compiler_options(*models),
             )
         return self._compiled_train_step
 

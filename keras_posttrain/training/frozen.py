@@ -47,6 +47,11 @@ class FrozenPolicy:
         self.weights = weights
 
     @property
+    def causal_lm(self):
+        """KerasHub `CausalLM` that it runs."""
+        return self.policy.causal_lm
+
+    @property
     def num_bytes(self):
         """Int, bytes of memory that the model takes."""
         return sum(x.nbytes for x in self.values)

@@ -11,6 +11,7 @@ from keras_posttrain.data.batches.preference import completion_key
 from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
+from keras_posttrain.models import quantized
 
 # Rows that are written at a time, the most that a killed run loses.
 SHARD = 512
@@ -114,7 +115,8 @@ def completion_logps(reference, weights, batches):
     `weights` are of the trained policy; `batches` is a function of a list of
     `Example`s to a `BatchAdapter`.
     """
-    program = jax.jit(reference.logps)
+    options = quantized.compiler_options(reference.causal_lm)
+    program = jax.jit(reference.logps, compiler_options=options)
     state = reference.values, *weights.values()
 
     def compute(spans):

@@ -301,22 +301,21 @@ def test_kerass_own_lora_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-@pytest.mark.parametrize("late", [False, True])
-def test_quantized_layers_are_refused(mode, late):
+@pytest.mark.parametrize("again", [False, True])
+def test_adapted_layers_that_keras_quantizes_are_refused(mode, again):
     """Keras calls `quantized_call` of such a layer, without the adapter."""
     lora = kpt.LoRA(rank=2)
     task = kpt.SFTTask.from_preset(
-        MODELS / "qwen3", lora=lora if late else None, sequence_length=16
+        MODELS / "qwen3", lora=lora, sequence_length=16
     )
     task.causal_lm.backbone.quantize(
         mode, filters=lambda layer: layer.name == "query"
     )
     with pytest.raises(ValueError, match=f"q_proj' with quant.*'{mode}'"):
-        if late:
-            task.compile()
-            task.fit([{"text": "one two"}], verbose=0)
-        else:
+        if again:
             kpt.SFTTask(task.causal_lm, task.tokenizer, lora=lora)
+        task.compile()
+        task.fit([{"text": "one two"}], verbose=0)
 
 
 # Dropout

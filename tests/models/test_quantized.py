@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 import keras_posttrain as kpt
+from keras_posttrain.models import quantized, sharding
 from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.quantized import (
     PackedCodes,
@@ -363,8 +365,15 @@ def test_codes_of_a_tpu_stay_int4_in_a_program(monkeypatch):
         assert variable.value.dtype == "int4"
 
 
-def test_a_quantized_reference_and_teacher():
-    """They compute what those do that have their weights as floats."""
+def test_a_quantized_reference_and_teacher(monkeypatch):
+    """They compute what those do that have their weights as floats.
+
+    Programs that read them are compiled with their options.
+    """
+    given = []
+    monkeypatch.setattr(
+        quantized, "compiler_options", lambda *models: given.append(models)
+    )
     other = REFERENCE / "models/qwen3_near"
     kept = kpt.SFTTask.from_preset(
         other, quantize="int8", trainable=False, sequence_length=64
@@ -393,9 +402,24 @@ def test_a_quantized_reference_and_teacher():
         for model in (kept, floats):
             task = make_task(model)
             task.compile(optimizer=keras.optimizers.SGD(0.1))
+            given.clear()
             history = task.fit(rows, batch_size=6, verbose=0).history
+            # The step, and in DPO the log-probabilities of the reference.
+            assert [task.causal_lm, model.causal_lm] in map(list, given)
             losses.append(history["loss"][0])
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_options_of_the_compiler_for_tpus(monkeypatch):
+    """One quantized model of several is enough, on a mesh of TPUs."""
+    floats, codes_too = make().causal_lm, make(quantize="int4").causal_lm
+    assert quantized.compiler_options(floats, codes_too) is None
+    tpu = types.SimpleNamespace(platform="tpu")
+    chips = types.SimpleNamespace(devices=np.array([tpu, tpu]))
+    monkeypatch.setattr(sharding, "data_axis", lambda: (chips, "batch", 2))
+    assert quantized.compiler_options(floats) is None
+    found = quantized.compiler_options(floats, codes_too)
+    assert list(found.values()) == [False]
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward", "distill", "grpo", "ppo"])

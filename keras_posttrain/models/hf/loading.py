@@ -14,7 +14,11 @@ from safetensors import SafetensorError
 
 from keras_posttrain import _console
 from keras_posttrain._variables import without_values
-from keras_posttrain.models import device_transfer, quantized
+from keras_posttrain.models import (
+    device_transfer,
+    keras_quantized,
+    quantized,
+)
 from keras_posttrain.models.hf import (
     directories,
     layer_patches,
@@ -76,6 +80,10 @@ def load_causal_lm(
         quantized.check_trained(is_trained, f"quantize={quantization}")
     if config is None:
         causal_lm = _from_keras_hub(preset, dtype, load_weights)
+        if keras_quantized.take_over(causal_lm, quantization):
+            quantized.check_trained(
+                is_trained, "a preset that Keras quantized"
+            )
         repair(causal_lm)
         return _quantized(causal_lm, quantization)
     if config["model_type"] not in FAMILIES:
@@ -636,7 +644,10 @@ def repair(causal_lm):
     Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
     vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
     is not changed. Returns a line for each repair; also in `kpt_repairs`.
+
+    Layers that Keras has quantized are replaced; see `keras_quantized.py`.
     """
+    keras_quantized.take_over(causal_lm)
     done = getattr(causal_lm, "kpt_repairs", None)
     if done is not None:
         return list(done)
