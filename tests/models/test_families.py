@@ -209,6 +209,15 @@ def test_eight_devices_are_one(family, directories, eight_devices):
         np.testing.assert_allclose(got[1][key], value, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_a_second_model_has_the_paths_of_the_first(family, directories):
+    """By which checkpoints and optimizers know variables."""
+    first, second = (make(directories(family)) for _ in range(2))
+    paths = [v.path for v in first.variables]
+    assert len(set(paths)) == len(paths)
+    assert [v.path for v in second.variables] == paths
+
+
 def test_long_and_short_rows_are_not_mixed(directories):
     """Phi-3 rotates rows beyond its first length in another way."""
     task = make(directories("phi3"), sequence_length=40)

@@ -4,6 +4,7 @@ These settings are not all arguments of the constructors.
 """
 
 import contextlib
+import re
 
 import keras
 from keras import ops
@@ -162,6 +163,7 @@ def _one(what, values):
 def apply_settings(causal_lm, family, settings):
     """Makes the built layers follow the settings; returns notes on changes."""
     set_heads_norms(causal_lm, family)
+    set_paths(causal_lm.backbone, family)
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
     notes += set_biases(causal_lm, family, settings.biases)
@@ -184,6 +186,24 @@ def apply_settings(causal_lm, family, settings):
         if set_window(layer, family, settings.windows[i]):
             changed["sliding_window", str(settings.windows)] = True
     return notes + [f"{what} set to {value}" for what, value in changed]
+
+
+def set_paths(backbone, family):
+    """Gives the variables of experts paths that depend on the model alone.
+
+    KerasHub numbers the names of these blocks by how many the process has
+    made, and checkpoints and optimizers know variables by their paths. Keras
+    has no public way to rename a variable.
+    """
+    if family.experts is None:
+        return
+    for layer in backbone.transformer_layers:
+        block = getattr(layer, family.experts.block)
+        name = re.sub(r"_\d+$", "", block.name)
+        for variable in block.variables:
+            parts = variable.path.split("/")
+            parts = [name if part == block.name else part for part in parts]
+            variable._path = "/".join(parts)
 
 
 def set_heads_norms(causal_lm, family):

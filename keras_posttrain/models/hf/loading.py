@@ -655,6 +655,7 @@ def repair(causal_lm):
     family = family_of(causal_lm)
     backbone = causal_lm.backbone
     if family is not None:
+        layer_patches.set_paths(backbone, family)
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
