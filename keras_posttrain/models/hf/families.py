@@ -8,6 +8,8 @@ import dataclasses
 
 import keras_hub
 
+from keras_posttrain.models.experts import EXPERT_NAMES
+
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
@@ -68,7 +70,7 @@ class Experts:
     fields: dict
     block: str = "mlp"
     down: str = "_expert_feedforward_output_dense"
-    stacked: tuple = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    stacked: tuple = EXPERT_NAMES
     dense: dict = dataclasses.field(default_factory=dict)
 
     def bank(self, layer):
