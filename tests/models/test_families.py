@@ -276,3 +276,36 @@ def test_adapters_of_experts_are_exchanged_with_peft(
     again = kpt.SFTTask.from_preset(directories(family), sequence_length=40)
     again.load_adapter(tmp_path / "theirs")
     np.testing.assert_array_equal(own_logits(again), got)
+
+
+def test_a_quantized_mixture_says_what_stays_floats(directories, capsys):
+    directory = directories("qwen2_moe")
+    lora = kpt.LoRA(rank=2, targets=["self_attn.*", "experts"])
+    task = make(directory, lora, quantize="int8")
+    assert "experts of the mixture stay floats" in capsys.readouterr().out
+    plain = make(directory, lora)
+    gap = np.abs(own_logits(task) - own_logits(plain))
+    assert 0 < gap.mean() < 0.05
+    task.compile(optimizer=keras.optimizers.SGD(0.1))
+    before = weights(task)
+    task.fit(ROWS, batch_size=8, verbose=0)
+    for name, value in weights(task).items():
+        assert np.abs(value - before[name]).max() > 0, name
+
+
+@pytest.mark.parametrize("family", ["granite", "phi3"])
+def test_a_quantized_base(family, directories):
+    """Fused modules have one adapter on layers of codes too."""
+    task = make(directories(family), kpt.LoRA(rank=2), quantize="int8")
+    task.compile(optimizer=keras.optimizers.SGD(0.1))
+    before = weights(task)
+    task.fit(ROWS, batch_size=8, verbose=0)
+    for name, value in weights(task).items():
+        assert np.abs(value - before[name]).max() > 0, name
+    rows = [{"token_ids": TOKEN_IDS[0].tolist()}]
+    rows[0]["completion_mask"] = [1] * TOKEN_IDS.shape[1]
+    codes = task.log_probs(rows)[0]
+    floats = make(directories(family), kpt.LoRA(rank=2), quantize="none")
+    for ours, theirs in zip(floats.adapter.variables, task.adapter.variables):
+        ours.assign(theirs)
+    assert np.abs(floats.log_probs(rows)[0] - codes).mean() < 0.1
