@@ -11,7 +11,7 @@ import sys
 import keras
 import numpy as np
 
-from keras_posttrain.models import presets
+from keras_posttrain.models import presets, quantized
 from keras_posttrain.models.hf import checkpoint_files
 from keras_posttrain.models.hf.export import export
 from keras_posttrain.models.lora import Adapter, LoRA
@@ -80,6 +80,15 @@ def peak(function):
     return function(), memory("VmHWM") - before
 
 
+def bytes_of(model):
+    """Returns the bytes that the devices hold of a model."""
+    return sum(
+        shard.data.nbytes
+        for v in model.variables
+        for shard in v.value.addressable_shards
+    )
+
+
 def main(folder):
     """Peaks of loading and writing; these devices are in host memory."""
     size = make_model(folder / "model")
@@ -89,15 +98,22 @@ def main(folder):
     presets.save_to_preset(first, folder / "first")
     keras.distribution.set_distribution(mesh("4x2"))
     model, most = peak(
+        lambda: presets.load_causal_lm(
+            folder / "model",
+            dtype="bfloat16",
+            quantization=quantized.Quantization("int4"),
+        )
+    )
+    codes, codes_held = most, bytes_of(model)
+    model = None
+    model, most = peak(
         lambda: presets.load_causal_lm(folder / "model", dtype="bfloat16")
     )
-    held = sum(
-        shard.data.nbytes
-        for v in model.variables
-        for shard in v.value.addressable_shards
-    )
+    held = bytes_of(model)
     adapter = Adapter(model, LoRA(rank=4))
     found = {
+        "int4 devices": codes_held / size,
+        "int4 load": codes / size,
         "load": most / size,
         "devices": held / size,
         "export": peak(
@@ -122,6 +138,8 @@ def main(folder):
     # All of the model, once, and a few tensors: the largest is a twelfth.
     assert found["devices"] < 1.01, found
     for key, most in {
+        # The codes that stay, and no copy of the floats.
+        "int4 load": found["int4 devices"] + 0.3,
         "load": 1.35,
         "load preset": 1.5,
         "export": 0.5,
