@@ -309,3 +309,28 @@ def test_a_quantized_base(family, directories):
     for ours, theirs in zip(floats.adapter.variables, task.adapter.variables):
         ours.assign(theirs)
     assert np.abs(floats.log_probs(rows)[0] - codes).mean() < 0.1
+
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise RuntimeError("stop")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_a_stopped_run_is_resumed_bit_for_bit(family, directories, tmp_path):
+    def run(directory, *callbacks):
+        task = make(directories(family))
+        task.compile(optimizer=keras.optimizers.Adam(1e-3))
+        saved = kpt.callbacks.Checkpoint(directory, every=1)
+        fit = {"batch_size": 2, "verbose": 0, "callbacks": [*callbacks, saved]}
+        task.fit(ROWS, **fit)
+        return weights(task)
+
+    want = run(tmp_path / "straight")
+    with pytest.raises(RuntimeError, match="stop"):
+        run(tmp_path / "stopped", Stop())
+    got = run(tmp_path / "stopped")
+    assert set(got) == set(want)
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
