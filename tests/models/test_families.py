@@ -164,6 +164,16 @@ def own_logits(task):
     return np.array(embedding(hidden, reverse=True))
 
 
+def peft_logits(directory, adapter):
+    """Returns PEFT's model of an adapter, and its logits of `TOKEN_IDS`."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    model = peft.PeftModel.from_pretrained(base, adapter).eval()
+    with torch.no_grad():
+        return model, model(torch.tensor(TOKEN_IDS)).logits.numpy()
+
+
 @by_family
 def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
     # PEFT takes the MLPs of Qwen3-MoE's other layers for experts.
@@ -171,13 +181,8 @@ def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
     lora = kpt.LoRA(rank=2, alpha=5, targets=targets)
     task = make(directories(family), lora)
     task.save_adapter(tmp_path / "ours")
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        directories(family), attn_implementation="eager", dtype=torch.float32
-    )
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
-    with torch.no_grad():
-        theirs = model(torch.tensor(TOKEN_IDS)).logits.numpy()
     got = own_logits(task)
+    model, theirs = peft_logits(directories(family), tmp_path / "ours")
     assert_equal_logits(got, theirs, 1e-5)
     with task.adapter.disabled():
         assert np.abs(got - own_logits(task)).max() > 1e-3
@@ -262,13 +267,8 @@ def test_adapters_of_experts_are_exchanged_with_peft(
     lora = kpt.LoRA(rank=2, alpha=5, targets=["self_attn.*", "experts"])
     task = make(directories(family), lora)
     task.save_adapter(tmp_path / "ours")
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        directories(family), attn_implementation="eager", dtype=torch.float32
-    )
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
-    with torch.no_grad():
-        theirs = model(torch.tensor(TOKEN_IDS)).logits.numpy()
     got = own_logits(task)
+    model, theirs = peft_logits(directories(family), tmp_path / "ours")
     assert_equal_logits(got, theirs, 1e-5)
     for pair, b in zip(task.adapter.pairs, task.adapter.b):
         assert np.abs(np.array(b)).max() > 0, pair.name
