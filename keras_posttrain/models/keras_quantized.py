@@ -370,8 +370,12 @@ def _unpacked(variable, size, axis, dtype):
 def _strip(layer, parts):
     """Removes what Keras made when it quantized a layer."""
     for part in parts:
-        if isinstance(vars(layer).get(part), keras.Variable):
-            delattr(layer, part)
+        variable = vars(layer).get(part)
+        if isinstance(variable, keras.Variable):
+            # Keras's `__delattr__` does this too, and collects garbage each
+            # time, which takes a second in a large process.
+            layer._untrack_variable(variable)
+            del vars(layer)[part]
     layer._is_quantized = False
     layer._dtype_policy = _plain_policy(layer)
 

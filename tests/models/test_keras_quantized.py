@@ -35,7 +35,9 @@ def _calibrated(causal_lm, mode, bits=4, reordered=False):
     for layer in linear_layers(causal_lm).values():
         kernel = np.asarray(layer.kernel)
         layer.quantize(mode, config=config)
-        del layer._kernel
+        # Without the garbage collection of Keras's `__delattr__`.
+        layer._untrack_variable(layer._kernel)
+        del vars(layer)["_kernel"]
         columns, groups = layer.kernel_scale.shape
         rows = layer.g_idx.shape[0]
         codes = rng.integers(0, 2**bits, (columns, rows))
