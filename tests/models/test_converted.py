@@ -336,10 +336,11 @@ def test_a_field_left_out_has_the_default_of_transformers(model_type):
         assert rope["rope_theta"] == ours["rope_theta"]
 
 
-def test_gpt_oss_in_every_way(tmp_path):
+def test_gpt_oss_in_every_way(tmp_path, capsys):
     """Padded rows, the cache, a saved preset: past the window in each."""
     directory, want = make(tmp_path, "gpt_oss")
     causal_lm = load_causal_lm(directory)
+    assert "mxfp4: the experts were read as floats" in capsys.readouterr().out
     windows = "sliding_window set to (4, None, 4, None)"
     assert causal_lm.kpt_repairs == [windows]
     assert_equal_logits(cached_logits(causal_lm), want, BOUND)

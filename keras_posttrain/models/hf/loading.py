@@ -201,6 +201,12 @@ def _convert(path, config, dtype, load_weights):
             ) from error
     if load_weights and "text_config" not in config:
         _check_all_read(causal_lm, checkpoint)
+    if load_weights and config.get("quantization_config"):
+        method = config["quantization_config"]["quant_method"]
+        _console.say(
+            f"{method}: the experts were read as floats, since codes are kept "
+            f"of linear layers only: {str(path)!r}"
+        )
     repair(causal_lm)
     return causal_lm
 
