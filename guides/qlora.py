@@ -171,7 +171,8 @@ The same holds for a model that Keras has quantized, by
 `causal_lm.quantize("int8")` or in int4, GPTQ or AWQ, before a task is made of
 it, and for a preset saved after that (not of GPTQ and AWQ, which Keras 3.15
 cannot read again itself). Keras runs such layers without an adapter, so the
-task replaces them in the model. Three things differ then:
+task replaces them in the model. Such a preset keeps its own dtype: leave
+`dtype` out. Three things differ then:
 
 - In int8 Keras by default rounds the inputs of a layer too; here only weights
   are rounded.

@@ -20,9 +20,16 @@ ROWS = random_rows(6, seed=4)
 MODELS = REFERENCE / "models"
 Int4 = keras.quantizers.Int4QuantizationConfig
 Int8 = keras.quantizers.Int8QuantizationConfig
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Layer .* does not have a `quantize` method"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "Layer .* does not have a `quantize` method",
+        # Of weights that are not read, before the error.
+        "Skipping nested container",
+        # Of float8, by layers that have other modes.
+        "Invalid quantization mode",
+    )
+]
 
 
 def _calibrated(causal_lm, mode, bits=4, reordered=False):
@@ -244,16 +251,18 @@ def test_a_preset_is_read_as_asked(tmp_path, capsys):
     assert quantized.kernels(floats.causal_lm) == []
     assert "quantize='none'" in capsys.readouterr().out
     # All weights of such a model are trained.
-    before = np.asarray(kernels(floats)[0].value)
+    before = [np.asarray(kernel.value) for kernel in kernels(floats)]
     trained(floats)
-    assert (np.asarray(kernels(floats)[0].value) != before).any()
+    assert (np.asarray(kernels(floats)[0].value) != before[0]).any()
     again = make(tmp_path / "preset", quantize="int8")
     assert "rounded again, to int8" in capsys.readouterr().out
-    np.testing.assert_allclose(logps(again), want, atol=0.05)
+    for old, kernel in zip(before, kernels(again), strict=True):
+        error = np.linalg.norm(np.asarray(kernel.value) - old)
+        # A step of 255, evenly off: 0.006 of a normal distribution.
+        assert 0 < error < 0.01 * np.linalg.norm(old)
     assert {k.storage.kind for k in kernels(again)} == {"int8"}
-    half = make(tmp_path / "preset", dtype="bfloat16")
-    assert half.causal_lm.backbone.dtype_policy.name == "bfloat16"
-    np.testing.assert_allclose(logps(half), want, atol=0.3)
+    with pytest.raises(ValueError, match="leave `dtype` out.*'bfloat16'"):
+        make(tmp_path / "preset", dtype="bfloat16")
     judge = make(tmp_path / "preset", lora=None, trainable=False)
     np.testing.assert_allclose(logps(judge), want, atol=1e-5)
     with pytest.raises(ValueError, match="lora=kpt.LoRA"):

@@ -79,7 +79,7 @@ def load_causal_lm(
     if isinstance(quantization, quantized.Quantization):
         quantized.check_trained(is_trained, f"quantize={quantization}")
     if config is None:
-        causal_lm = _from_keras_hub(preset, dtype, load_weights)
+        causal_lm = _from_preset(preset, dtype, load_weights)
         if keras_quantized.take_over(causal_lm, quantization):
             quantized.check_trained(
                 is_trained, "a preset that Keras quantized"
@@ -146,6 +146,19 @@ def _quantized(causal_lm, quantization):
     if isinstance(quantization, quantized.Quantization):
         quantized.quantize_layers(causal_lm, quantization)
     return causal_lm
+
+
+def _from_preset(preset, dtype, load_weights):
+    try:
+        return _from_keras_hub(preset, dtype, load_weights)
+    except ValueError as error:
+        if dtype is None or "could not be loaded" not in str(error):
+            raise
+        raise ValueError(
+            "KerasHub cannot read the weights of this preset in another "
+            "dtype. One that Keras has quantized keeps its own: leave `dtype` "
+            f"out. Received: preset={str(preset)!r}, dtype={dtype!r}"
+        ) from error
 
 
 def _from_keras_hub(preset, dtype, load_weights):
