@@ -71,6 +71,19 @@ def make(directory, lora=None, task=kpt.SFTTask, **settings):
 
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
+# `test_mixtures.py` has these of mixtures, and other files of Llama.
+by_dense_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.full]
+            if name.endswith(("_moe", "_wide")) or name == "mixtral"
+            else [],
+        )
+        for name in FAMILIES
+    ],
+)
 
 
 def steps(directory, **fit):
@@ -89,7 +102,7 @@ def steps(directory, **fit):
     return history, {k: after[k] - before[k] for k in after}
 
 
-@by_family
+@by_dense_family
 def test_a_step_is_the_same_in_every_way(family, directories):
     """Packed, in micro-batches and rematerialised; dropout too."""
     history, update = steps(directories(family))
@@ -109,7 +122,7 @@ def test_a_step_is_the_same_in_every_way(family, directories):
             )
 
 
-@by_family
+@by_dense_family
 def test_a_tree_equals_its_paths(family, directories):
     """Completions that share prompts have the log-probabilities of copies."""
     task = make(directories(family), sequence_length=64)
@@ -133,7 +146,7 @@ def test_a_tree_equals_its_paths(family, directories):
     )
 
 
-@by_family
+@by_dense_family
 def test_samples_have_the_trainers_log_probs(family, directories):
     task = make(directories(family), kpt.LoRA(rank=2))
     engine = kpt.rollout.NativeRollout(num_slots=3)

@@ -162,7 +162,17 @@ def with_floats_of(task):
     return other
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others differ from one of these in one setting.
+IN_CI = ("int8", "int4", "int4-groups", "gptq", "gptq-8", "awq")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, marks=[] if x in IN_CI else [pytest.mark.full])
+        for x in CASES
+    ],
+)
 def test_a_model_that_keras_quantized(case, capsys):
     causal_lm = quantize(case)
     want = logps_of_keras(causal_lm)
@@ -203,7 +213,14 @@ def test_an_adapter_of_zeros_learns(case):
         assert np.abs(np.asarray(b.value)).max() > 0
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama3", marks=pytest.mark.full),
+        pytest.param("gemma2", marks=pytest.mark.full),
+        "gemma3_text",
+    ],
+)
 @pytest.mark.parametrize("case", ["int8", "int4-groups"])
 def test_other_families(family, case, capsys):
     """Keras's groups of int4 mix the heads of Gemma's kernels."""
