@@ -71,7 +71,8 @@ def make(directory, lora=None, task=kpt.SFTTask, **settings):
 
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
-# `test_mixtures.py` has these of mixtures, and other files of Llama.
+# `test_mixtures.py` and `test_same_numbers.py` have these of mixtures, other
+# files those of Llama.
 by_dense_family = pytest.mark.parametrize(
     "family",
     [
@@ -215,7 +216,7 @@ def test_what_is_exported_is_the_model(family, directories, tmp_path):
     assert_equal_logits(own_logits(again), own_logits(task))
 
 
-@by_family
+@by_dense_family
 def test_eight_devices_are_one(family, directories, eight_devices):
     want = steps(directories(family))
     keras.distribution.set_distribution(
