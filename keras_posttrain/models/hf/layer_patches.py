@@ -172,10 +172,7 @@ def apply_settings(causal_lm, family, settings):
     layers = causal_lm.backbone.transformer_layers
     for i, layer in enumerate(layers):
         attention = attention_of(layer, family)
-        if family.experts is not None:
-            # KerasHub's experts have one activation.
-            pass
-        elif not family.is_gemma:
+        if not family.is_gemma:
             if _activation(layer, family) != settings.activation:
                 layer.activation = ACTIVATIONS[settings.activation]
                 changed["hidden_act", settings.activation] = True
