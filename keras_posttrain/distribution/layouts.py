@@ -30,6 +30,11 @@ AXES = {
     ),
     r"experts/expert_feedforward_output_dense": "experts width hidden",
     r"sparse_feedforward_gate_dense/kernel": "hidden experts",
+    # gpt-oss.
+    r"experts/gate_up_proj": "experts hidden width",
+    r"experts/down_proj": "experts width hidden",
+    r"experts/(gate_up|down)_proj_bias": "experts width",
+    r"router_dense/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.
@@ -92,7 +97,7 @@ def spread(path, shape, model=1, data=1):
     order = sorted(range(len(shape)), key=by_meaning if names else by_size)
     if is_bias and names:
         # Split like the output of its kernel, or not at all.
-        order = [i for i in order if names[i] == "heads"]
+        order = [i for i in order if names[i] in ("heads", "experts")]
     if model > 1:
         _take(axes, shape, order, "model", model)
     if data > 1 and not is_bias:
