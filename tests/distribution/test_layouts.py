@@ -42,6 +42,9 @@ BACKBONES = {
     "qwen3_moe": lambda: MODELS.Qwen3MoeBackbone(
         **SIZES, **MIXTURE, head_dim=8, norm_top_k_prob=True
     ),
+    "gpt_oss": lambda: MODELS.GptOssBackbone(
+        **SIZES, num_experts=8, head_dim=8
+    ),
 }
 # The axis over "model" of four devices, by what the variable is.
 ON_MODEL = {
@@ -54,6 +57,8 @@ ON_MODEL = {
     r"(ffw_linear|feedforward_output_dense)/kernel": 0,
     r"experts/expert_feedforward_\w+_dense": 0,
     r"block(_\d+)?/sparse_feedforward_gate_dense/kernel": 1,
+    r"experts/(gate_up|down)_proj(_bias)?": 0,
+    r"router/router_dense/kernel": 1,
     r"token_embedding/embeddings": 0,
     r"token_embedding/reverse_embeddings": 1,
 }

@@ -37,6 +37,7 @@ LONG = {
 }
 # A model of each, and the fields of its config that are not the usual ones.
 FAMILIES = {
+    "gpt_oss": {},
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "mixtral": {},
@@ -228,7 +229,9 @@ def test_eight_devices_are_one(family, directories, eight_devices):
         np.testing.assert_allclose(got[1][key], value, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_a_second_model_has_the_paths_of_the_first(family, directories):
     """By which checkpoints and optimizers know variables."""
     first, second = (make(directories(family)) for _ in range(2))
@@ -274,7 +277,9 @@ def test_an_adapter_that_peft_cannot_load_is_said(
     np.testing.assert_array_equal(own_logits(again), own_logits(task))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_adapters_of_experts_are_exchanged_with_peft(
     family, directories, tmp_path
 ):
