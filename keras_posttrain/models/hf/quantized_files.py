@@ -548,13 +548,16 @@ class MXFP4(Format):
         exponents = self._read_tensor(checkpoint, scales, size)
         values = np.array(self._VALUES, "float32")
         values = np.concatenate([values, -values])
+        # Both numbers of each byte, which are looked up together.
+        byte = np.arange(256)
+        pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+        pairs = pairs.view("uint64")[:, 0]
         found = np.empty((experts, out, into), jnp.bfloat16)
         # One expert at a time, to save memory.
         for i in range(experts):
-            pairs = np.stack([codes[i] & 15, codes[i] >> 4], axis=-1)
             powers = exponents[i].astype("int32") - 127
-            numbers = values[pairs].reshape(out, groups, 32)
-            numbers = np.ldexp(numbers, powers[..., None])
+            numbers = pairs.take(codes[i]).view("float32")
+            numbers *= np.ldexp(np.float32(1), powers)[..., None]
             found[i] = numbers.reshape(out, -1)[:, :into]
         return found.transpose(1, 2, 0)
 
