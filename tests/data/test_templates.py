@@ -110,7 +110,13 @@ PUBLISHED = {
         "6612a8fb81db",
     ],
     "gemma3": ["93adab2a4108", "07daa9e3e4fc", "3f8932981519", None, None],
-    "gpt_oss": ["", "", "", "", ""],
+    "gpt_oss": [
+        "91c1fbbfbab4",
+        "f486de9ea8a6",
+        "e2851c429f23",
+        "5511018cd71c",
+        "7e6edbd8b753",
+    ],
     "mistral_v7": [
         "70f6e04c526b",
         "f035c1942190",

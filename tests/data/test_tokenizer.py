@@ -238,7 +238,8 @@ def test_gpt_oss_of_kerashub_has_harmony_and_the_split_of_its_kind():
     words = ["Hello", "World's", "A", "BC", "\u0120"]
     marks = ["<|endoftext|>", "<|return|>", "<|call|>", "<|channel|>"]
     letters = sorted(set("".join(words)))
-    vocabulary = {x: i for i, x in enumerate([*letters, *marks, "ABC"])}
+    tokens = [*letters, *marks, "AB", "ABC"]
+    vocabulary = {x: i for i, x in enumerate(tokens)}
     theirs = keras_hub.tokenizers.GptOssTokenizer(
         vocabulary=vocabulary, merges=["A B", "AB C"]
     )
