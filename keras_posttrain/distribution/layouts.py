@@ -84,7 +84,8 @@ def spread(path, shape, model=1, data=1):
     """
     axes = [None] * len(shape)
     names = meanings(path, len(shape))
-    is_bias = path.endswith("bias")
+    # Those of all experts are matrices.
+    is_bias = path.endswith("/bias")
     if is_replicated(path, shape) and not (is_bias and names):
         return tuple(axes)
 
@@ -97,7 +98,7 @@ def spread(path, shape, model=1, data=1):
     order = sorted(range(len(shape)), key=by_meaning if names else by_size)
     if is_bias and names:
         # Split like the output of its kernel, or not at all.
-        order = [i for i in order if names[i] in ("heads", "experts")]
+        order = [i for i in order if names[i] == "heads"]
     if model > 1:
         _take(axes, shape, order, "model", model)
     if data > 1 and not is_bias:
