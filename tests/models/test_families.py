@@ -89,9 +89,16 @@ by_dense_family = pytest.mark.parametrize(
 
 
 def steps(directory, **fit):
-    """An SGD step of an adapter; returns its history and the update."""
+    """An SGD step; returns its history and the update.
+
+    It is of an adapter, or of all weights where the family has what no other
+    has: sinks, and biases of experts.
+    """
     settings = {k: fit.pop(k) for k in ("remat",) if k in fit}
-    task = make(directory, kpt.LoRA(rank=2, dropout=0.2), **settings)
+    lora = kpt.LoRA(rank=2, dropout=0.2)
+    if directory.name == "gpt_oss":
+        lora = None
+    task = make(directory, lora, **settings)
     before = weights(task)
     task.compile(
         optimizer=keras.optimizers.SGD(0.1),
@@ -225,8 +232,10 @@ def test_eight_devices_are_one(family, directories, eight_devices):
     )
     got = steps(directories(family))
     np.testing.assert_allclose(got[0]["loss"], want[0]["loss"], rtol=1e-5)
+    largest = max(np.abs(x).max() for x in want[1].values())
     for key, value in want[1].items():
-        np.testing.assert_allclose(got[1][key], value, atol=1e-6)
+        atol = max(1e-6, 2e-5 * largest)
+        np.testing.assert_allclose(got[1][key], value, atol=atol)
 
 
 @pytest.mark.parametrize(
