@@ -26,12 +26,17 @@ from tests.models.quantized_checkpoints import MXFP4
 from tests.models.test_experts import assert_close
 from tests.models.tiny_checkpoints import (
     TOKEN_IDS,
-    assert_all_ways_equal,
     assert_equal_logits,
     make_checkpoint,
     packed_logits,
+    plain_logits,
     randomize,
     transformers_logits,
+)
+from tests.rollout.test_session import (
+    check_log_probs,
+    converse_at_once,
+    engine_of,
 )
 
 MXFP4_CONFIG = {"quant_method": "mxfp4"}
@@ -45,6 +50,8 @@ def quantized(tmp_path_factory):
         tmp_path_factory.mktemp("mxfp4") / "hf",
         "gpt_oss",
         change=experts,
+        vocab_size=512,
+        max_position_embeddings=256,
         intermediate_size=32,
         num_hidden_layers=3,
     )
@@ -119,7 +126,8 @@ def test_a_preset_of_kerashub(quantized, tmp_path):
     notes = " | ".join(causal_lm.kpt_repairs)
     assert "sliding_window set to (4, None, 4)" in notes
     assert "factor of the rotation" in notes
-    assert_all_ways_equal(causal_lm, want)
+    for way in (plain_logits, packed_logits):
+        assert_equal_logits(way(causal_lm), want)
     task = kpt.SFTTask(causal_lm, sequence_length=20)
     task.export(tmp_path / "hf")
     assert_equal_logits(transformers_logits(tmp_path / "hf"), want)
@@ -186,6 +194,14 @@ def test_attention_without_what_the_sinks_take(quantized):
         assert got.sum(-1).max() < 1
         want = found.attentions[layer].numpy()
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_turns_of_conversations_have_the_trainers_log_probs(quantized):
+    """Sinks and windows where tokens are added to a cache of others."""
+    task = kpt.SFTTask.from_preset(quantized[0], sequence_length=256)
+    found, counts = converse_at_once(engine_of(task), 3)
+    check_log_probs(task, found, atol=2e-5)
+    assert counts.recomputed == 0
 
 
 def test_vllm_is_refused_by_name(quantized):
