@@ -30,6 +30,11 @@ AXES = {
     ),
     r"experts/expert_feedforward_output_dense": "experts width hidden",
     r"sparse_feedforward_gate_dense/kernel": "hidden experts",
+    # gpt-oss.
+    r"experts/gate_up_proj": "experts hidden width",
+    r"experts/down_proj": "experts width hidden",
+    r"experts/(gate_up|down)_proj_bias": "experts width",
+    r"router_dense/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.
@@ -79,7 +84,8 @@ def spread(path, shape, model=1, data=1):
     """
     axes = [None] * len(shape)
     names = meanings(path, len(shape))
-    is_bias = path.endswith("bias")
+    # Those of all experts are matrices.
+    is_bias = path.endswith("/bias")
     if is_replicated(path, shape) and not (is_bias and names):
         return tuple(axes)
 

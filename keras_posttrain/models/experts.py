@@ -9,6 +9,7 @@ has a limit on its tokens, so that none is dropped.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.models import sharding
 from keras_posttrain.models.grouped_matmul import (
+    add_bias,
     block_size,
     combine,
     dispatch,
@@ -72,11 +74,17 @@ class Expert:
     Args:
         top_k, normalize: as in `choose_experts`.
         activation: function of an array, of the gate.
+        is_interleaved: bool, whether the two alternate in the columns of the
+            one kernel.
+        limit: float or `None`. The gate is at most this; what it multiplies
+            is from minus this to this, and 1 is added. gpt-oss has it.
     """
 
     top_k: int
     normalize: bool
     activation: object
+    is_interleaved: bool = False
+    limit: float | None = None
 
     def __call__(self, x, logits, kernels, used=None, first=0, block=1):
         """Computes the weighted sum of the chosen experts' outputs.
@@ -90,6 +98,8 @@ class Expert:
                 only; the others then contribute nothing. With LoRA also
                 `lora`, for both of these names a list of pairs of arrays of
                 shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
+                With biases also `biases`, for both names an array of shape
+                `(experts, out)`.
             used: bool array of shape `(tokens,)` or `None`, see
                 `used_tokens`.
             first: int scalar, the expert that the first kernels belong to.
@@ -108,15 +118,33 @@ class Expert:
         rows = dispatch(x, slots)
         lora = kernels.get("lora", {})
         parts = [grouped_matmul(rows, k, slots) for k in kernels["expand"]]
-        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, -1)
+        if "biases" in kernels:
+            parts = [add_bias(parts[0], kernels["biases"]["expand"], slots)]
+        gate, up = parts if len(parts) == 2 else self._halves(parts[0])
         for factors in lora.get("expand", ()):
-            more = jnp.split(_low_rank(rows, factors, slots), 2, -1)
+            more = self._halves(_low_rank(rows, factors, slots))
             gate, up = gate + more[0], up + more[1]
-        rows = self.activation(gate.astype("float32")).astype(x.dtype) * up
+        rows = self._gated(gate, up)
         out = grouped_matmul(rows, kernels["contract"], slots)
+        if "biases" in kernels:
+            out = add_bias(out, kernels["biases"]["contract"], slots)
         for factors in lora.get("contract", ()):
             out = out + _low_rank(rows, factors, slots)
         return combine(out, weights, slots)
+
+    def _halves(self, rows):
+        """Returns the gates and what they multiply, of the same columns."""
+        if self.is_interleaved:
+            return rows[:, ::2], rows[:, 1::2]
+        return jnp.split(rows, 2, -1)
+
+    def _gated(self, gate, up):
+        gate, dtype = gate.astype("float32"), up.dtype
+        if self.limit is None:
+            return self.activation(gate).astype(dtype) * up
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up.astype("float32"), -self.limit, self.limit)
+        return (self.activation(gate) * (up + 1)).astype(dtype)
 
 
 def _low_rank(rows, factors, slots):
@@ -131,12 +159,15 @@ def compute_chosen_experts(layer):
     The `call` of the layer's mixture is replaced, its variables are kept. A
     layer without experts is not changed. In a call with `training=True`,
     which only Keras's own `fit` makes, KerasHub's code runs, since it adds a
-    loss of the router.
+    loss of the router; that of gpt-oss adds none.
     """
     block = _block_of(layer)
     if block is None or hasattr(block, "kpt_chosen"):
         return
     block.kpt_chosen = True
+    if hasattr(block, "router"):
+        block.call = functools.partial(_call_gpt_oss, block)
+        return
     plain_call = block.call
     expert = Expert(
         top_k=block.top_k,
@@ -159,6 +190,25 @@ def compute_chosen_experts(layer):
         return out.reshape(hidden_states.shape), logits
 
     block.call = call
+
+
+def _call_gpt_oss(block, hidden_states):
+    """Computes the mixture of a decoder layer of gpt-oss.
+
+    A softmax over the chosen logits is that over all of them, normalized.
+    """
+    bank = block.experts
+    expert = Expert(
+        top_k=block.top_k,
+        normalize=True,
+        activation=lambda gate: gate * jax.nn.sigmoid(gate * bank.alpha),
+        is_interleaved=True,
+        limit=bank.limit,
+    )
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = block.router.router_dense(x)
+    out = _on_mesh(expert, x, logits, bank)
+    return out.reshape(hidden_states.shape), logits
 
 
 # Hugging Face's names of the kernels of all experts in a decoder layer.
@@ -192,7 +242,7 @@ def expert_kernels(causal_lm):
         block = _block_of(layer)
         if block is None:
             continue
-        bank = block.expert_bank
+        bank = bank_of(block)
         if not hasattr(bank, "kpt_kernels"):
             # Keras tracks lists that are set as attributes.
             vars(bank)["kpt_kernels"] = [
@@ -205,15 +255,23 @@ def expert_kernels(causal_lm):
 
 def _block_of(layer):
     """Returns the mixture of a decoder layer, or `None`."""
-    for name in ("mlp", "_sparse_moe_block"):
+    for name in ("mlp", "_sparse_moe_block", "sparse_moe_block"):
         block = getattr(layer, name, None)
-        if hasattr(block, "expert_bank"):
+        if bank_of(block) is not None:
             return block
     return None
 
 
+def bank_of(block):
+    """Returns the layer that has the experts of a mixture, or `None`."""
+    found = getattr(block, "expert_bank", None)
+    return found if found is not None else getattr(block, "experts", None)
+
+
 def _variables(bank):
     """Returns the lists of variables of the first and the second product."""
+    if hasattr(bank, "gate_up_proj"):
+        return [bank.gate_up_proj], [bank.down_proj]
     expand = [
         getattr(bank, f"_expert_feedforward_{name}_dense", None)
         for name in ("gate", "intermediate")
@@ -232,6 +290,9 @@ def _arrays(bank, dtype):
         if factors:
             found.setdefault("lora", {})[name] = factors
     [found["contract"]] = found["contract"]
+    if hasattr(bank, "gate_up_proj_bias"):
+        biases = bank.gate_up_proj_bias, bank.down_proj_bias
+        found["biases"] = dict(zip(names, biases))
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
 
 
@@ -250,7 +311,7 @@ def _on_mesh(expert, x, logits, bank):
         return expert(x, logits, kernels, used, block=block).astype(x.dtype)
     if used is None:
         used = jnp.ones(x.shape[0], bool)
-    split = sharding.split_of(bank._expert_feedforward_output_dense)
+    split = sharding.split_of(_variables(bank)[1][0])
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 

@@ -13,6 +13,7 @@ from keras_posttrain.models import divergence_head, experts, sharding
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import (
     add_hook,
+    attention_layer,
     attention_scope,
     decoding_scope,
     extending_scope,
@@ -28,6 +29,7 @@ MIXTURES = (
     keras_hub.models.MixtralBackbone,
     keras_hub.models.QwenMoeBackbone,
     keras_hub.models.Qwen3MoeBackbone,
+    keras_hub.models.GptOssBackbone,
 )
 # Backbones whose attention layers have the hook.
 PACKABLE = (
@@ -43,8 +45,8 @@ PACKABLE = (
 # As messages name them.
 PACKABLE_MODELS = (
     "a model of Gemma 1-3, Llama, Mistral, Mixtral, Qwen 2-3 or their "
-    "mixtures, or a Hugging Face directory of Granite, OLMo 2-3, Phi 3-4 or "
-    "SmolLM3"
+    "mixtures, or gpt-oss, or a Hugging Face directory of Granite, OLMo 2-3, "
+    "Phi 3-4 or SmolLM3"
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
@@ -91,7 +93,7 @@ class Policy:
         )
         if type(self.backbone) in MIXTURES:
             for layer in self.backbone.transformer_layers:
-                add_hook(layer._self_attention_layer)
+                add_hook(attention_layer(layer))
                 experts.compute_chosen_experts(layer)
         if remat != "none" and not self.packable:
             raise ValueError(

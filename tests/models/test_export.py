@@ -128,6 +128,10 @@ SOURCES = {
         },
     ),
     "mixtral": ("mixtral", {"rms_norm_eps": 1e-3}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"layer_types": [FULL, SLIDING], "swiglu_limit": 0.8},
+    ),
     "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen3_moe": (
         "qwen3_moe",

@@ -210,6 +210,11 @@ def test_gemma3_rope(tmp_path, name):
     check(tmp_path, "gemma3_text", fields)
 
 
+GPT_OSS_DEFAULTS = {
+    "drop": ("rms_norm_eps", "head_dim", "output_router_logits"),
+    "rope_scaling": None,
+    "initial_context_length": 4096,
+}
 VARIANTS = {
     "gemma_eps": ("gemma", {"rms_norm_eps": 1e-2}),
     "gemma_legacy_activation": ("gemma", {"hidden_act": "gelu"}),
@@ -354,6 +359,31 @@ VARIANTS = {
     "qwen3_moe_new_name": (
         "qwen3_moe",
         {"drop": ("num_experts",), "num_local_experts": 4},
+    ),
+    # Its window is shorter than the rows.
+    "gpt_oss": ("gpt_oss", GPT_OSS_DEFAULTS),
+    "gpt_oss_as_saved": ("gpt_oss", {"as_saved": True, **GPT_OSS_DEFAULTS}),
+    "gpt_oss_layer_types": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [*PATTERN[:2], PATTERN[1]],
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+            "head_dim": 8,
+        },
+    ),
+    "gpt_oss_experts": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.8,
+            "swiglu_alpha": 0.9,
+            "sliding_window": 1,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
     ),
     "smollm3": ("smollm3", {}),
     "smollm3_as_saved": ("smollm3", {"as_saved": True}),
@@ -538,6 +568,22 @@ REFUSED = {
         "qwen3_moe",
         {"a_field_of_tomorrow": 3},
         "a_field_of_tomorrow=3",
+    ),
+    "gpt_oss_bias": (
+        "gpt_oss",
+        {"attention_bias": False},
+        "attention_bias=False",
+    ),
+    "gpt_oss_no_window": (
+        "gpt_oss",
+        {"sliding_window": None},
+        "sliding_window=None",
+    ),
+    "gpt_oss_limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0"),
+    "gpt_oss_experts": (
+        "gpt_oss",
+        {"num_experts": 8},
+        "'num_local_experts': 4, 'num_experts': 8",
     ),
     "a_field_of_tomorrow": (
         "granite",

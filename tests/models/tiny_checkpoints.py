@@ -69,6 +69,12 @@ BASES = {
         "head_dim": 12,
         "moe_intermediate_size": 24,
     },
+    "gpt_oss": {
+        **EXPERTS,
+        "num_local_experts": 4,
+        "head_dim": 12,
+        "sliding_window": 4,
+    },
 }
 LENGTH = 14
 TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))

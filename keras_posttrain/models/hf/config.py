@@ -63,6 +63,8 @@ READ = set(REQUIRED) | {
     "norm_topk_prob",
     "mlp_only_layers",
     "decoder_sparse_step",
+    "swiglu_alpha",
+    "swiglu_limit",
 }
 # The factors of `Settings.multipliers` and their fields.
 MULTIPLIERS = {
@@ -131,7 +133,8 @@ class Settings:
         biases: tuple of the modules of a decoder layer that have a bias.
         experts: dict of a mixture's `count`, `top_k`, `width`, the tuple of
             the `dense_layers`, which have none, and of what its family has
-            of `shared_width` and `is_normalized`; or `None`.
+            of `shared_width`, `is_normalized`, and `alpha` and `limit` of its
+            activation; or `None`.
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
@@ -166,8 +169,8 @@ def from_config(config, family):
                 f"`{field}` set cannot be represented: {reason}. "
                 f"Received: {field}={config[field]!r}"
             )
-    biases = _biases(config, family)
     config = _completed(config, family)
+    biases = _biases(config, family)
     sizes = _sizes(config, family)
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
@@ -240,6 +243,12 @@ def _completed(config, family):
         if any(config.get(name) is not None for name in names):
             for name in names:
                 defaults.pop(name, None)
+    if "rope_scaling" in defaults:
+        # It is the default of both, also where they are null.
+        rope = ("rope_scaling", "rope_parameters")
+        if any(config.get(name) for name in rope):
+            del defaults["rope_scaling"]
+        config = {k: v for k, v in config.items() if k not in rope or v}
     return {**defaults, **config}
 
 
@@ -295,12 +304,10 @@ def _experts(config, family):
                 f"have one `{fields[0]}`. Received: {given or None}"
             )
         value = found[name] = next(iter(given.values()))
-        is_size = isinstance(value, int) and value > 0
-        if name != "is_normalized" and not is_size:
-            raise ValueError(
-                f"`{fields[0]}` of `config.json` must be a positive integer. "
-                f"Received: {fields[0]}={value!r}"
-            )
+        if name in ("alpha", "limit"):
+            _check_positive(fields[0], value, (int, float), "number")
+        elif name != "is_normalized":
+            _check_positive(fields[0], value, int, "integer")
     if found["top_k"] > found["count"]:
         raise ValueError(
             "`num_experts_per_tok` must be at most the number of experts. "
@@ -316,6 +323,14 @@ def _experts(config, family):
         if i in dense or (i + 1) % step
     )
     return found
+
+
+def _check_positive(field, value, types, kind):
+    if not isinstance(value, types) or not value > 0:
+        raise ValueError(
+            f"`{field}` of `config.json` must be a positive {kind}. "
+            f"Received: {field}={value!r}"
+        )
 
 
 def _multipliers(config, family):

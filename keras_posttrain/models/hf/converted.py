@@ -8,7 +8,6 @@ test_converted.py`; a config outside of it is an error.
 """
 
 import dataclasses
-import math
 import typing
 
 from keras_posttrain.models.hf.config import (
@@ -19,7 +18,6 @@ from keras_posttrain.models.hf.config import (
     check_head_dim,
 )
 from keras_posttrain.models.hf.families import FAMILIES
-from keras_posttrain.models.hf.rope import rope_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,75 +150,6 @@ def _free_head_dim(config, model_type, default):
     found = config.get("head_dim") or default
     check_head_dim(model_type, found)
     return found
-
-
-def _layer_types(config, model_type, expected):
-    found = config.get("layer_types")
-    if found is not None and list(found) != expected:
-        raise _refused(model_type, "layer_types", found, f"{expected}")
-    return expected
-
-
-def _num_experts(config, model_type, default):
-    """Returns the number of experts, which has two names."""
-    found = {
-        config[name]
-        for name in ("num_experts", "num_local_experts")
-        if config.get(name) is not None
-    }
-    if len(found) > 1:
-        raise _refused(
-            model_type,
-            "num_experts",
-            f"{config['num_experts']}, with num_local_experts="
-            f"{config['num_local_experts']}",
-            "the same number",
-        )
-    return found.pop() if found else default
-
-
-# What KerasHub's layers of gpt-oss have as constants.
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-
-
-def _gpt_oss(config, model_type):
-    layers = range(config["num_hidden_layers"])
-    kinds = [FULL if i % 2 else SLIDING for i in layers]
-    if not (config.get("rope_scaling") or config.get("rope_parameters")):
-        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
-    rope = rope_parameters(config)
-    factor = rope.get("factor", 1.0)
-    expected = {
-        **_GPT_OSS_ROPE,
-        "rope_theta": rope["rope_theta"],
-        "factor": factor,
-        "attention_factor": 0.1 * math.log(factor) + 1.0,
-    }
-    if rope != expected:
-        raise _refused(model_type, "rope_scaling", rope, f"{expected}")
-    quantized = config.get("quantization_config") or {}
-    if quantized.get("quant_method") != "mxfp4":
-        raise ValueError(
-            "KerasHub reads gpt-oss from checkpoints whose experts are in "
-            "MXFP4, as openai/gpt-oss-20b has them. Received: "
-            f"quantization_config={config.get('quantization_config')!r}"
-        )
-    return {
-        "layer_types": _layer_types(config, model_type, kinds),
-        "num_local_experts": _num_experts(config, model_type, 128),
-        "head_dim": _free_head_dim(config, model_type, 64),
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {**_GPT_OSS_ROPE, "factor": factor},
-        "rope_parameters": {},
-        "output_router_logits": False,
-    }
 
 
 def _gpt2(config, model_type):
@@ -436,31 +365,6 @@ CONVERTED = {
             "summary_use_proj",
             "task_specific_params",
         ),
-    ),
-    "gpt_oss": Converted(
-        sizes=(*_SIZES, "intermediate_size"),
-        read={
-            "num_key_value_heads": 8,
-            "num_local_experts": None,
-            "num_experts": None,
-            "num_experts_per_tok": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "head_dim": 64,
-            "layer_types": None,
-            "sliding_window": 128,
-            "max_position_embeddings": 131_072,
-            "quantization_config": None,
-        },
-        only={
-            **_SILU,
-            "attention_bias": (True,),
-            "tie_word_embeddings": (False,),
-            "swiglu_alpha": (1.702,),
-            "swiglu_limit": (7.0,),
-        },
-        complete=_gpt_oss,
-        ignored=(*_ROUTING, "initial_context_length", "experts_per_token"),
     ),
     "gemma4_text": _gemma4_family(nested=False),
     "gemma4": _gemma4_family(nested=True),

@@ -8,7 +8,7 @@ import dataclasses
 
 import keras_hub
 
-from keras_posttrain.models.experts import EXPERT_NAMES
+from keras_posttrain.models.experts import EXPERT_NAMES, bank_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Layers:
         heads_first: bool, whether the kernels of query, key and value are
             `(heads, hidden, head_dim)` and not `(hidden, heads, head_dim)`.
         windows: str, how the layers store a sliding window: `"none"`,
-            `"gemma"`, `"mistral"`, `"qwen"` or `"qwen3"`.
+            `"gemma"`, `"mistral"`, `"qwen"`, `"qwen3"` or `"gpt_oss"`.
         has_head_dim: bool, whether the size of a head can be set.
         has_tied: bool, whether the constructor can tie the head.
     """
@@ -50,24 +50,25 @@ class Experts:
     """The experts of a mixture: names, variables and settings.
 
     Args:
-        block: str, the decoder layer's attribute of its mixture.
+        fields: dict from a name of `Settings.experts` to the fields of
+            `config.json`; the first is written.
         gate, up: pairs of the bank's attribute, a variable `(experts, in,
             out)`, and the half of its last axis, or `None` for all of it.
-        down: str, the bank's attribute of its variable.
         names: dict from `"gate"`, `"up"` and `"down"` to Hugging Face's name
-            of one expert's matrix, with its number as `{}`.
+            of one expert's matrix, with its number as `{}`; `None` where
+            `Family.parameters` has the experts.
+        block: str, the decoder layer's attribute of its mixture.
+        down: str, the bank's attribute of its variable.
         stacked: tuple of the names of all experts' gates over ups, and of
             their downs, as models of transformers 5 have them.
         dense: dict of the `modules` of a layer without experts, in a family
             that may have some.
-        fields: dict from a name of `Settings.experts` to the fields of
-            `config.json`; the first is written.
     """
 
-    gate: tuple
-    up: tuple
-    names: dict
     fields: dict
+    gate: tuple = ()
+    up: tuple = ()
+    names: dict | None = None
     block: str = "mlp"
     down: str = "_expert_feedforward_output_dense"
     stacked: tuple = EXPERT_NAMES
@@ -75,7 +76,7 @@ class Experts:
 
     def bank(self, layer):
         """Returns the layer's experts, or `None`."""
-        return getattr(getattr(layer, self.block), "expert_bank", None)
+        return bank_of(getattr(layer, self.block))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Family:
             bias where it is true.
         fixed_biases: tuple of the modules that always have one.
         experts: `Experts` or `None`.
+        parameters: dict from the name of a tensor in a Hugging Face decoder
+            layer to the path of the variable in KerasHub's that equals it.
         fused: dict from a module of the checkpoint to the modules whose
             outputs it concatenates.
         no_rope: bool, whether some layers do not rotate.
@@ -119,6 +122,7 @@ class Family:
     biases: dict = dataclasses.field(default_factory=dict)
     fixed_biases: tuple = ()
     experts: Experts | None = None
+    parameters: dict = dataclasses.field(default_factory=dict)
     fused: dict = dataclasses.field(default_factory=dict)
     no_rope: bool = False
     partial_rotary: bool = False
@@ -169,6 +173,12 @@ LAYERS = {
         ),
         Layers("QwenMoe", windows="qwen", has_head_dim=False),
         Layers("Qwen3Moe", windows="qwen3"),
+        Layers(
+            "GptOss",
+            attention="self_attention_layer",
+            windows="gpt_oss",
+            has_tied=False,
+        ),
     )
 }
 
@@ -355,6 +365,69 @@ def _attention(names):
     }
 
 
+def _gpt_oss():
+    """Returns gpt-oss, whose experts KerasHub has as Hugging Face does."""
+    attention, block = "self_attention_layer", "sparse_moe_block"
+    experts = [f"{n}{end}" for n in EXPERT_NAMES for end in ("", "_bias")]
+    projections = zip(
+        _ATTENTION_BIAS["attention_bias"], ("query", "key", "value", "output")
+    )
+    return Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        layers=LAYERS["GptOss"],
+        modules={
+            "input_layernorm": "input_layernorm",
+            **{name: f"{attention}.{x}_dense" for name, x in projections},
+            "post_attention_layernorm": "post_attention_layernorm",
+            "mlp.router": f"{block}.router.router_dense",
+        },
+        parameters={
+            "self_attn.sinks": f"{attention}.sinks",
+            **{x: f"{block}.{x.removeprefix('mlp.')}" for x in experts},
+        },
+        # Every second layer attends to all tokens, as in Gemma 2.
+        windows="gemma",
+        biases=_ATTENTION_BIAS,
+        experts=Experts(
+            block=block,
+            fields={
+                "count": ("num_local_experts", "num_experts"),
+                "top_k": ("num_experts_per_tok",),
+                "alpha": ("swiglu_alpha",),
+                "limit": ("swiglu_limit",),
+            },
+        ),
+        defaults=_GPT_OSS_DEFAULTS,
+        only={"hidden_act": ("silu",), "attention_bias": (True,)},
+        ignored=(*_ROUTING, "initial_context_length", "experts_per_token"),
+        is_strict=True,
+    )
+
+
+_GPT_OSS_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131_072,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 _ROUTER = "_sparse_feedforward_gate_dense"
 _SHARED = "mlp.shared_expert_dense._feedforward"
 
@@ -500,6 +573,7 @@ _ALL = (
         _NO_WINDOWS,
         _UNUSED_WINDOWS,
     ),
+    _gpt_oss(),
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 # The attribute of a model that names its Hugging Face type.
@@ -515,6 +589,7 @@ _BY_BACKBONE = {
     "MixtralBackbone": "mixtral",
     "QwenMoeBackbone": "qwen2_moe",
     "Qwen3MoeBackbone": "qwen3_moe",
+    "GptOssBackbone": "gpt_oss",
 }
 
 

@@ -136,12 +136,16 @@ def _experts(layers, family):
             "A mixture must have experts in one layer at least, or it cannot "
             f"be exported. Received: {len(layers)} layers without experts"
         )
-    block = attribute(layers[is_dense.index(False)], family.experts.block)
+    layer = layers[is_dense.index(False)]
+    bank = family.experts.bank(layer)
+    block = attribute(layer, family.experts.block)
     found = {
         "dense_layers": tuple(i for i, dense in enumerate(is_dense) if dense),
-        "count": block.expert_bank.num_experts,
+        "count": bank.num_experts,
         "top_k": block.top_k,
-        "width": block.expert_bank.intermediate_dim,
+        "width": bank.intermediate_dim,
+        "alpha": getattr(bank, "alpha", None),
+        "limit": getattr(bank, "limit", None),
         "shared_width": getattr(block, "intermediate_dim_shared", None),
         "is_normalized": getattr(block, "norm_top_k_prob", True),
     }
@@ -182,7 +186,20 @@ def apply_settings(causal_lm, family, settings):
             changed["rope", str(settings.rope[i])] = True
         if set_window(layer, family, settings.windows[i]):
             changed["sliding_window", str(settings.windows)] = True
+        for name in ("alpha", "limit"):
+            if set_constant(layer, family, settings.experts, name):
+                changed[f"swiglu_{name}", settings.experts[name]] = True
     return notes + [f"{what} set to {value}" for what, value in changed]
+
+
+def set_constant(layer, family, experts, name):
+    """Sets a constant of the experts' activation; true if it changed."""
+    if experts is None or name not in experts:
+        return False
+    bank = family.experts.bank(layer)
+    is_new = getattr(bank, name) != experts[name]
+    setattr(bank, name, experts[name])
+    return is_new
 
 
 def set_paths(backbone, family):
@@ -297,7 +314,11 @@ def set_query_scalar(attention, scalar):
 def set_rope(attention, family, parameters):
     """Replaces the rotary layer if its parameters differ; true if it did."""
     old = getattr(attention, family.layers.rotary)
-    if parameters_of(old) == parameters:
+    # KerasHub rounds yarn's factor to the dtype of the activations.
+    is_exact = isinstance(old, RotaryEmbedding) or (
+        parameters["rope_type"] != "yarn"
+    )
+    if is_exact and parameters_of(old) == parameters:
         return False
     head_dim = attention_head_dim(attention, family)
     new = RotaryEmbedding(
@@ -364,6 +385,8 @@ def window_of(layer, family):
         return layer.sliding_window
     if family.layers.windows == "qwen3":
         return attention.sliding_window_size or None
+    if family.layers.windows == "gpt_oss":
+        return attention.sliding_window
     if not getattr(attention, "use_sliding_window_attention", False):
         return None
     return attention.sliding_window_size
@@ -378,37 +401,38 @@ def set_window(layer, family, window):
             layer.sliding_window = attention._sliding_window = window
         elif family.layers.windows == "qwen3":
             attention.sliding_window_size = window
+        elif family.layers.windows == "gpt_oss":
+            attention.sliding_window = window
         else:
             attention.use_sliding_window_attention = window is not None
             if window is not None:
                 attention.sliding_window_size = window
     masked = False
-    if family.layers.windows in ("qwen", "qwen3"):
+    if family.layers.windows in ("qwen", "qwen3", "gpt_oss"):
         masked = _set_mask_window(layer, window)
     return old != window or masked
 
 
-def set_gpt_oss_windows(backbone):
-    """Moves the windows of gpt-oss to the layers that have them.
+def windows_of(backbone, family):
+    """Returns the windows that the layers of a KerasHub backbone must have.
 
-    KerasHub 0.32 windows the 2nd, 4th, ... layer and lets a token attend to
-    one token too many; transformers windows the 1st, 3rd, ... layer.
+    KerasHub 0.32 windows the 2nd, 4th, ... layer of gpt-oss, transformers the
+    1st, 3rd, ... layer.
     """
-    window = backbone.sliding_window
-    for i, layer in enumerate(backbone.transformer_layers):
-        layer.self_attention_layer.sliding_window = None
-        _set_mask_window(layer, None if i % 2 else window)
-    windows = [None if i % 2 else window for i in range(backbone.num_layers)]
-    return [f"sliding_window set to {tuple(windows)}"]
+    if family.layers.windows == "gpt_oss":
+        size = backbone.sliding_window
+        return [None if i % 2 else size for i in range(backbone.num_layers)]
+    return [window_of(x, family) for x in backbone.transformer_layers]
 
 
 def _set_mask_window(layer, window):
     """Applies the window of a layer in its attention mask.
 
     KerasHub's Qwen layers apply the window in the attention, but not in the
-    branch that JAX always uses (`ops.dot_product_attention`). It is therefore
-    applied to the mask that the decoder layer computes. Returns whether the
-    layer was changed.
+    branch that JAX always uses (`ops.dot_product_attention`). Those of gpt-oss
+    let a token attend to one token too many. It is therefore applied to the
+    mask that the decoder layer computes. Returns whether the layer was
+    changed.
     """
     name = "_compute_self_attention_mask"
     mask_function = vars(layer).get(name)

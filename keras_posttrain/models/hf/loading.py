@@ -37,6 +37,7 @@ from keras_posttrain.models.hf.families import (
     MODEL_TYPE,
     family_of,
 )
+from keras_posttrain.models.hf.rope import parameters_of
 from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -226,26 +227,17 @@ def _convert(path, config, dtype, load_weights):
             ) from error
     if load_weights and "text_config" not in config:
         _check_all_read(causal_lm, checkpoint)
-    if load_weights and config.get("quantization_config"):
-        method = config["quantization_config"]["quant_method"]
-        _console.say(
-            f"{method}: the experts were read as floats, since codes are kept "
-            f"of linear layers only: {str(path)!r}"
-        )
     repair(causal_lm)
     return causal_lm
 
 
 def _check_all_read(causal_lm, checkpoint):
     """Raises if a checkpoint has more or fewer numbers than the model."""
-    stored = 0
-    for name, shape in checkpoint.shapes.items():
-        size = math.prod(shape)
-        if name.endswith("_blocks"):
-            # Two numbers of MXFP4 in each byte.
-            size *= 2
-        if not name.endswith(_NOT_WEIGHTS):
-            stored += size
+    stored = sum(
+        math.prod(shape)
+        for name, shape in checkpoint.shapes.items()
+        if not name.endswith(_NOT_WEIGHTS)
+    )
     head = _head(checkpoint)
     if head and causal_lm.backbone.token_embedding.tie_weights:
         stored -= math.prod(checkpoint.shapes[head])
@@ -263,13 +255,8 @@ def _check_all_read(causal_lm, checkpoint):
         )
 
 
-# Buffers, which the model computes, and scales of MXFP4.
-_NOT_WEIGHTS = (
-    "inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    "_scales",
-)
+# Buffers, which the model computes.
+_NOT_WEIGHTS = ("inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def _without_values(load_weights):
@@ -379,6 +366,10 @@ def _arguments(settings, family):
             ]
     elif rope["rope_type"] == "linear":
         arguments["rope_scaling_factor"] = rope["factor"]
+    if layers.windows == "gpt_oss":
+        # Without a window no layer has this one.
+        arguments["sliding_window"] = window or 128
+        arguments["rope_scaling_factor"] = rope.get("factor", 1.0)
     if layers.windows == "mistral":
         arguments["sliding_window"] = window
     if layers.has_tied:
@@ -503,7 +494,7 @@ def _load_weights(causal_lm, checkpoint, stored=None):
     found, modules = _named(causal_lm, checkpoint, stored)
     for variable, read in _readers(found, checkpoint.open):
         _fill(variable, read)
-    used = {f"{module}.{end}" for module in modules for end in stored.ends()}
+    used = {name for module in modules for name in stored.names(module)}
     if modules:
         _load_quantized(checkpoint, stored, modules)
         _check_no_biases(checkpoint, modules, found)
@@ -641,7 +632,7 @@ def _named(causal_lm, checkpoint, stored=None):
             # A tied pair may be saved under either name.
             name = name if name in checkpoint.names else _head(checkpoint)
         module = name.removesuffix(".weight")
-        if stored is not None and name != module and tensor.is_linear:
+        if stored is not None and tensor.is_linear:
             if stored.is_stored(checkpoint, module):
                 modules[module] = tensor
                 continue
@@ -673,8 +664,9 @@ def repair(causal_lm):
     Some settings of KerasHub's backbones are not passed on to their layers:
     the norm epsilon (in Qwen 3's query and key norms and in all blocks of
     Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
-    vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
-    is not changed. Returns a line for each repair; also in `kpt_repairs`.
+    vLLM hook. The windows of gpt-oss are in the wrong layers. A model from
+    `load_causal_lm`, or one that was repaired before, is not changed. Returns
+    a line for each repair; also in `kpt_repairs`.
 
     Layers that Keras has quantized are replaced; see `keras_quantized.py`.
     """
@@ -690,22 +682,28 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
-    elif isinstance(backbone, keras_hub.models.GptOssBackbone):
-        notes += layer_patches.set_gpt_oss_windows(backbone)
     _remember(causal_lm, None, notes)
     return notes
 
 
 def _repair_layers(backbone, family):
     found = {}
-    for layer in backbone.transformer_layers:
+    windows = layer_patches.windows_of(backbone, family)
+    for layer, window in zip(backbone.transformer_layers, windows):
+        was_right = layer_patches.window_of(layer, family) == window
         attention = layer_patches.attention_of(layer, family)
         if family.is_gemma and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads
             if layer_patches.set_query_scalar(attention, scalar):
                 found[f"query scale set to {scalar} ** -0.5"] = True
-        if layer_patches.set_window(
-            layer, family, layer_patches.window_of(layer, family)
-        ):
-            found["sliding window applied in the attention mask"] = True
+        if layer_patches.set_window(layer, family, window):
+            note = f"sliding_window set to {tuple(windows)}"
+            if was_right:
+                note = "sliding window applied in the attention mask"
+            found[note] = True
+        rotary = getattr(attention, family.layers.rotary)
+        if getattr(rotary, "rope_type", None) == "yarn":
+            parameters = parameters_of(rotary)
+            layer_patches.set_rope(attention, family, parameters)
+            found["factor of the rotation computed in float32"] = True
     return list(found)

@@ -400,12 +400,30 @@ def parameters_of(layer):
                 ),
             }
         return found
+    if layer.rope_type == "yarn":
+        return _keras_hub_yarn(layer, theta)
     if layer.rope_type != "linear":
         raise ValueError(
-            "Only KerasHub rotary layers with rope_type='linear' can be "
-            f"described. Received: rope_type={layer.rope_type!r}"
+            "Only KerasHub rotary layers with rope_type='linear' or 'yarn' "
+            f"can be described. Received: rope_type={layer.rope_type!r}"
         )
     if layer.scaling_factor != 1:
         found["rope_type"] = "linear"
         found["factor"] = float(layer.scaling_factor)
+    return found
+
+
+def _keras_hub_yarn(layer, theta):
+    found = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": float(layer.scaling_factor),
+        "original_max_position_embeddings": (
+            layer.original_max_position_embeddings
+        ),
+        "beta_fast": layer.beta_fast,
+        "beta_slow": layer.beta_slow,
+        "truncate": layer.truncate,
+    }
+    _complete_yarn(found, {})
     return found

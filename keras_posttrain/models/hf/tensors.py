@@ -100,7 +100,8 @@ class Tensor:
         parts: tuple of `Part`s that the tensor concatenates.
         axis: int, the axis along which it does.
         is_linear: bool, whether it is the weight `(out, in)` of a linear
-            layer.
+            layer, or those of all experts, `(experts, in, out)`: what a
+            checkpoint may have quantized.
     """
 
     name: str
@@ -189,7 +190,7 @@ def model_tensors(causal_lm, stored=()):
         prefix = f"model.layers.{i}."
         found += _layer_tensors(layer, family, prefix)
         bank = family.experts and family.experts.bank(layer)
-        if bank is not None:
+        if bank is not None and family.experts.names is not None:
             found += _expert_tensors(bank, family.experts, prefix, stored)
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
@@ -213,10 +214,15 @@ def _layer_tensors(layer, family, prefix):
             inside = [parts.pop(f"{name}.{end}", ()) for name in names]
             if any(inside):
                 parts[f"{whole}.{end}"] = sum(inside, ())
-    return [
+    found = [
         Tensor(prefix + name, own, is_linear=name.endswith("_proj.weight"))
         for name, own in parts.items()
     ]
+    for name, path in family.parameters.items():
+        [part] = _same("", attribute(layer, path)).parts
+        is_linear = name.endswith("_proj")
+        found.append(Tensor(prefix + name, (part,), is_linear=is_linear))
+    return found
 
 
 def _expert_tensors(bank, experts, prefix, stored):

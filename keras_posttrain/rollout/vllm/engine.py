@@ -152,6 +152,7 @@ class VLLMRollout(Rollout):
         settings.check_task(
             self.adapter, self._lora, self._on_tpu, self._is_mixture
         )
+        settings.check_family(family_of(self.model.causal_lm))
         self._folder = Folder(self.directory)
         try:
             task, dtype = self.model, self._dtype
