@@ -30,6 +30,15 @@ AXES = {
     ),
     r"experts/expert_feedforward_output_dense": "experts width hidden",
     r"sparse_feedforward_gate_dense/kernel": "hidden experts",
+    # Gemma 4's embedding for each layer, and its experts.
+    r"per_layer_token_embedding/embeddings": "vocabulary hidden",
+    r"(per_layer_input_gate|per_layer_model_projection)/kernel": (
+        "hidden width"
+    ),
+    r"per_layer_up_proj/kernel": "width hidden",
+    r"moe_expert_bank/(gate|up)_proj": "experts hidden width",
+    r"moe_expert_bank/down_proj": "experts width hidden",
+    r"moe_router/proj/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.

@@ -86,8 +86,10 @@ class Expert:
             logits: float array of shape `(tokens, experts)`, the router's.
             kernels: dict of `expand`, a list of one or two arrays of shape
                 `(experts, hidden, width)`, and `contract`, an array of shape
-                `(experts, width, hidden)`. They may be those of some experts
-                only; the others then contribute nothing. With LoRA also
+                `(experts, width, hidden)`; where outputs have factors also
+                `scales`, a float32 array of shape `(experts,)`. They may be
+                those of some experts only; the others then contribute
+                nothing. With LoRA also
                 `lora`, for both of these names a list of pairs of arrays of
                 shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
             used: bool array of shape `(tokens,)` or `None`, see
@@ -102,6 +104,9 @@ class Expert:
         count = kernels["contract"].shape[0]
         experts = experts - first
         local = (experts >= 0) & (experts < count)
+        if "scales" in kernels:
+            own = jnp.clip(experts, 0, count - 1)
+            weights = weights * kernels["scales"][own]
         if used is not None:
             local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
@@ -152,7 +157,7 @@ def compute_chosen_experts(layer):
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = block._sparse_feedforward_gate_dense(x)
-        out = _on_mesh(expert, x, logits, block.expert_bank)
+        out = chosen_experts(expert, x, logits, block.expert_bank)
         if hasattr(block, "shared_expert_dense"):
             gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
             out = out + block.shared_expert_dense(x) * gate
@@ -161,8 +166,20 @@ def compute_chosen_experts(layer):
     block.call = call
 
 
+def chosen_share(backbone):
+    """Returns the share of a backbone's experts that compute a token."""
+    count = getattr(backbone, "num_experts", None)
+    if not count:
+        return 1
+    for name in ("top_k", "num_experts_per_token"):
+        if hasattr(backbone, name):
+            return getattr(backbone, name) / count
+    return 1
+
+
 # Hugging Face's names of the kernels of all experts in a decoder layer.
 EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+EXPERT_NAMES_OF_GEMMA4 = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass
@@ -190,14 +207,16 @@ def expert_kernels(causal_lm):
     found = {}
     for i, layer in enumerate(causal_lm.backbone.transformer_layers):
         block = _block_of(layer)
-        if block is None:
+        names, bank = EXPERT_NAMES, getattr(block, "expert_bank", None)
+        if block is None and hasattr(layer, "moe_expert_bank"):
+            names, bank = EXPERT_NAMES_OF_GEMMA4, layer.moe_expert_bank
+        if bank is None:
             continue
-        bank = block.expert_bank
         if not hasattr(bank, "kpt_kernels"):
             # Keras tracks lists that are set as attributes.
             vars(bank)["kpt_kernels"] = [
                 ExpertKernels(f"model.layers.{i}.{name}", kernels, [])
-                for name, kernels in zip(EXPERT_NAMES, _variables(bank))
+                for name, kernels in zip(names, _variables(bank))
             ]
         found.update((each.name, each) for each in bank.kpt_kernels)
     return found
@@ -214,6 +233,8 @@ def _block_of(layer):
 
 def _variables(bank):
     """Returns the lists of variables of the first and the second product."""
+    if hasattr(bank, "down_proj"):
+        return [bank.gate_proj, bank.up_proj], [bank.down_proj]
     expand = [
         getattr(bank, f"_expert_feedforward_{name}_dense", None)
         for name in ("gate", "intermediate")
@@ -232,11 +253,17 @@ def _arrays(bank, dtype):
         if factors:
             found.setdefault("lora", {})[name] = factors
     [found["contract"]] = found["contract"]
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    if hasattr(bank, "per_expert_scale"):
+        found["scales"] = jnp.asarray(bank.per_expert_scale, "float32")
+    return found
 
 
-def _on_mesh(expert, x, logits, bank):
+def chosen_experts(expert, x, logits, bank):
     """Computes the experts, on a mesh on each device for its own tokens.
+
+    `expert` is an `Expert`, `x` and `logits` are as in its call, and `bank`
+    is KerasHub's layer of the experts' weights. Returns an array like `x`.
 
     If the experts are split over the mesh's other axis, each device computes
     those that it has, and the results are added up.
@@ -250,7 +277,7 @@ def _on_mesh(expert, x, logits, bank):
         return expert(x, logits, kernels, used, block=block).astype(x.dtype)
     if used is None:
         used = jnp.ones(x.shape[0], bool)
-    split = sharding.split_of(bank._expert_feedforward_output_dense)
+    split = sharding.split_of(_variables(bank)[1][0])
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 

@@ -19,6 +19,8 @@ from keras_posttrain.data.batches.layout import BatchLayout
 from tests.data.support import random_trajectories
 from tests.data.test_tree import shared
 from tests.models.tiny_checkpoints import (
+    GEMMA4_E2B,
+    GEMMA4_EXPERTS,
     TOKEN_IDS,
     assert_equal_logits,
     make_checkpoint,
@@ -37,6 +39,8 @@ LONG = {
 }
 # A model of each, and the fields of its config that are not the usual ones.
 FAMILIES = {
+    "gemma4_text": GEMMA4_E2B,
+    "gemma4_text_moe": GEMMA4_EXPERTS,
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "mixtral": {},
@@ -55,7 +59,7 @@ def directories(tmp_path_factory):
 
     @functools.cache
     def directory(family):
-        model_type = family.removesuffix("_wide")
+        model_type = family.removesuffix("_wide").removesuffix("_text_moe")
         made = make_checkpoint(folder / family, model_type, **FAMILIES[family])
         return made[0]
 
