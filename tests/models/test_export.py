@@ -337,7 +337,12 @@ def test_an_unrepaired_model_is_refused(tmp_path):
             {**GEMMA2, "image_size": None, "attention_logit_soft_cap": 3},
             "attention_logit_soft_cap=3",
         ),
-        ("Gemma4", {"image_size": None}, "at last"),
+        ("Gemma4", {"image_size": None}, "a window in the last layer"),
+        (
+            "Gemma4",
+            {"image_size": None, "use_sliding_window_attention": False},
+            "local layers without a window",
+        ),
     ],
 )
 def test_what_no_config_can_say(tmp_path, kind, arguments, message):

@@ -6,14 +6,18 @@ import jax
 import keras_hub
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
+from keras_posttrain.models.hf.config import from_config
+from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.rope import set_sequence_length
 from tests.models.tiny_checkpoints import (
     BASES,
     GEMMA4_E2B,
     GEMMA4_EXPERTS,
+    SIZES,
     TOKEN_IDS,
     assert_all_ways_equal,
     assert_equal_logits,
@@ -271,7 +275,6 @@ VARIANTS = {
         "gemma4_text",
         {
             "num_global_key_value_heads": 1,
-            "num_hidden_layers": 7,
             "drop": ("layer_types", "global_head_dim"),
         },
     ),
@@ -487,6 +490,20 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("layers", [1, 6, 7, 12, 14])
+def test_gemma4_has_transformers_types_of_layers(layers):
+    """Every sixth is global, and the last, if a config names none."""
+    fields = {**SIZES, **BASES["gemma4_text"], "num_hidden_layers": layers}
+    del fields["layer_types"]
+    family = FAMILIES["gemma4_text"]
+    settings, _ = from_config(
+        {"model_type": family.model_type, **fields}, family
+    )
+    want = transformers.AutoConfig.for_model(family.model_type, **fields)
+    kinds = {5: "sliding_attention", None: "full_attention"}
+    assert [kinds[w] for w in settings.windows] == want.layer_types
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
@@ -553,18 +570,18 @@ REFUSED = {
     ),
     "gemma4_last": (
         "gemma4_text",
-        {"layer_types": [*PATTERN[:2], "sliding_attention"]},
+        {"layer_types": PATTERN[:2]},
         "at last",
     ),
     "gemma4_donors": (
         "gemma4_text",
-        {"num_kv_shared_layers": 2, "num_hidden_layers": 3},
-        "num_kv_shared_layers=2",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1",
     ),
     "gemma4_all_share": (
         "gemma4_text",
-        {"num_kv_shared_layers": 3},
-        "num_kv_shared_layers=3",
+        {"num_kv_shared_layers": 2},
+        "num_kv_shared_layers=2",
     ),
     "gemma4_bidirectional": (
         "gemma4_text",
@@ -578,7 +595,7 @@ REFUSED = {
     ),
     "gemma4_heads": (
         "gemma4_text",
-        {"per_layer_config": {"2": {"num_key_value_heads": 1}}},
+        {"per_layer_config": {"1": {"num_key_value_heads": 1}}},
         "per_layer_config=",
     ),
     "gemma4_unread": (

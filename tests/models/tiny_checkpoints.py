@@ -41,8 +41,7 @@ BASES = {
     "gemma4_text": {
         "head_dim": 8,
         "global_head_dim": 16,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 5,
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 96,
@@ -86,12 +85,11 @@ GEMMA4_E2B = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 6,
+    # Of a few features, the norms would multiply float32 rounding.
+    "hidden_size_per_layer_input": 16,
     "use_double_wide_mlp": True,
 }
 GEMMA4_EXPERTS = {
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
     "enable_moe_block": True,
     "num_experts": 4,
     "top_k_experts": 2,

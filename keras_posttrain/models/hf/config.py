@@ -519,6 +519,9 @@ def to_config(settings, family):
     config.update(_window_fields(settings.windows, family))
     config.update(_rope_fields(settings, family))
     if family.is_gemma4:
+        if settings.windows[-1] is not None:
+            what, received = "a window in the last layer", settings.windows
+            raise _not_expressible(family, what, f"windows={received}")
         config.update(gemma4.to_fields(settings.gemma4))
     return config
 

@@ -199,6 +199,14 @@ def rope_arguments(rope, windows):
 
 def read_layers(backbone):
     """Returns `Settings.gemma4` that the built layers compute with."""
+    if not backbone.use_sliding_window_attention:
+        if set(backbone.layer_types) != {FULL}:
+            raise ValueError(
+                "A Hugging Face config of Gemma 4 cannot express local layers "
+                "without a window, so the model cannot be exported. Received: "
+                "use_sliding_window_attention=False with layer_types="
+                f"{backbone.layer_types}"
+            )
     table = getattr(backbone, "per_layer_token_embedding", None)
     return {
         "global_head_dim": backbone.global_head_dim or backbone.head_dim,
