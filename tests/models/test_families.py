@@ -39,7 +39,13 @@ LONG = {
 }
 # A model of each, and the fields of its config that are not the usual ones.
 FAMILIES = {
-    "gemma4_text": GEMMA4_E2B,
+    "gemma4_text": {
+        **GEMMA4_E2B,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention"]
+        + ["full_attention"],
+        "num_kv_shared_layers": 1,
+    },
     "gemma4_text_moe": GEMMA4_EXPERTS,
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
@@ -59,7 +65,8 @@ def directories(tmp_path_factory):
 
     @functools.cache
     def directory(family):
-        model_type = family.removesuffix("_wide").removesuffix("_text_moe")
+        model_type = family.removesuffix("_wide")
+        model_type = model_type.replace("_text_moe", "_text")
         made = make_checkpoint(folder / family, model_type, **FAMILIES[family])
         return made[0]
 
@@ -74,7 +81,16 @@ def make(directory, lora=None, task=kpt.SFTTask, **settings):
     return made
 
 
-by_family = pytest.mark.parametrize("family", FAMILIES)
+by_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.full] if name == "gemma4_text_moe" else [],
+        )
+        for name in FAMILIES
+    ],
+)
 # `test_mixtures.py` and `test_same_numbers.py` have these of mixtures, other
 # files those of Llama.
 by_dense_family = pytest.mark.parametrize(
@@ -278,7 +294,9 @@ def test_an_adapter_that_peft_cannot_load_is_said(
     np.testing.assert_array_equal(own_logits(again), own_logits(task))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma4_text_moe", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
 def test_adapters_of_experts_are_exchanged_with_peft(
     family, directories, tmp_path
 ):

@@ -268,8 +268,10 @@ VARIANTS = {
     "gemma_biases": ("gemma", {"attention_bias": True}),
     "gemma2_biases": ("gemma2", {"attention_bias": True}),
     "gemma3_biases": ("gemma3_text", {"attention_bias": True}),
-    "gemma4_eps": ("gemma4_text", {"rms_norm_eps": 1e-2}),
-    "gemma4_as_saved": ("gemma4_text", {"as_saved": True}),
+    "gemma4_as_saved": (
+        "gemma4_text",
+        {"as_saved": True, "rms_norm_eps": 1e-2},
+    ),
     # transformers has fewer heads only where keys are values.
     "gemma4_ungated": (
         "gemma4_text",
@@ -298,25 +300,10 @@ VARIANTS = {
             },
         },
     ),
-    "gemma4_yarn": (
-        "gemma4_text",
-        {
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default"}
-                | {"rope_theta": 300.0},
-                "full_attention": {**YARN, "rope_theta": 5000.0},
-            },
-        },
-    ),
     "gemma4_e2b": ("gemma4_text", GEMMA4_E2B),
-    "gemma4_e4b_as_saved": (
-        "gemma4_text",
-        {**GEMMA4_E2B, "use_double_wide_mlp": False, "as_saved": True},
-    ),
-    "gemma4_experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gemma4_experts_as_saved": (
         "gemma4_text",
-        {**GEMMA4_EXPERTS, "as_saved": True, "rms_norm_eps": 1e-2},
+        {**GEMMA4_EXPERTS, "as_saved": True},
     ),
     "mistral_eps": ("mistral", {"rms_norm_eps": 1e-2}),
     "mistral_window": ("mistral", {"sliding_window": 4}),
