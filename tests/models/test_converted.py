@@ -376,7 +376,7 @@ def more(arrays):
     "model_type, edit, words",
     [
         ("gpt2", other_head, "has another head"),
-        ("gpt2", more, "30560 numbers. Received: 30592"),
+        ("gpt2", more, "30592 numbers. Received: 30624"),
         ("gpt_oss", lambda x: x.pop("lm_head.weight"), "lacks the head"),
         ("gpt_oss", lambda x: x.pop("model.norm.weight"), "cannot read"),
     ],

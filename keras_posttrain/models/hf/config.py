@@ -169,29 +169,14 @@ def from_config(config, family):
     field and its value.
     """
     notes = _check_known(config, family)
-    for field, (values, reason) in REQUIRED.items():
-        values = (*values, *family.only.get(field, ()))
-        if config.get(field) not in values:
-            raise ValueError(
-                f"A config of model_type={family.model_type!r} with "
-                f"`{field}` set cannot be represented: {reason}. "
-                f"Received: {field}={config[field]!r}"
-            )
+    _check_required(config, family)
     biases = _biases(config, family)
     config = _completed(config, family)
     sizes = _sizes(config, family)
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
-    own = None
-    if family.is_gemma4:
-        why = functools.partial(refused, family)
-        own = gemma4.read_fields(config, windows, why)
-        groups = own["global_key_value_heads"]
-        heads = sizes["num_attention_heads"]
-        check_head_dim(family.model_type, own["global_head_dim"])
-        check_groups(family.model_type, heads, groups or heads)
-        gemma4.check_rope(config, why)
+    own = _gemma4(config, family, sizes, windows)
     per_type = family.rope_by_type
     rope = {
         kind: rope_parameters(
@@ -200,11 +185,7 @@ def from_config(config, family):
         for kind in set(kinds)
     }
     gemma2 = family.model_type in ("gemma2", "gemma3_text")
-    scalar = sizes["head_dim"]
-    if gemma2:
-        scalar = config["query_pre_attn_scalar"]
-    elif family.is_gemma4:
-        scalar = 1
+    scalar = config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
     cap = config["attn_logit_softcapping"] if gemma2 else None
     if cap is not None and per_type:
         # transformers reads this field but does not use it.
@@ -216,7 +197,7 @@ def from_config(config, family):
         activation=_activation(config, family),
         rope=_unrotated([rope[kind] for kind in kinds], config, family),
         windows=windows,
-        query_scalar=scalar,
+        query_scalar=1 if family.is_gemma4 else scalar,
         attention_soft_cap=cap,
         final_soft_cap=config.get("final_logit_softcapping")
         if "final_logit_softcapping" in family.defaults
@@ -228,6 +209,31 @@ def from_config(config, family):
         gemma4=own,
     )
     return settings, notes
+
+
+def _check_required(config, family):
+    """Raises if no layers of KerasHub compute what the config says."""
+    for field, (values, reason) in REQUIRED.items():
+        values = (*values, *family.only.get(field, ()))
+        if config.get(field) not in values:
+            raise ValueError(
+                f"A config of model_type={family.model_type!r} with "
+                f"`{field}` set cannot be represented: {reason}. "
+                f"Received: {field}={config[field]!r}"
+            )
+
+
+def _gemma4(config, family, sizes, windows):
+    """Returns `Settings.gemma4`; raises if it cannot be represented."""
+    if not family.is_gemma4:
+        return None
+    why = functools.partial(refused, family)
+    own = gemma4.read_fields(config, windows, why)
+    heads, groups = sizes["num_attention_heads"], own["global_key_value_heads"]
+    check_head_dim(family.model_type, own["global_head_dim"])
+    check_groups(family.model_type, heads, groups or heads)
+    gemma4.check_rope(config, why)
+    return own
 
 
 def _check_known(config, family):
@@ -651,7 +657,7 @@ def _rope_fields(settings, family):
                 f"rope={settings.rope}",
             )
     if family.is_gemma4:
-        return {"rope_parameters": {**gemma4.ROPE, **found}}
+        return {"rope_parameters": gemma4.rope_fields(found)}
     if FULL in found:
         fields["rope_theta"] = found[FULL]["rope_theta"]
         scaling = {k: v for k, v in found[FULL].items() if k != "rope_theta"}

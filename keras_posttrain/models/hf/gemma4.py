@@ -154,6 +154,18 @@ def check_rope(config, refused):
             raise refused("rope_parameters", found, f"such as {ROPE}")
 
 
+def rope_fields(found):
+    """Returns `rope_parameters` of a dict from the type of layer to its own.
+
+    transformers warns about a factor that it computes with.
+    """
+    found = {kind: dict(own) for kind, own in {**ROPE, **found}.items()}
+    for own in found.values():
+        if own["rope_type"] == "proportional" and own.get("factor") == 1:
+            del own["factor"]
+    return found
+
+
 def to_fields(own):
     """Returns the fields of a config of `Settings.gemma4`."""
     found = {FIELDS[name]: value for name, value in own.items()}

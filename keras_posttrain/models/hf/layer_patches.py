@@ -189,9 +189,9 @@ def apply_settings(causal_lm, family, settings):
             if _activation(layer, family) != settings.activation:
                 layer.activation = ACTIVATIONS[settings.activation]
                 changed["hidden_act", settings.activation] = True
-        elif family.is_gemma4:
-            pass
-        elif set_query_scalar(attention, settings.query_scalar):
+        elif not family.is_gemma4 and set_query_scalar(
+            attention, settings.query_scalar
+        ):
             changed["query_pre_attn_scalar", settings.query_scalar] = True
         if set_rope(attention, family, settings.rope[i]):
             changed["rope", str(settings.rope[i])] = True
