@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from keras_posttrain import _console
-from keras_posttrain._variables import without_values
+from keras_posttrain._variables import shapes_only, without_values
 from keras_posttrain.models import (
     device_transfer,
     keras_quantized,
@@ -160,6 +160,18 @@ def _from_preset(preset, dtype, load_weights):
             "dtype. One that Keras has quantized keeps its own: leave `dtype` "
             f"out. Received: preset={str(preset)!r}, dtype={dtype!r}"
         ) from error
+
+
+def keeps_dtype(preset):
+    """Returns whether a preset is loaded in no other dtype than its own.
+
+    Keras has quantized such a preset. It is built without values.
+    """
+    if directories.resolve(preset) is not None:
+        return False
+    with shapes_only():
+        causal_lm = _from_keras_hub(preset, None, load_weights=False)
+    return keras_quantized.is_quantized(causal_lm)
 
 
 def _from_keras_hub(preset, dtype, load_weights):
