@@ -35,6 +35,15 @@ AXES = {
     r"experts/down_proj": "experts width hidden",
     r"experts/(gate_up|down)_proj_bias": "experts width",
     r"router_dense/kernel": "hidden experts",
+    # Gemma 4's embedding for each layer, and its experts.
+    r"per_layer_token_embedding/embeddings": "vocabulary hidden",
+    r"(per_layer_input_gate|per_layer_model_projection)/kernel": (
+        "hidden width"
+    ),
+    r"per_layer_up_proj/kernel": "width hidden",
+    r"moe_expert_bank/(gate|up)_proj": "experts hidden width",
+    r"moe_expert_bank/down_proj": "experts width hidden",
+    r"moe_router/proj/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.

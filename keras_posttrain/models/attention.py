@@ -4,9 +4,9 @@ Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
 and Qwen 2 to 3 rotate queries and keys at the positions given per token and
 leave the attention itself to us. This uses the hook that KerasHub 0.32 has
 for vLLM, a private module; no other file uses it. The layers of mixtures of
-experts lack the hook: `add_hook` gives it to them. Those of gpt-oss also have
-a sink for each head, a score whose key has no value: it takes a part of the
-softmax and adds nothing to the output.
+experts and of Gemma 4 lack the hook: `add_hook` and `add_hook_of_gemma4` give
+it to them. Those of gpt-oss also have a sink for each head, a score whose key
+has no value: it takes a part of the softmax and adds nothing to the output.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def attention_scope(
             segment continues another. A token also attends to the tokens of
             all segments that its own one continues.
         kept: list or `None`: each layer appends its keys and values, arrays
-            of shape `(rows * length, kv_heads, head_dim)`, for a cache.
+            of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
+            layer that uses those of another one appends none.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
     """
     rows, length = segment_ids.shape
@@ -57,10 +58,10 @@ def attention_scope(
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None, sinks=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
         shape = (rows, length, -1, head_dim)
-        if kept is not None:
+        if kept is not None and donor is None:
             flat = (rows * length, num_kv_heads, head_dim)
             kept.append((k.reshape(flat), v.reshape(flat)))
         q, k, v = (x.reshape(shape) for x in (q, k, v))
@@ -151,6 +152,59 @@ def _hooked_call(attention, x, context):
         **more,
     )
     return _part(attention, "output_dense")(out.reshape(query.shape))
+
+
+def add_hook_of_gemma4(attention, donor):
+    """Gives an attention layer of Gemma 4 the hook.
+
+    Inside the scopes of this file its `call` also returns the keys, rotated,
+    and the values, both of shape `(tokens, 1, kv_heads, head_dim)`; outside
+    it does what it did before. `donor` is the number of the layer whose pair
+    it gets as `shared_kv`, or `None`. All layers without a donor come first.
+    """
+    plain_call = attention.call
+
+    def call(x, shared_kv=None, **kwargs):
+        context = get_vllm_context()
+        if context is None or context.paged_attention_func is None:
+            return plain_call(x, shared_kv=shared_kv, **kwargs)
+        return _call_of_gemma4(attention, x, shared_kv, donor, context)
+
+    attention.call = call
+
+
+def _call_of_gemma4(attention, x, shared_kv, donor, context):
+    places = context.positions.reshape(-1, 1)
+
+    def rotated(y):
+        return attention._apply_rope(y, 0, positions=places)
+
+    query = rotated(attention.query_norm(attention.query_dense(x)))
+    if donor is None:
+        key = value = attention.key_dense(x)
+        if not attention.attention_k_eq_v:
+            value = attention.value_dense(x)
+        key = rotated(attention.key_norm(key))
+        value = attention.value_norm(value)
+    else:
+        key, value = shared_kv
+    window = None
+    if attention.use_sliding_window_attention:
+        window = attention.sliding_window_size
+    _, out = context.paged_attention_func(
+        None,
+        query,
+        key,
+        value,
+        1.0,
+        query.shape[-1],
+        query.shape[-2],
+        key.shape[-2],
+        sliding_window=window,
+        soft_cap=attention.logit_soft_cap,
+        donor=donor,
+    )
+    return attention.output_dense(out.reshape(query.shape)), (key, value)
 
 
 def hooked_window(attention):
@@ -516,8 +570,8 @@ def extending_scope(positions, past, kept):
     Args:
         positions: int array of shape `(sequences, tokens)`. The first one of
             a sequence is the number of its tokens in `past`.
-        past: list of `KeyValues`, one for each layer, with a slot for each
-            sequence; not changed.
+        past: list of `KeyValues`, one for each layer that has its own, with
+            a slot for each sequence; not changed.
         kept: list: each layer appends its new keys and values, arrays of
             shape `(sequences, tokens, kv_heads, head_dim)`.
     """
@@ -527,13 +581,14 @@ def extending_scope(positions, past, kept):
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None, sinks=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
-        old = past[next(layers)]
+        old = past[next(layers) if donor is None else donor]
         q, k, v = (x.reshape(sequences, -1, y, head_dim) for x, y in (
             (q, num_heads), (k, num_kv_heads), (v, num_kv_heads)
         ))  # fmt: skip
-        kept.append((k, v))
+        if donor is None:
+            kept.append((k, v))
         # Keys as they will be read again.
         k, v = (x.astype(old.keys.dtype) for x in (k, v))
         of_rows = None
@@ -607,17 +662,17 @@ def decoding_scope(lengths, step, past, recent):
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None, sinks=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
-        layer, slots = next(layers), lengths.shape[0]
+        slots = lengths.shape[0]
+        layer = next(layers) if donor is None else donor
         old = past[layer]
-        shape = (slots, num_kv_heads, head_dim)
         dtype = old.keys.dtype
-        new = recent[layer] = recent[layer].write(
-            step,
-            k.reshape(shape).astype(dtype),
-            v.reshape(shape).astype(dtype),
-        )
+        if donor is None:
+            shape = (slots, num_kv_heads, head_dim)
+            pair = (x.reshape(shape).astype(dtype) for x in (k, v))
+            recent[layer] = recent[layer].write(step, *pair)
+        new = recent[layer]
         query = q.reshape(slots, num_kv_heads, -1, head_dim)
         columns = jnp.arange(old.keys.shape[3])
         since = jnp.arange(new.keys.shape[3])

@@ -94,8 +94,10 @@ class Expert:
             logits: float array of shape `(tokens, experts)`, the router's.
             kernels: dict of `expand`, a list of one or two arrays of shape
                 `(experts, hidden, width)`, and `contract`, an array of shape
-                `(experts, width, hidden)`. They may be those of some experts
-                only; the others then contribute nothing. With LoRA also
+                `(experts, width, hidden)`; where outputs have factors also
+                `scales`, a float32 array of shape `(experts,)`. They may be
+                those of some experts only; the others then contribute
+                nothing. With LoRA also
                 `lora`, for both of these names a list of pairs of arrays of
                 shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
                 With biases also `biases`, for both names an array of shape
@@ -112,6 +114,9 @@ class Expert:
         count = kernels["contract"].shape[0]
         experts = experts - first
         local = (experts >= 0) & (experts < count)
+        if "scales" in kernels:
+            own = jnp.clip(experts, 0, count - 1)
+            weights = weights * kernels["scales"][own]
         if used is not None:
             local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
@@ -183,7 +188,7 @@ def compute_chosen_experts(layer):
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = block._sparse_feedforward_gate_dense(x)
-        out = _on_mesh(expert, x, logits, block.expert_bank)
+        out = chosen_experts(expert, x, logits, block.expert_bank)
         if hasattr(block, "shared_expert_dense"):
             gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
             out = out + block.shared_expert_dense(x) * gate
@@ -207,12 +212,24 @@ def _call_gpt_oss(block, hidden_states):
     )
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     logits = block.router.router_dense(x)
-    out = _on_mesh(expert, x, logits, bank)
+    out = chosen_experts(expert, x, logits, bank)
     return out.reshape(hidden_states.shape), logits
+
+
+def chosen_share(backbone):
+    """Returns the share of a backbone's experts that compute a token."""
+    count = getattr(backbone, "num_experts", None)
+    if not count:
+        return 1
+    for name in ("top_k", "num_experts_per_token"):
+        if hasattr(backbone, name):
+            return getattr(backbone, name) / count
+    return 1
 
 
 # Hugging Face's names of the kernels of all experts in a decoder layer.
 EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+EXPERT_NAMES_OF_GEMMA4 = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass
@@ -240,14 +257,16 @@ def expert_kernels(causal_lm):
     found = {}
     for i, layer in enumerate(causal_lm.backbone.transformer_layers):
         block = _block_of(layer)
-        if block is None:
+        names, bank = EXPERT_NAMES, bank_of(block)
+        if block is None and hasattr(layer, "moe_expert_bank"):
+            names, bank = EXPERT_NAMES_OF_GEMMA4, layer.moe_expert_bank
+        if bank is None:
             continue
-        bank = bank_of(block)
         if not hasattr(bank, "kpt_kernels"):
             # Keras tracks lists that are set as attributes.
             vars(bank)["kpt_kernels"] = [
                 ExpertKernels(f"model.layers.{i}.{name}", kernels, [])
-                for name, kernels in zip(EXPERT_NAMES, _variables(bank))
+                for name, kernels in zip(names, _variables(bank))
             ]
         found.update((each.name, each) for each in bank.kpt_kernels)
     return found
@@ -272,6 +291,8 @@ def _variables(bank):
     """Returns the lists of variables of the first and the second product."""
     if hasattr(bank, "gate_up_proj"):
         return [bank.gate_up_proj], [bank.down_proj]
+    if hasattr(bank, "down_proj"):
+        return [bank.gate_proj, bank.up_proj], [bank.down_proj]
     expand = [
         getattr(bank, f"_expert_feedforward_{name}_dense", None)
         for name in ("gate", "intermediate")
@@ -293,11 +314,17 @@ def _arrays(bank, dtype):
     if hasattr(bank, "gate_up_proj_bias"):
         biases = bank.gate_up_proj_bias, bank.down_proj_bias
         found["biases"] = dict(zip(names, biases))
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    if hasattr(bank, "per_expert_scale"):
+        found["scales"] = jnp.asarray(bank.per_expert_scale, "float32")
+    return found
 
 
-def _on_mesh(expert, x, logits, bank):
+def chosen_experts(expert, x, logits, bank):
     """Computes the experts, on a mesh on each device for its own tokens.
+
+    `expert` is an `Expert`, `x` and `logits` are as in its call, and `bank`
+    is KerasHub's layer of the experts' weights. Returns an array like `x`.
 
     If the experts are split over the mesh's other axis, each device computes
     those that it has, and the results are added up.

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import tokenizers
 import transformers
 
 from keras_posttrain.data.chat import chat, template
@@ -666,6 +667,27 @@ def test_gemma_3_takes_lists_of_parts():
     parts = [{"type": "text", "text": " Hi "}, {"type": "text", "text": "x"}]
     text = chat.render(tokenizer, [{"role": "user", "content": parts}])
     assert text == "<bos><start_of_turn>user\nHix<end_of_turn>\n"
+
+
+GEMMA_4 = (
+    "{{ bos_token }}{% for m in messages %}<|turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+
+
+def test_turns_of_gemma_4():
+    """Their control tokens open and close on other sides of the bar."""
+    gemma3 = load("gemma3_text")
+    backend = tokenizers.Tokenizer.from_str(gemma3.backend.to_str())
+    backend.add_special_tokens(["<|turn>", "<turn|>"])
+    names = dict(gemma3.special_tokens)
+    tokenizer = Tokenizer(backend, names, chat_template=GEMMA_4)
+    want = ["Hello there.<turn|>", "Bye<turn|>"]
+    assert spans_of(tokenizer, CONVERSATION) == want
+    assert tokenizer.control_tokens["<turn|>"] in tokenizer.stop_token_ids
+    assert tokenizer.control_tokens["<|turn>"] not in tokenizer.stop_token_ids
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])

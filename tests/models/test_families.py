@@ -19,6 +19,8 @@ from keras_posttrain.data.batches.layout import BatchLayout
 from tests.data.support import random_trajectories
 from tests.data.test_tree import shared
 from tests.models.tiny_checkpoints import (
+    GEMMA4_E2B,
+    GEMMA4_EXPERTS,
     TOKEN_IDS,
     assert_equal_logits,
     make_checkpoint,
@@ -38,6 +40,14 @@ LONG = {
 # A model of each, and the fields of its config that are not the usual ones.
 FAMILIES = {
     "gpt_oss": {},
+    "gemma4_text": {
+        **GEMMA4_E2B,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention"]
+        + ["full_attention"],
+        "num_kv_shared_layers": 1,
+    },
+    "gemma4_text_moe": GEMMA4_EXPERTS,
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "mixtral": {},
@@ -57,6 +67,7 @@ def directories(tmp_path_factory):
     @functools.cache
     def directory(family):
         model_type = family.removesuffix("_wide")
+        model_type = model_type.replace("_text_moe", "_text")
         made = make_checkpoint(folder / family, model_type, **FAMILIES[family])
         return made[0]
 
@@ -71,7 +82,16 @@ def make(directory, lora=None, task=kpt.SFTTask, **settings):
     return made
 
 
-by_family = pytest.mark.parametrize("family", FAMILIES)
+by_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.full] if name == "gemma4_text_moe" else [],
+        )
+        for name in FAMILIES
+    ],
+)
 # `test_mixtures.py` and `test_same_numbers.py` have these of mixtures, other
 # files those of Llama.
 by_dense_family = pytest.mark.parametrize(
@@ -287,7 +307,8 @@ def test_an_adapter_that_peft_cannot_load_is_said(
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"]
+    "family",
+    ["gemma4_text_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"],
 )
 def test_adapters_of_experts_are_exchanged_with_peft(
     family, directories, tmp_path

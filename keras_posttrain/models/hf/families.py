@@ -5,10 +5,15 @@ writes or names weights uses this table.
 """
 
 import dataclasses
+import re
 
 import keras_hub
 
-from keras_posttrain.models.experts import EXPERT_NAMES, bank_of
+from keras_posttrain.models.experts import (
+    EXPERT_NAMES,
+    EXPERT_NAMES_OF_GEMMA4,
+)
+from keras_posttrain.models.hf import gemma4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,10 @@ class Experts:
             their downs, as models of transformers 5 have them.
         dense: dict of the `modules` of a layer without experts, in a family
             that may have some.
+        weights: str, the path of the bank of weights in the block, empty if
+            it is the block.
+        switch: str, the field by which a config has experts, or `None` if
+            all of the family have.
     """
 
     fields: dict
@@ -70,13 +79,16 @@ class Experts:
     up: tuple = ()
     names: dict | None = None
     block: str = "mlp"
+    weights: str = "expert_bank"
+    switch: str | None = None
     down: str = "_expert_feedforward_output_dense"
     stacked: tuple = EXPERT_NAMES
     dense: dict = dataclasses.field(default_factory=dict)
 
     def bank(self, layer):
         """Returns the layer's experts, or `None`."""
-        return bank_of(getattr(layer, self.block))
+        block = attribute(layer, self.block)
+        return attribute(block, self.weights) if self.weights else block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +114,8 @@ class Family:
         no_rope: bool, whether some layers do not rotate.
         partial_rotary: bool, whether a part of a head may be rotated.
         rope_by_type: bool, whether layers with a window rotate otherwise.
+        optional: tuple of the modules that some layers lack.
+        fields: tuple of fields that no other family reads.
         post_norms: bool, whether norms are those of the blocks' outputs.
         heads_norms: bool, whether the heads of queries and of keys are
             normalized together.
@@ -127,6 +141,8 @@ class Family:
     no_rope: bool = False
     partial_rotary: bool = False
     rope_by_type: bool = False
+    optional: tuple = ()
+    fields: tuple = ()
     post_norms: bool = False
     heads_norms: bool = False
     multipliers: bool = False
@@ -138,8 +154,19 @@ class Family:
     def is_gemma(self):
         return self.layers.keras_name.startswith("Gemma")
 
+    @property
+    def is_gemma4(self):
+        return self.layers.keras_name == "Gemma4"
+
     def modules_of(self, layer):
         """Returns the `modules` of a decoder layer."""
+        if self.optional:
+            return {
+                name: path
+                for name, path in self.modules.items()
+                if name not in self.optional
+                or attribute(layer, path) is not None
+            }
         if self.experts is None or self.experts.bank(layer) is not None:
             return self.modules
         shared = {
@@ -164,6 +191,7 @@ LAYERS = {
     for layers in (
         Layers("Gemma", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
         Layers("Gemma3", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
+        Layers("Gemma4", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
         Layers("Llama3", has_head_dim=False),
         Layers("Mistral", windows="mistral", has_tied=False),
         Layers("Qwen", windows="qwen", has_head_dim=False),
@@ -202,6 +230,20 @@ _GEMMA2_NORMS = {
 _GEMMA3_NORMS = {
     "self_attn.q_norm": "attention.query_norm",
     "self_attn.k_norm": "attention.key_norm",
+}
+# What a token has for each layer; a projection that is not adapted.
+_PER_LAYER = {
+    "per_layer_input_gate": "per_layer_input_gate",
+    "per_layer_projection": "per_layer_up_proj",
+    "post_per_layer_input_norm": "post_per_layer_input_norm",
+}
+_GEMMA4_EXPERTS = {
+    "router.proj": "moe_router.proj",
+    "router.scale": "moe_router.per_dim_scale",
+    "router.per_expert_scale": "moe_expert_bank.per_expert_scale",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_moe",
+    "post_feedforward_layernorm_1": "post_ffw_norm_dense",
+    "post_feedforward_layernorm_2": "post_ffw_norm_moe_path",
 }
 _LLAMA = {
     "input_layernorm": "_self_attention_layernorm",
@@ -391,6 +433,7 @@ def _gpt_oss():
         biases=_ATTENTION_BIAS,
         experts=Experts(
             block=block,
+            weights="experts",
             fields={
                 "count": ("num_local_experts", "num_experts"),
                 "top_k": ("num_experts_per_tok",),
@@ -447,6 +490,40 @@ _ALL = (
     _gemma_like(
         "gemma3_text", "Gemma3", "Gemma3", {**_GEMMA2_NORMS, **_GEMMA3_NORMS},
         "gemma", _GEMMA3_DEFAULTS,
+    ),
+    Family(
+        model_type="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        layers=LAYERS["Gemma4"],
+        modules={
+            **_GEMMA, **_GEMMA2_NORMS, **_GEMMA3_NORMS, **_PER_LAYER,
+            **_GEMMA4_EXPERTS, "layer_scalar": "layer_scalar",
+        },
+        optional=(
+            "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm",
+            *_PER_LAYER, *_GEMMA4_EXPERTS,
+        ),
+        experts=Experts(
+            gate=("gate_proj", None), up=("up_proj", None), down="down_proj",
+            block="moe_expert_bank", weights="", switch="enable_moe_block",
+            names={}, stacked=EXPERT_NAMES_OF_GEMMA4,
+            fields={
+                "count": ("num_experts",),
+                "top_k": ("top_k_experts",),
+                "width": ("moe_intermediate_size",),
+            },
+        ),
+        windows="gemma",
+        defaults=gemma4.DEFAULTS,
+        fields=gemma4.READ,
+        rope_by_type=True,
+        only={
+            **dict.fromkeys(gemma4.UNREAD, (None,)),
+            "attention_bias": (False,),
+            # Of the tokens of images, and there are none here.
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        is_strict=True,
     ),
     _llama_like(
         "Llama", "Llama3", biases={**_ATTENTION_BIAS, **_MLP_BIAS},
@@ -582,6 +659,7 @@ MODEL_TYPE = "kpt_model_type"
 # loaded by this package is of the first family on its layers.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",
+    "Gemma4Backbone": "gemma4_text",
     "LlamaBackbone": "llama",
     "MistralBackbone": "mistral",
     "QwenBackbone": "qwen2",
@@ -611,6 +689,8 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
                 return None
+            if model_type == "gemma4_text" and not is_gemma4_text(backbone):
+                return None
             family = FAMILIES[model_type]
             is_known = _has_known_layers(backbone, family.experts)
             return family if is_known else None
@@ -621,6 +701,7 @@ def _has_known_layers(backbone, experts):
     """Returns whether all layers have experts, or the family knows others."""
     return (
         experts is None
+        or experts.switch is not None
         or bool(experts.dense)
         or all(
             experts.bank(layer) is not None
@@ -640,8 +721,39 @@ def _is_gemma3_text(backbone):
     )
 
 
+def is_gemma4_text(backbone):
+    """Returns whether a backbone is a causal Gemma 4 without other inputs.
+
+    One whose layers all share keys and values is the draft of another model.
+    """
+    return (
+        type(backbone) is keras_hub.models.Gemma4Backbone
+        and backbone.text_only_model
+        and not backbone.use_bidirectional_attention
+        and not backbone.is_embedding_model
+        and not backbone.transformer_layers[0].is_kv_shared_layer
+    )
+
+
 def attribute(layer, path):
-    """Returns a nested attribute by a path such as "attention.query_dense"."""
+    """Returns a nested attribute by a path such as "attention.query_dense".
+
+    It is `None` where the layer lacks one of them.
+    """
     for name in path.split("."):
-        layer = getattr(layer, name)
+        layer = getattr(layer, name, None)
     return layer
+
+
+def has_experts(causal_lm):
+    """Returns whether a model is a mixture of experts of a known family."""
+    family = family_of(causal_lm)
+    if family is None or family.experts is None:
+        return False
+    layers = causal_lm.backbone.transformer_layers
+    return any(family.experts.bank(layer) is not None for layer in layers)
+
+
+def is_norm(module):
+    """Returns whether the module of this name is a norm."""
+    return re.search(r"norm(_\d)?$", module) is not None

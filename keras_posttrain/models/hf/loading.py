@@ -21,6 +21,7 @@ from keras_posttrain.models import (
 )
 from keras_posttrain.models.hf import (
     directories,
+    gemma4,
     layer_patches,
     quantized_files,
 )
@@ -323,17 +324,22 @@ def _remember(causal_lm, source, notes):
     vars(causal_lm).update(kpt_source=source, kpt_repairs=notes)
 
 
+# The text models of multimodal ones.
+TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+
+
 def _text_config(config):
-    """Extracts the language model from a multimodal Gemma 3 config."""
-    if config["model_type"] != "gemma3" or "text_config" not in config:
+    """Extracts the language model from a multimodal Gemma 3 or 4 config."""
+    model_type = config["model_type"]
+    if model_type not in TEXT or "text_config" not in config:
         return config, []
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
     text = {key: config[key] for key in shared if key in config}
-    text.update(config["text_config"], model_type="gemma3_text")
-    text.setdefault(
-        "tie_word_embeddings", config.get("tie_word_embeddings", True)
-    )
-    return text, ["vision tower left out: gemma3 loaded as a text model"]
+    text.update(config["text_config"], model_type=TEXT[model_type])
+    tie = "tie_word_embeddings"
+    text.setdefault(tie, config.get(tie, True))
+    note = f"vision tower left out: {model_type} loaded as a text model"
+    return text, [note]
 
 
 def _arguments(settings, family):
@@ -398,6 +404,16 @@ def _mixture_arguments(experts):
 def _gemma_arguments(settings, family, window):
     if family.model_type == "gemma":
         return {"intermediate_dim": 2 * settings.sizes["intermediate_size"]}
+    if family.is_gemma4:
+        return {
+            **gemma4.arguments(
+                settings.gemma4, settings.windows, settings.experts
+            ),
+            **gemma4.rope_arguments(settings.rope, settings.windows),
+            "final_logit_soft_cap": settings.final_soft_cap,
+            "use_sliding_window_attention": window is not None,
+            "sliding_window_size": window or 512,
+        }
     arguments = {
         "use_post_ffw_norm": True,
         "use_post_attention_norm": True,
@@ -692,7 +708,8 @@ def _repair_layers(backbone, family):
     for layer, window in zip(backbone.transformer_layers, windows):
         was_right = layer_patches.window_of(layer, family) == window
         attention = layer_patches.attention_of(layer, family)
-        if family.is_gemma and not backbone.query_head_dim_normalize:
+        scaled = family.is_gemma and not family.is_gemma4
+        if scaled and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads
             if layer_patches.set_query_scalar(attention, scalar):
                 found[f"query scale set to {scalar} ** -0.5"] = True

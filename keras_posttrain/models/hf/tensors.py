@@ -7,7 +7,12 @@ import keras
 import numpy as np
 
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf.families import FAMILIES, attribute, family_of
+from keras_posttrain.models.hf.families import (
+    FAMILIES,
+    attribute,
+    family_of,
+    is_norm,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +197,7 @@ def model_tensors(causal_lm, stored=()):
         bank = family.experts and family.experts.bank(layer)
         if bank is not None and family.experts.names is not None:
             found += _expert_tensors(bank, family.experts, prefix, stored)
+    found += _per_layer_tensors(backbone)
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
         head = Part(embedding.reverse_embeddings, ((1,), (0,)))
@@ -199,11 +205,35 @@ def model_tensors(causal_lm, stored=()):
     return found
 
 
+def _per_layer_tensors(backbone):
+    """Lists the weights by which Gemma 4 has inputs for each layer."""
+    embedding = getattr(backbone, "per_layer_token_embedding", None)
+    if embedding is None:
+        return []
+    kernel = backbone.per_layer_model_projection.kernel
+    return [
+        _same("model.embed_tokens_per_layer.weight", embedding.embeddings),
+        Tensor(
+            "model.per_layer_model_projection.weight",
+            (Part(kernel, ((1,), (0,))),),
+        ),
+        _same(
+            "model.per_layer_projection_norm.weight",
+            backbone.per_layer_projection_norm.scale,
+        ),
+    ]
+
+
 def _layer_tensors(layer, family, prefix):
     parts = {}
     for name, path in family.modules_of(layer).items():
         module = attribute(layer, path)
-        if name.endswith("norm"):
+        if isinstance(module, keras.Variable):
+            # Hugging Face stores a number with one axis.
+            axes = tuple((i,) for i in range(module.ndim)) or ((),)
+            parts[name] = (Part(module, axes),)
+            continue
+        if is_norm(name):
             parts[f"{name}.weight"] = _same("", module.scale).parts
             continue
         parts[f"{name}.weight"] = (_kernel(name, module.kernel, family),)
@@ -229,7 +259,8 @@ def _expert_tensors(bank, experts, prefix, stored):
     """Lists the experts of a layer, whose kernels are `(experts, in, out)`."""
     count = bank.num_experts
     stacked = [prefix + name for name in experts.stacked]
-    if stacked[0] in {name.removesuffix(".weight") for name in stored}:
+    stored = {name.removesuffix(".weight") for name in stored}
+    if not experts.names or stacked[0] in stored:
         transposed = ((0,), (2,), (1,))
         gate_up = (
             Part(*_half(bank, where, slice(None), transposed))
