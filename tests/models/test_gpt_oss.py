@@ -17,6 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import keras_posttrain as kpt
 from keras_posttrain.models.activation_capture import ActivationCapture
+from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.experts import compute_chosen_experts
 from keras_posttrain.models.hf.checkpoint_files import SINGLE, Reader
 from keras_posttrain.models.hf.loading import load_causal_lm
@@ -33,11 +34,6 @@ from tests.models.tiny_checkpoints import (
     randomize,
     transformers_logits,
 )
-from tests.rollout.test_session import (
-    check_log_probs,
-    converse_at_once,
-    engine_of,
-)
 
 MXFP4_CONFIG = {"quant_method": "mxfp4"}
 
@@ -50,8 +46,6 @@ def quantized(tmp_path_factory):
         tmp_path_factory.mktemp("mxfp4") / "hf",
         "gpt_oss",
         change=experts,
-        vocab_size=512,
-        max_position_embeddings=256,
         intermediate_size=32,
         num_hidden_layers=3,
     )
@@ -169,18 +163,21 @@ def test_kerashubs_experts_have_the_same_values_and_gradients():
     assert (np.abs(gate_up) > block.experts.limit).mean() > 0.01
 
 
-def test_attention_without_what_the_sinks_take(quantized):
-    """What a distillation of attention compares is transformers' own."""
-    directory, _ = quantized
-    policy = Policy(load_causal_lm(directory))
+def plain_batch():
     rows, length = TOKEN_IDS.shape
-    batch = {
+    return {
         "token_ids": TOKEN_IDS,
         "segment_ids": np.ones_like(TOKEN_IDS),
         "positions": np.tile(np.arange(length), (rows, 1)),
     }
+
+
+def test_attention_without_what_the_sinks_take(quantized):
+    """What a distillation of attention compares is transformers' own."""
+    directory, _ = quantized
+    policy = Policy(load_causal_lm(directory))
     capture = ActivationCapture(attention_layers=(0, 1))
-    policy.hidden_states(batch, capture=capture)
+    policy.hidden_states(plain_batch(), capture=capture)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         attn_implementation="eager",
@@ -196,12 +193,28 @@ def test_attention_without_what_the_sinks_take(quantized):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_turns_of_conversations_have_the_trainers_log_probs(quantized):
-    """Sinks and windows where tokens are added to a cache of others."""
-    task = kpt.SFTTask.from_preset(quantized[0], sequence_length=256)
-    found, counts = converse_at_once(engine_of(task), 3)
-    check_log_probs(task, found, atol=2e-5)
-    assert counts.recomputed == 0
+def test_tokens_after_a_cache_are_those_of_whole_rows(quantized):
+    """The keys of a layer hang on the sinks and windows of those before."""
+    policy = Policy(load_causal_lm(quantized[0]))
+    rows, length = TOKEN_IDS.shape
+    batch, first = plain_batch(), 9
+    shape = (rows, length, 2, 12)
+    whole = [
+        [x.reshape(shape) for x in pair]
+        for pair in jax.jit(policy.prefill)(batch)
+    ]
+    past = [
+        KeyValues.zeros(rows, length + 2, *shape[2:], k.dtype).fill(
+            np.arange(rows), k[:, :first], v[:, :first]
+        )
+        for k, v in whole
+    ]
+    found = jax.jit(policy.extend)(
+        TOKEN_IDS[:, first:], batch["positions"][:, first:], past
+    )
+    for new, pair in zip(found, whole, strict=True):
+        for got, want in zip(new, pair, strict=True):
+            np.testing.assert_allclose(got, want[:, first:], atol=2e-5)
 
 
 def test_vllm_is_refused_by_name(quantized):
