@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from keras_posttrain.losses.router import routing_sums
 from keras_posttrain.models import sharding
 from keras_posttrain.models.grouped_matmul import (
     block_size,
@@ -25,6 +26,8 @@ from keras_posttrain.models.grouped_matmul import (
 )
 
 _USED_TOKENS = contextvars.ContextVar("used_tokens", default=None)
+# The weights of tokens, and the list of the layers' `RoutingSums`.
+_ROUTING = contextvars.ContextVar("routing", default=(None, []))
 
 
 @contextlib.contextmanager
@@ -40,6 +43,41 @@ def used_tokens(mask):
         yield
     finally:
         _USED_TOKENS.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_routing(weights):
+    """Records the routing of each mixture that is called inside.
+
+    Args:
+        weights: float array, how often each token counts, as in
+            `used_tokens`; or `None` to record nothing.
+
+    Yields:
+        A list of the layers' `RoutingSums`, filled by the calls.
+    """
+    layers = []
+    token = _ROUTING.set((weights, layers))
+    try:
+        yield layers
+    finally:
+        _ROUTING.reset(token)
+
+
+@contextlib.contextmanager
+def routing_of_layer():
+    """Records what is called inside apart from the scope around it.
+
+    A transformation such as `jax.checkpoint` has to return what is computed
+    in it. The list that is yielded is for `add_routing` outside.
+    """
+    with recorded_routing(_ROUTING.get()[0]) as layers:
+        yield layers
+
+
+def add_routing(layers):
+    """Adds a list of `RoutingSums` to those of the scope around."""
+    _ROUTING.get()[1].extend(layers)
 
 
 def choose_experts(logits, top_k, normalize):
@@ -152,6 +190,7 @@ def compute_chosen_experts(layer):
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = block._sparse_feedforward_gate_dense(x)
+        _record(expert, logits)
         out = _on_mesh(expert, x, logits, block.expert_bank)
         if hasattr(block, "shared_expert_dense"):
             gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
@@ -159,6 +198,40 @@ def compute_chosen_experts(layer):
         return out.reshape(hidden_states.shape), logits
 
     block.call = call
+
+
+def has_experts(layer):
+    """Returns whether a decoder layer has experts of this file."""
+    return hasattr(_block_of(layer), "kpt_chosen")
+
+
+def _record(expert, logits):
+    """Adds the routing of a layer to that of `recorded_routing`."""
+    weights, layers = _ROUTING.get()
+    if weights is None:
+        return
+
+    def sums(logits, weights):
+        _, experts = choose_experts(logits, expert.top_k, expert.normalize)
+        return routing_sums(logits, experts, weights)
+
+    mesh, data, size, *_ = sharding.axes()
+    if mesh is None or logits.shape[0] % size:
+        layers.append(sums(logits, weights.reshape(-1)))
+        return
+
+    # XLA would gather the logits of all tokens to find the best.
+    def local(*rows):
+        return jax.tree.map(lambda x: x[None], sums(*rows))
+
+    parts = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(data), P(data)),
+        out_specs=P(data),
+        check_vma=False,
+    )(logits, weights.reshape(-1))
+    layers.append(jax.tree.map(lambda x: x.sum(axis=0), parts))
 
 
 # Hugging Face's names of the kernels of all experts in a decoder layer.
