@@ -293,6 +293,8 @@ each(
     [losses.BradleyTerryLoss()],
     "RewardTask",
 )
+each("sft_compile", sft_compile, "router_loss", [0.001, "auto"], "RouterLoss")
+each("sft_compile", sft_compile, "router_loss", [losses.RouterLoss()], "Mixtr")
 each("sft_compile", sft_compile, "max_grad_norm", [0, -1.0, "1", NAN, True])
 each("sft_compile", sft_compile, "optimizer", ["adamm", 3, 1e-3, None])
 each("sft_compile", sft_compile, "optimizer", [keras.optimizers.AdamW])
@@ -355,6 +357,9 @@ bad(
     "rewards[0]",
     "SFTTask",
 )
+each("grpo_compile", grpo_compile, "router_loss", [losses.RouterLoss()])
+each("distill_compile", distill_compile, "router_loss", [0.1])
+each("ppo_compile", ppo_compile, "router_loss", [losses.RouterLoss()])
 each("ppo_compile", ppo_compile, "gamma", [-0.1, 2, "a", NAN])
 each("ppo_compile", ppo_compile, "gae_lambda", [-0.1, "a"])
 each("ppo_compile", ppo_compile, "kl_coef", [-1, NAN, "a"])
@@ -776,6 +781,9 @@ each("GRPOLoss", make(losses.GRPOLoss), "kl_estimator", ["k9"])
 each("GRPOLoss", make(losses.GRPOLoss), "entropy_coef", [NAN, "a"])
 each("GRPOLoss", make(losses.GRPOLoss), "masks", ["top"])
 each("ValueLoss", make(losses.ValueLoss), "clip", [-1, "a"])
+each("RouterLoss", make(losses.RouterLoss), "balance", [-1, NAN, "a"])
+each("RouterLoss", make(losses.RouterLoss), "z", [-1, "a"])
+each("RouterLoss", make(losses.RouterLoss), "per_layer", [1, "yes"])
 each("ForwardKLLoss", make(losses.ForwardKLLoss), "temperature", [0, "a"])
 each("ForwardKLLoss", make(losses.ForwardKLLoss), "alpha", [-1, 2])
 each("SumLoss", make(losses.SumLoss), "losses", [[], [3], losses.SFTLoss()])

@@ -116,6 +116,11 @@ from keras_posttrain.losses.reward_modeling import (
     BradleyTerryLoss,
     bradley_terry_loss,
 )
+from keras_posttrain.losses.router import (
+    RouterLoss,
+    router_balance_loss,
+    router_z_loss,
+)
 from keras_posttrain.losses.sum_loss import (
     SumLoss,
 )
@@ -193,6 +198,7 @@ __all__ = [
     "ReverseKLLoss",
     "RobustDPOLoss",
     "RoleAdvantages",
+    "RouterLoss",
     "SAPOLoss",
     "SFTLoss",
     "SPPOHardLoss",
@@ -236,6 +242,8 @@ __all__ = [
     "reinforce_loss",
     "reverse_kl_loss",
     "robust_dpo_loss",
+    "router_balance_loss",
+    "router_z_loss",
     "sapo_loss",
     "sft_loss",
     "simpo_loss",

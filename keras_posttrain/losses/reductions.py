@@ -68,9 +68,12 @@ def metric_value(metric):
             sample size over the count, 1 if all weights are equal; or
             `("difference", numerator, denominator, numerator,
             denominator)`: the first mean minus the second, 0 if either
-            denominator is 0.
+            denominator is 0; or `(function, sum, ...)`: a function of sums,
+            arrays of any shape.
     """
     kind, *values = metric
+    if callable(kind):
+        return kind(*values)
     if kind == "mean":
         return ratio(*values)
     if kind == "effective_share":

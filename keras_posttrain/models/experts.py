@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from keras_posttrain.losses.router import routing_sums
 from keras_posttrain.models import sharding
 from keras_posttrain.models.grouped_matmul import (
     add_bias,
@@ -27,6 +28,8 @@ from keras_posttrain.models.grouped_matmul import (
 )
 
 _USED_TOKENS = contextvars.ContextVar("used_tokens", default=None)
+# The weights of tokens, and the list of the layers' `RoutingSums`.
+_ROUTING = contextvars.ContextVar("routing", default=(None, []))
 
 
 @contextlib.contextmanager
@@ -42,6 +45,41 @@ def used_tokens(mask):
         yield
     finally:
         _USED_TOKENS.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_routing(weights):
+    """Records the routing of each mixture that is called inside.
+
+    Args:
+        weights: float array, how often each token counts, as in
+            `used_tokens`; or `None` to record nothing.
+
+    Yields:
+        A list of the layers' `RoutingSums`, filled by the calls.
+    """
+    layers = []
+    token = _ROUTING.set((weights, layers))
+    try:
+        yield layers
+    finally:
+        _ROUTING.reset(token)
+
+
+@contextlib.contextmanager
+def routing_of_layer():
+    """Records what is called inside apart from the scope around it.
+
+    A transformation such as `jax.checkpoint` has to return what is computed
+    in it. The list that is yielded is for `add_routing` outside.
+    """
+    with recorded_routing(_ROUTING.get()[0]) as layers:
+        yield layers
+
+
+def add_routing(layers):
+    """Adds a list of `RoutingSums` to those of the scope around."""
+    _ROUTING.get()[1].extend(layers)
 
 
 def choose_experts(logits, top_k, normalize):
@@ -227,6 +265,41 @@ def chosen_share(backbone):
     return 1
 
 
+def has_experts(layer):
+    """Returns whether a decoder layer has experts of this file."""
+    block = _block_of(layer)
+    return hasattr(block, "kpt_chosen") or hasattr(layer, "moe_expert_bank")
+
+
+def _record(expert, logits):
+    """Adds the routing of a layer to that of `recorded_routing`."""
+    weights, layers = _ROUTING.get()
+    if weights is None:
+        return
+
+    def sums(logits, weights):
+        _, experts = choose_experts(logits, expert.top_k, expert.normalize)
+        return routing_sums(logits, experts, weights)
+
+    mesh, data, size, *_ = sharding.axes()
+    if mesh is None or logits.shape[0] % size:
+        layers.append(sums(logits, weights.reshape(-1)))
+        return
+
+    # XLA would gather the logits of all tokens to find the best.
+    def local(*rows):
+        return jax.tree.map(lambda x: x[None], sums(*rows))
+
+    parts = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(data), P(data)),
+        out_specs=P(data),
+        check_vma=False,
+    )(logits, weights.reshape(-1))
+    layers.append(jax.tree.map(lambda x: x.sum(axis=0), parts))
+
+
 # Hugging Face's names of the kernels of all experts in a decoder layer.
 EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 EXPERT_NAMES_OF_GEMMA4 = ("experts.gate_up_proj", "experts.down_proj")
@@ -329,6 +402,7 @@ def chosen_experts(expert, x, logits, bank):
     If the experts are split over the mesh's other axis, each device computes
     those that it has, and the results are added up.
     """
+    _record(expert, logits)
     kernels = _arrays(bank, x.dtype)
     used = _USED_TOKENS.get()
     mesh, data, size, model, _ = sharding.axes()

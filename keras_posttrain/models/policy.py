@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras_hub
 
+from keras_posttrain.losses import reductions
 from keras_posttrain.models import (
     divergence_head,
     experts,
@@ -94,6 +95,7 @@ class Policy:
         self.remat = remat
         self.chunk_size = chunk_size
         self.num_layers = num_layers
+        self._routing = None
         # Subclasses (with vision towers or experts) override parts of these
         # layers: only these exact classes are supported.
         self.packable = type(self.backbone) in PACKABLE and not getattr(
@@ -133,6 +135,27 @@ class Policy:
         return self.backbone.transformer_layers[: self.num_layers]
 
     @property
+    def has_experts(self):
+        """Bool, whether a layer has experts whose routing is recorded."""
+        return self.packable and any(map(experts.has_experts, self.layers))
+
+    @contextlib.contextmanager
+    def recorded_routing(self, is_recorded=True):
+        """Records the routing of all calls of `hidden_states` inside.
+
+        With `is_recorded=False` that of the calls inside is left out.
+
+        Yields:
+            A list of the `RoutingSums` of each layer with experts, filled by
+            the calls; or `None`.
+        """
+        before, self._routing = self._routing, [] if is_recorded else None
+        try:
+            yield self._routing
+        finally:
+            self._routing = before
+
+    @property
     def kernel(self):
         """The variable of the projection on the vocabulary."""
         embedding = self.backbone.token_embedding
@@ -160,7 +183,8 @@ class Policy:
                 arrays of shape `(rows, length)`; `sequence_ids` of shape
                 `(rows, num_sequences)` where an adapter drops inputs;
                 `prefix_segments` of that shape where segments continue
-                others: see `attention.py:subtree_ends`.
+                others: see `attention.py:subtree_ends`; then also
+                `shared_by` where routing is recorded.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -195,8 +219,14 @@ class Policy:
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return out
 
-        with experts.used_tokens(batch["segment_ids"] > 0):
+        weights = None if self._routing is None else token_counts(batch)
+        with (
+            experts.used_tokens(batch["segment_ids"] > 0),
+            experts.recorded_routing(weights) as routing,
+        ):
             x = self._run_layers(ids.reshape(-1), scope, run)
+        if self._routing is not None:
+            self._routing.extend(routing)
         return x.reshape(*ids.shape, -1)
 
     def _run_layers(self, ids, scope, run=lambda f, x, **more: f(x, **more)):
@@ -299,8 +329,12 @@ class Policy:
                 for variable, value, gather in zip(variables, values, gathers)
             ]
             scope = values_of(mapping)
-            with scope, sharding.name_outputs(summed):
-                return layer(x, **more)
+            with (
+                scope,
+                sharding.name_outputs(summed),
+                experts.routing_of_layer() as routing,
+            ):
+                return layer(x, **more), routing
 
         # Sums over devices are stored, so that recomputing a layer does not
         # repeat their communication; they take as much memory as the layer's
@@ -311,7 +345,9 @@ class Policy:
             keep = jax.checkpoint_policies.save_anything_except_these_names(
                 sharding.GATHERED
             )
-        return jax.checkpoint(run, policy=keep)(values, x, more)
+        out, routing = jax.checkpoint(run, policy=keep)(values, x, more)
+        experts.add_routing(routing)
+        return out
 
     def adapter_variables(self, layer):
         """Returns the adapter's variables of a decoder layer."""
@@ -569,6 +605,17 @@ class Policy:
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
+
+
+def token_counts(batch):
+    """Counts the sequences that each token belongs to.
+
+    Returns a float32 array of shape `(rows, length)`, 0 at padding.
+    """
+    ids = batch["segment_ids"]
+    if "shared_by" not in batch:
+        return (ids > 0).astype("float32")
+    return reductions.spread(batch["shared_by"].astype("float32"), ids)
 
 
 def _extras(needs):

@@ -157,6 +157,7 @@ class DistillTask(Task):
         optimizer="auto",
         loss="auto",
         *,
+        router_loss=None,
         teacher_weights=None,
         teacher_column=None,
         top_k=None,
@@ -182,6 +183,7 @@ class DistillTask(Task):
             optimizer: as in `kpt.SFTTask.compile`.
             loss: `"auto"` for `kpt.losses.ForwardKLLoss()`, on the student's
                 own samples `ReverseKLLoss()`; or a loss, see the class.
+            router_loss: as in `kpt.Task.compile`, of the student.
             teacher_weights: list of floats (dict by name) or `None`, the
                 weight of each of several teachers. By default all have the
                 same weight, and the weights sum to 1.
@@ -273,6 +275,7 @@ class DistillTask(Task):
         super().compile(
             optimizer,
             loss,
+            router_loss=router_loss,
             micro_batch_size=micro_batch_size,
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,

@@ -51,8 +51,8 @@ class RolloutTask(Task):
     are such tasks.
 
     A step with all-zero advantages, because the rewards of each group are
-    equal, is skipped: momentum, weight decay and the KL term change no
-    weight either. It counts as `skipped`.
+    equal, is skipped: momentum, weight decay, the KL term and the loss of
+    routers change no weight either. It counts as `skipped`.
     """
 
     auto_learning_rates = (1e-5, 1e-6)
@@ -86,6 +86,7 @@ class RolloutTask(Task):
         optimizer="auto",
         loss="auto",
         *,
+        router_loss=None,
         rewards=None,
         episode=None,
         reward_weights=None,
@@ -115,6 +116,7 @@ class RolloutTask(Task):
             optimizer: as in `kpt.Task.compile`; `"auto"` is AdamW with a
                 learning rate of 1e-5 with an adapter and 1e-6 without.
             loss: `"auto"` or a `kpt.losses.PolicyLoss`.
+            router_loss: as in `kpt.Task.compile`.
             rewards: list of functions, see `kpt.rewards.Reward`, and of
                 models such as a trained `kpt.RewardTask`; or one of these.
                 With an `episode` they may be left out.
@@ -198,6 +200,7 @@ class RolloutTask(Task):
         super().compile(
             optimizer,
             self.combined_loss(loss),
+            router_loss=router_loss,
             micro_batch_size=micro_batch_size,
             max_grad_norm=max_grad_norm,
             run_eagerly=run_eagerly,

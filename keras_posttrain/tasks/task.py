@@ -12,7 +12,7 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
-from keras_posttrain.losses import Loss, TokenLoss
+from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
 from keras_posttrain.models import guards, presets, quantized
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
@@ -38,6 +38,7 @@ from keras_posttrain.training import (
 from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import complete, complete_rows
 from keras_posttrain.training.micro_batches import MicroBatches
+from keras_posttrain.training.routing import Routing
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.step import (
     POLICY_OUTPUTS,
@@ -143,6 +144,7 @@ class Task(keras.Model):
         self.run_state = run_state.RunState()
         # Set by `compile`, `fit` and `evaluate`.
         self.objective = self.data_report = self.run = self._step = None
+        self.router_loss = None
         # By role, tuples of the `FrozenPolicy`s that the step reads.
         self.companions = {}
         self._evaluating, self._verbose = False, 0
@@ -317,6 +319,7 @@ class Task(keras.Model):
         optimizer="auto",
         loss="auto",
         *,
+        router_loss=None,
         micro_batch_size=None,
         max_grad_norm=1.0,
         run_eagerly=False,
@@ -331,6 +334,9 @@ class Task(keras.Model):
                 `exclude_from_weight_decay` was called; an Optax
                 transformation is used unchanged (see `kpt.decay_mask`).
             loss: `"auto"` or a `kpt.losses.Loss`.
+            router_loss: `kpt.losses.RouterLoss` to add to the loss of a
+                mixture of experts in training, or `None`, whatever the
+                config of the checkpoint says. `evaluate` leaves it out.
             micro_batch_size: int or `None`, the rows that pass through the
                 model at once, rounded up to a multiple of the number of
                 devices. Gradients are accumulated over the micro-batches of
@@ -343,6 +349,7 @@ class Task(keras.Model):
         keras_words.check_overrides(self, Task)
         checks.placed(self.causal_lm)
         checks.compile_arguments(loss, Loss, micro_batch_size, max_grad_norm)
+        checks.router_loss(router_loss, self.policy)
         checks.flag("run_eagerly", run_eagerly)
         kind = quantized.quantization_of(self.causal_lm)
         is_trained = self.trainable and self.adapter is None
@@ -358,6 +365,7 @@ class Task(keras.Model):
             run_eagerly=run_eagerly,
             auto_scale_loss=False,
         )
+        self.router_loss = router_loss
         self.micro_batch_size = micro_batch_size
         self.max_grad_norm = max_grad_norm
         # As they are now: callbacks may change the learning rate.
@@ -375,6 +383,8 @@ class Task(keras.Model):
     def _set_objective(self, loss):
         self.objective = loss
         names = [*STEP_METRICS, *loss.metric_names]
+        if self.policy.has_experts:
+            names += RouterLoss.metric_names
         self._train_trackers = [keras.metrics.Mean(name=n) for n in names]
         names = ["loss", *loss.metric_names]
         self._test_trackers = [keras.metrics.Mean(name=n) for n in names]
@@ -700,6 +710,7 @@ class Task(keras.Model):
             self.run_state.frozen_digest(weights),
             self.optimizer,
             loss=repr(self.objective),
+            router_loss=self.router_loss and repr(self.router_loss),
             max_grad_norm=self.max_grad_norm,
             **{
                 f"optimizer's {name}": value
@@ -714,7 +725,9 @@ class Task(keras.Model):
 
         `weights` are `ModelWeights`, by default those of the task.
         """
-        loss = self.objective
+        loss, routing = self.objective, Routing()
+        if self.policy.has_experts:
+            routing = Routing(self.policy, self.router_loss or routing.loss)
         return TrainStep(
             weights=weights or ModelWeights.of(self),
             loss=loss,
@@ -730,6 +743,7 @@ class Task(keras.Model):
             max_grad_norm=self.max_grad_norm,
             dropout=bool(self.adapter and self.adapter.lora.dropout),
             companions=self.companions,
+            routing=routing,
         )
 
     def _renew_step(self):

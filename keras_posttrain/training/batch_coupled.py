@@ -4,19 +4,19 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
-from keras_posttrain.training.micro_batches import split_rows
 
 # Of a model's outputs, those that can have a gradient.
 DIFFERENTIABLE = ("per_token_logps", "entropies", "scores", "values")
 
 
-def loss_and_gradients(step, state, batch, key):
+def loss_and_gradients(step, state, batch, key, routing):
     """Computes the exact gradient of a loss that is not a sum over rows.
 
     The first pass is forward only, a micro-batch at a time, and keeps what
     the loss reads: a few numbers per token. The loss is computed once, on all
     of them. The second pass takes its derivatives back through the model, a
-    micro-batch at a time. `key` is as in `LossTerms.__call__`.
+    micro-batch at a time. `key` is as in `LossTerms.__call__`, `routing` the
+    `BatchRouting`.
 
     Returns:
         `(loss, gradients, metrics)`: a scalar, float32 arrays like
@@ -32,22 +32,30 @@ def loss_and_gradients(step, state, batch, key):
         {name: outputs[name] for name in names}
     )
 
-    def pulled_back(trainable, rows, cotangents):
-        with step.weights.scope(trainable, state["frozen"]):
+    def pulled_back(trainable, rows):
+        with (
+            step.weights.scope(trainable, state["frozen"]),
+            routing.recorded() as layers,
+        ):
             mask = step.loss.logps_mask(rows)
             found = step.token_outputs(rows, mask, names, dropout_key=key)
-        return sum(jnp.sum(found[n] * cotangents[n]) for n in names)
+        more, own = routing.add(jnp.zeros((), "float32"), {}, layers)
+        products = (jnp.sum(found[n] * rows["cotangents"][n]) for n in names)
+        return sum(products) + more, (more, own)
 
-    def add(total, part):
-        gradients = jax.grad(pulled_back)(state["trainable"], *part)
-        return jax.tree.map(jnp.add, total, gradients), None
+    def sums(rows):
+        gradients, (more, own) = jax.grad(pulled_back, has_aux=True)(
+            state["trainable"], rows
+        )
+        return (more, gradients), own
 
-    zeros = [jnp.zeros(x.shape, "float32") for x in state["trainable"]]
-    if names:
-        count = step.micro_batches.count(batch)
-        parts = split_rows((batch, cotangents), count)
-        zeros, _ = jax.lax.scan(add, zeros, parts)
-    return loss, zeros, metrics
+    if not names:
+        zeros = [jnp.zeros(x.shape, "float32") for x in state["trainable"]]
+        return loss, zeros, metrics
+    (more, gradients), own = step.micro_batches.sum(
+        sums, {**batch, "cotangents": cotangents}
+    )
+    return loss + more, gradients, {**metrics, **own}
 
 
 def loss_alone(step, state, batch):

@@ -254,6 +254,25 @@ def compile_arguments(loss, loss_class, micro_batch_size, max_grad_norm):
         )
 
 
+def router_loss(value, policy):
+    """Raises a `ValueError` for what a model's routers cannot be given."""
+    if value is None:
+        return
+    if not isinstance(value, losses.RouterLoss):
+        raise ValueError(
+            "`router_loss` must be a `kpt.losses.RouterLoss`, such as "
+            "`kpt.losses.RouterLoss(balance=0.001)`, or None. "
+            f"Received: router_loss={value!r}"
+        )
+    if not policy.has_experts:
+        raise ValueError(
+            "`router_loss` needs a mixture of experts, such as Mixtral, "
+            "Qwen2-MoE or Qwen3-MoE, whose layers run one by one. Leave it "
+            f"out. Received: router_loss={value!r} for a "
+            f"{type(policy.backbone).__name__}"
+        )
+
+
 def own_adapter(policy):
     """Raises a `ValueError` where another task has taken the model over."""
     own = policy.adapter.stack if policy.adapter else ()

@@ -64,6 +64,8 @@ class FrozenPolicy:
         those of the trained policy.
         """
         with TRACING, contextlib.ExitStack() as stack:
+            # A step records that of the trained policy.
+            stack.enter_context(self.policy.recorded_routing(False))
             if self.kind == "off":
                 scope = self.weights.scope(trainable, frozen)
                 stack.enter_context(scope)

@@ -15,6 +15,7 @@ import numpy as np
 from keras_posttrain.losses import TokenLoss, reductions
 from keras_posttrain.training import batch_coupled, keras_words
 from keras_posttrain.training.micro_batches import MicroBatches
+from keras_posttrain.training.routing import Routing
 from keras_posttrain.training.weights import ModelWeights
 
 # Metrics that every training step reports in addition to its loss's.
@@ -91,6 +92,7 @@ class TrainStep:
             the step reads: `reference`, `teachers`.
         has_signal: function of a batch to a bool scalar, or `None`: where it
             is false, the step changes nothing and counts as skipped.
+        routing: `Routing`, the part of a mixture's routers.
     """
 
     weights: ModelWeights
@@ -106,6 +108,7 @@ class TrainStep:
     dropout: bool = False
     companions: dict = dataclasses.field(default_factory=dict)
     has_signal: object = None
+    routing: Routing = Routing()
 
     def held(self, frozen):
         """Returns the part of a state that a step reads and never changes."""
@@ -125,11 +128,16 @@ class TrainStep:
         batch = self._with_reference(state, batch)
         normalizers = self.loss.normalizers(batch)
         key = self._dropout_key(state)
+        routing = self.routing.of_batch(self, state, batch, key)
 
         def share(trainable, rows):
-            with self.weights.scope(trainable, state["frozen"]):
+            with (
+                self.weights.scope(trainable, state["frozen"]),
+                routing.recorded() as layers,
+            ):
                 now = {**state, "trainable": trainable}
-                return self.terms(now, rows, normalizers, key)
+                found = self.terms(now, rows, normalizers, key)
+            return routing.add(*found, layers)
 
         def sums(rows):
             (loss, metrics), gradients = jax.value_and_grad(
@@ -139,7 +147,7 @@ class TrainStep:
 
         if self._couples(batch):
             loss, gradients, metrics = batch_coupled.loss_and_gradients(
-                self, state, batch, key
+                self, state, batch, key, routing
             )
         else:
             (loss, gradients), metrics = self.micro_batches.sum(sums, batch)

@@ -39,6 +39,7 @@ class Segment:
             `None`.
         sequence: int, the number of the sequence that the segment belongs
             to, or `None` of a prefix without loss that several share.
+        shared_by: int, how many sequences the tokens are part of.
     """
 
     token_ids: np.ndarray
@@ -46,6 +47,7 @@ class Segment:
     row: int = 0
     prefix: int | None = None
     sequence: int | None = 0
+    shared_by: int = 1
 
 
 def assemble(
@@ -69,10 +71,10 @@ def assemble(
         `(num_rows, length)`; `sequence_mask` (float32) and `sequence_ids`
         (int32, the dataset rows, 0 where unused) of shape
         `(num_rows, max_sequences)`; with `share_prefix` also
-        `predicted_by` of shape `(num_rows, length)` and `prefix_segments` of
-        shape `(num_rows, max_sequences)`, both int32. A prefix has a slot,
-        whose `sequence_mask` is 0. And a list of the `Place`s of the
-        segments that belong to a sequence, row by row.
+        `predicted_by` of shape `(num_rows, length)`, and `prefix_segments`
+        and `shared_by` of shape `(num_rows, max_sequences)`, all int32. A
+        prefix has a slot, whose `sequence_mask` is 0. And a list of the
+        `Place`s of the segments that belong to a sequence, row by row.
 
     Raises:
         ValueError: the rows do not fit.
@@ -95,6 +97,7 @@ def assemble(
         before = np.maximum(np.arange(length, dtype=np.int32) - 1, 0)
         batch["predicted_by"] = np.broadcast_to(before, tokens).copy()
         batch["prefix_segments"] = np.zeros(slots, np.int32)
+        batch["shared_by"] = np.zeros(slots, np.int32)
     places = []
     for r, row in enumerate(rows):
         total = sum(len(segment.token_ids) for segment in row)
@@ -125,6 +128,8 @@ def assemble(
                 # Nothing comes before a sequence's first token to predict it.
                 batch["completion_mask"][r, start : start + 1] = 0.0
             batch["sequence_ids"][r, s] = segment.row
+            if share_prefix:
+                batch["shared_by"][r, s] = segment.shared_by
             if segment.sequence is not None:
                 batch["sequence_mask"][r, s] = 1.0
                 places.append(place)

@@ -92,7 +92,8 @@ class Group:
             return tree_segments(sequences, by_sequence, numbers, slot)
         start, row = self.prefix_length, self.sequences[0].row
         tokens = self.sequences[0].token_ids[:start]
-        return [Segment(tokens, row=row, sequence=None)] + [
+        prefix = Segment(tokens, row=row, sequence=None, shared_by=len(piece))
+        return [prefix] + [
             Segment(
                 x.token_ids[start:], x.completion_mask[start:], x.row, slot, i
             )

@@ -94,7 +94,9 @@ def tree_segments(sequences, by_sequence=False, numbers=None, first_slot=0):
         if owner is not None and numbers is not None:
             owner = numbers[owner]
         slot = first_slot + len(segments)
-        segments.append(Segment(node.ids, node.mask, row, prefix, owner))
+        segments.append(
+            Segment(node.ids, node.mask, row, prefix, owner, len(node.members))
+        )
         for child in node.children:
             visit(child, slot)
 
