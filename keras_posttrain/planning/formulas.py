@@ -142,7 +142,7 @@ def _token_flops(policy, variables, trained):
         size = math.prod(v.shape)
         if len(v.shape) < 2 or id(v) in lookups:
             continue
-        if "experts" in names and len(names) == 3:
+        if names[:1] == ("experts",):
             size *= share
         if v.path.endswith("query/kernel"):
             width += math.prod(

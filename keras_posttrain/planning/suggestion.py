@@ -445,7 +445,7 @@ def _token_bytes(policy, remat):
         if len(v.shape) > 1:
             out = math.prod(v.shape) / hidden
             names = layouts.meanings(v.path, len(v.shape)) or ()
-            is_expert = "experts" in names and len(names) == 3
+            is_expert = names[:1] == ("experts",)
             width += hidden + out * (share if is_expert else 1)
     size = jnp.dtype(backbone.compute_dtype).itemsize
     if remat == "full":
