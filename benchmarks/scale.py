@@ -126,8 +126,6 @@ def all_runs():
         "qwen3-32b/int8/v5e:2x4/exact",
         "qwen3-32b/int4/v5e:2x4/exact",
         "llama3-70b/int4/v5e:4x4/exact",
-        "qwen3-32b/int4/v5e:2x4",
-        "llama3-70b/int4/v5e:4x4",
     ]
     return runs + exact + quantized
 

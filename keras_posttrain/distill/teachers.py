@@ -53,8 +53,8 @@ class TeacherSources:
             # A student of shapes has a teacher without values.
             bare = optimizers.holds_shapes(self._student.variables)
             with shapes_only() if bare else contextlib.nullcontext():
-                self._loaded[name] = presets.load_causal_lm(
-                    given, dtype=dtype, load_weights=not bare
+                self._loaded[name] = presets.load_companion(
+                    given, dtype, load_weights=not bare
                 )
         return self._loaded[name]
 

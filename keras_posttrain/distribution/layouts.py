@@ -30,6 +30,20 @@ AXES = {
     ),
     r"experts/expert_feedforward_output_dense": "experts width hidden",
     r"sparse_feedforward_gate_dense/kernel": "hidden experts",
+    # gpt-oss.
+    r"experts/gate_up_proj": "experts hidden width",
+    r"experts/down_proj": "experts width hidden",
+    r"experts/(gate_up|down)_proj_bias": "experts width",
+    r"router_dense/kernel": "hidden experts",
+    # Gemma 4's embedding for each layer, and its experts.
+    r"per_layer_token_embedding/embeddings": "vocabulary hidden",
+    r"(per_layer_input_gate|per_layer_model_projection)/kernel": (
+        "hidden width"
+    ),
+    r"per_layer_up_proj/kernel": "width hidden",
+    r"moe_expert_bank/(gate|up)_proj": "experts hidden width",
+    r"moe_expert_bank/down_proj": "experts width hidden",
+    r"moe_router/proj/kernel": "hidden experts",
 }
 # The order in which the model axis is assigned. The devices along it hold
 # experts, heads or a share of a width; splitting the others only saves memory.
@@ -79,7 +93,8 @@ def spread(path, shape, model=1, data=1):
     """
     axes = [None] * len(shape)
     names = meanings(path, len(shape))
-    is_bias = path.endswith("bias")
+    # Those of all experts are matrices.
+    is_bias = path.endswith("/bias")
     if is_replicated(path, shape) and not (is_bias and names):
         return tuple(axes)
 

@@ -74,6 +74,11 @@ class Topology:
     devices: tuple
     chip: Chip | None
 
+    @property
+    def is_present(self):
+        """Bool, whether the devices are those of this process."""
+        return self.chip is None
+
 
 def get(name):
     """Looks up a topology by name.
@@ -99,12 +104,17 @@ def get(name):
     return Topology(str(name), tuple(devices), chip)
 
 
-def compile(lowered):
-    """Compiles for a topology without JAX's persistent cache.
+def compile(lowered, is_present=False):
+    """Compiles a program to look at, for devices that may not be there.
 
-    A program for devices that are not present can be written to the cache but
-    not read from it.
+    Args:
+        lowered: `jax.stages.Lowered`.
+        is_present: bool, whether the devices are those of this process. Then
+            JAX's persistent cache is used. A program for other devices can be
+            written to the cache but not read from it.
     """
+    if is_present:
+        return lowered.compile()
     with _COMPILING:
         before = jax.config.jax_enable_compilation_cache
         jax.config.update("jax_enable_compilation_cache", False)

@@ -18,6 +18,7 @@ _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _PYTHON_LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
 # A known tool, and a known call of it.
 _TOOL = {
@@ -228,4 +229,31 @@ def gemma_python(text, tools=None):
         return parsing.ParsedTurn(text, [], [parsing.reason(error)])
 
 
-FORMATS = (hermes, qwen_xml, llama_json, mistral, gemma_python)
+def harmony(text, tools=None):
+    """Reads the JSON calls of gpt-oss, messages to a function.
+
+    ` to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>`;
+    the recipient may be behind the channel. Thoughts are messages of their
+    own, which the content keeps.
+    """
+    kept, calls, unreadable = [], [], []
+    for message in text.split("<|start|>assistant"):
+        header, _, body = message.partition("<|message|>")
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            kept.append(message)
+            continue
+        try:
+            value, end = parsing.read_json(body, 0)
+            if body[end:].strip() not in ("", "<|call|>", "<|end|>"):
+                raise ValueError("nothing may follow the JSON object")
+            call = {"name": recipient[1], "arguments": value}
+            calls.append(parsing.as_call(call))
+        except parsing.FAULTS as error:
+            unreadable.append(parsing.reason(error))
+            kept.append(message)
+    content = "<|start|>assistant".join(kept).strip() if calls else text
+    return parsing.ParsedTurn(content, calls, unreadable)
+
+
+FORMATS = (hermes, qwen_xml, llama_json, mistral, gemma_python, harmony)

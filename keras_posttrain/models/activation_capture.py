@@ -29,7 +29,7 @@ class ActivationCapture:
                 f"{name} runs by KerasHub's own call, which shows neither "
                 "hidden states nor attention weights of its layers. Use a "
                 "loss of the final distribution alone, or a family of "
-                "Gemma 1-3, Llama, Mistral or Qwen 2-3."
+                "Gemma 1-4, Llama, Mistral or Qwen 2-3."
             )
         count = len(policy.backbone.transformer_layers)
         for field in ("hidden_layers", "attention_layers"):

@@ -4,7 +4,9 @@ Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
 and Qwen 2 to 3 rotate queries and keys at the positions given per token and
 leave the attention itself to us. This uses the hook that KerasHub 0.32 has
 for vLLM, a private module; no other file uses it. The layers of mixtures of
-experts lack the hook: `add_hook` gives it to them.
+experts and of Gemma 4 lack the hook: `add_hook` and `add_hook_of_gemma4` give
+it to them. Those of gpt-oss also have a sink for each head, a score whose key
+has no value: it takes a part of the softmax and adds nothing to the output.
 """
 
 import contextlib
@@ -47,7 +49,8 @@ def attention_scope(
             segment continues another. A token also attends to the tokens of
             all segments that its own one continues.
         kept: list or `None`: each layer appends its keys and values, arrays
-            of shape `(rows * length, kv_heads, head_dim)`, for a cache.
+            of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
+            layer that uses those of another one appends none.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
     """
     rows, length = segment_ids.shape
@@ -55,10 +58,10 @@ def attention_scope(
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
         shape = (rows, length, -1, head_dim)
-        if kept is not None:
+        if kept is not None and donor is None:
             flat = (rows * length, num_kv_heads, head_dim)
             kept.append((k.reshape(flat), v.reshape(flat)))
         q, k, v = (x.reshape(shape) for x in (q, k, v))
@@ -67,6 +70,7 @@ def attention_scope(
             "scale": float(scale),
             "sliding_window": sliding_window,
             "soft_cap": soft_cap,
+            "sinks": sinks,
         }
         layer = next(layers)
         if capture is not None and layer in capture.attention_layers:
@@ -82,12 +86,18 @@ def attention_scope(
         yield
 
 
+def attention_layer(layer):
+    """Returns the attention layer of a mixture's decoder layer."""
+    return _part(layer, "self_attention_layer")
+
+
 def add_hook(attention):
     """Gives an attention layer of a mixture of experts the hook, once.
 
     KerasHub's Mixtral, Qwen2-MoE and Qwen3-MoE have layers like those of
-    Mistral, Qwen 2 and Qwen 3, but without the hook. The layer's `call` is
-    replaced; outside the scopes of this file it does what it did before.
+    Mistral, Qwen 2 and Qwen 3, but without the hook; gpt-oss has layers of its
+    own. The layer's `call` is replaced; outside the scopes of this file it
+    does what it did before.
     """
     if hasattr(attention, "kpt_hooked"):
         return
@@ -126,6 +136,9 @@ def _hooked_call(attention, x, context):
     places = context.positions.reshape(-1, 1)
     rotate = attention.rotary_embedding_layer
     query, key = (rotate(y, positions=places) for y in (query, key))
+    more = {}
+    if hasattr(attention, "sinks"):
+        more["sinks"] = attention.sinks.value
     _, out = context.paged_attention_func(
         None,
         query,
@@ -136,8 +149,62 @@ def _hooked_call(attention, x, context):
         query.shape[-2],
         key.shape[-2],
         sliding_window=hooked_window(attention),
+        **more,
     )
     return _part(attention, "output_dense")(out.reshape(query.shape))
+
+
+def add_hook_of_gemma4(attention, donor):
+    """Gives an attention layer of Gemma 4 the hook.
+
+    Inside the scopes of this file its `call` also returns the keys, rotated,
+    and the values, both of shape `(tokens, 1, kv_heads, head_dim)`; outside
+    it does what it did before. `donor` is the number of the layer whose pair
+    it gets as `shared_kv`, or `None`. All layers without a donor come first.
+    """
+    plain_call = attention.call
+
+    def call(x, shared_kv=None, **kwargs):
+        context = get_vllm_context()
+        if context is None or context.paged_attention_func is None:
+            return plain_call(x, shared_kv=shared_kv, **kwargs)
+        return _call_of_gemma4(attention, x, shared_kv, donor, context)
+
+    attention.call = call
+
+
+def _call_of_gemma4(attention, x, shared_kv, donor, context):
+    places = context.positions.reshape(-1, 1)
+
+    def rotated(y):
+        return attention._apply_rope(y, 0, positions=places)
+
+    query = rotated(attention.query_norm(attention.query_dense(x)))
+    if donor is None:
+        key = value = attention.key_dense(x)
+        if not attention.attention_k_eq_v:
+            value = attention.value_dense(x)
+        key = rotated(attention.key_norm(key))
+        value = attention.value_norm(value)
+    else:
+        key, value = shared_kv
+    window = None
+    if attention.use_sliding_window_attention:
+        window = attention.sliding_window_size
+    _, out = context.paged_attention_func(
+        None,
+        query,
+        key,
+        value,
+        1.0,
+        query.shape[-1],
+        query.shape[-2],
+        key.shape[-2],
+        sliding_window=window,
+        soft_cap=attention.logit_soft_cap,
+        donor=donor,
+    )
+    return attention.output_dense(out.reshape(query.shape)), (key, value)
 
 
 def hooked_window(attention):
@@ -185,7 +252,7 @@ def subtree_ends(prefix_segments, segment_ids):
 
 def segment_attention(
     query, key, value, segment_ids, positions, subtree_ends=None, *, scale,
-    sliding_window=None, soft_cap=None,
+    sliding_window=None, soft_cap=None, sinks=None,
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
@@ -200,6 +267,8 @@ def segment_attention(
         sliding_window: int or `None`; a token sees this many tokens, itself
             included.
         soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
+        sinks: float array of shape `(heads,)` or `None`, one more score in
+            the softmax of each head; neither scaled nor capped.
     """
     if tpu_attention.is_supported(query, subtree_ends):
         return tpu_attention.splash_attention(
@@ -210,6 +279,7 @@ def segment_attention(
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -219,6 +289,7 @@ def segment_attention(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=None if sinks is None else _by_group(sinks, kv_heads),
     )
     if 4 * rows * heads * length**2 > KEEP_SCORES:
         attend = jax.checkpoint(attend)
@@ -255,13 +326,20 @@ def segment_attention(
     return out.reshape(rows, length, heads, head_dim)
 
 
+def _by_group(sinks, kv_heads):
+    """Returns sinks as `(kv_heads, group, 1, 1)`, float32 as scores are."""
+    return sinks.astype("float32").reshape(kv_heads, -1, 1, 1)
+
+
 def attention_weights(
-    query, key, segment_ids, positions, subtree_ends=None, **settings
-):
+    query, key, segment_ids, positions, subtree_ends=None, *, sinks=None,
+    **settings,
+):  # fmt: skip
     """Computes the attention weights of `segment_attention`.
 
     They are float32 of shape `(rows, heads, length, length)`, a row for each
-    query: 0 where the query does not see the key, and for padding.
+    query: 0 where the query does not see the key, and for padding. With sinks
+    a row adds up to less than 1.
     """
     rows, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -275,8 +353,13 @@ def attention_weights(
         subtree_ends,
         **settings,
     ).reshape(rows, heads, length, length)
+    if sinks is not None:
+        sinks = sinks.astype("float32")[:, None, None]
+        sinks = jnp.broadcast_to(sinks, (rows, heads, length, 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length]
     used = (segment_ids > 0)[:, None, :, None]
-    return jnp.where(used, jax.nn.softmax(scores, axis=-1), 0.0)
+    return jnp.where(used, weights, 0.0)
 
 
 def _split(x, size):
@@ -287,7 +370,7 @@ def _split(x, size):
 
 def _attend_block(
     q, k, v, q_segments, q_positions, k_segments, k_positions, k_ends=None, *,
-    scale, sliding_window, soft_cap,
+    scale, sliding_window, soft_cap, sinks=None,
 ):  # fmt: skip
     rows, length, kv_heads, group, head_dim = q.shape
     # The heads that share a key become rows of one matrix product. On a CPU
@@ -298,9 +381,15 @@ def _attend_block(
         q, k, q_segments, q_positions, k_segments, k_positions, k_ends,
         scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    # The softmax does not depend on it.
+    top = jax.lax.stop_gradient(top)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
     out = jax.lax.dot_general(
         weights.astype(v.dtype).reshape(*q.shape[:3], -1),
         v,
@@ -481,8 +570,8 @@ def extending_scope(positions, past, kept):
     Args:
         positions: int array of shape `(sequences, tokens)`. The first one of
             a sequence is the number of its tokens in `past`.
-        past: list of `KeyValues`, one for each layer, with a slot for each
-            sequence; not changed.
+        past: list of `KeyValues`, one for each layer that has its own, with
+            a slot for each sequence; not changed.
         kept: list: each layer appends its new keys and values, arrays of
             shape `(sequences, tokens, kv_heads, head_dim)`.
     """
@@ -492,15 +581,21 @@ def extending_scope(positions, past, kept):
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
-        old = past[next(layers)]
+        old = past[next(layers) if donor is None else donor]
         q, k, v = (x.reshape(sequences, -1, y, head_dim) for x, y in (
             (q, num_heads), (k, num_kv_heads), (v, num_kv_heads)
         ))  # fmt: skip
-        kept.append((k, v))
+        if donor is None:
+            kept.append((k, v))
         # Keys as they will be read again.
         k, v = (x.astype(old.keys.dtype) for x in (k, v))
+        of_rows = None
+        if sinks is not None:
+            # For each row of the product below.
+            of_rows = _by_group(sinks, num_kv_heads)[..., 0]
+            of_rows = jnp.repeat(of_rows, width, axis=1)
 
         def sequence(args):
             q, k, v, keys, values, length = args
@@ -528,7 +623,8 @@ def extending_scope(positions, past, kept):
                 _scores(query, keys, mask, float(scale), soft_cap)
                 for keys, _, mask in parts
             ]
-            out = _weigh(scores, [values for _, values, _ in parts])[0]
+            values = [values for _, values, _ in parts]
+            out = _weigh(scores, values, of_rows)[0]
             out = out.reshape(num_heads, width, head_dim)
             return jnp.moveaxis(out, 0, 1).astype(v.dtype)
 
@@ -566,17 +662,17 @@ def decoding_scope(lengths, step, past, recent):
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
-        sliding_window=None, soft_cap=None,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
-        layer, slots = next(layers), lengths.shape[0]
+        slots = lengths.shape[0]
+        layer = next(layers) if donor is None else donor
         old = past[layer]
-        shape = (slots, num_kv_heads, head_dim)
         dtype = old.keys.dtype
-        new = recent[layer] = recent[layer].write(
-            step,
-            k.reshape(shape).astype(dtype),
-            v.reshape(shape).astype(dtype),
-        )
+        if donor is None:
+            shape = (slots, num_kv_heads, head_dim)
+            pair = (x.reshape(shape).astype(dtype) for x in (k, v))
+            recent[layer] = recent[layer].write(step, *pair)
+        new = recent[layer]
         query = q.reshape(slots, num_kv_heads, -1, head_dim)
         columns = jnp.arange(old.keys.shape[3])
         since = jnp.arange(new.keys.shape[3])
@@ -593,7 +689,9 @@ def decoding_scope(lengths, step, past, recent):
             )
             for part, seen in parts
         ]
-        out = _weigh(scores, [part.values for part, _ in parts])
+        if sinks is not None:
+            sinks = _by_group(sinks, num_kv_heads)[..., 0]
+        out = _weigh(scores, [part.values for part, _ in parts], sinks)
         return cache, out.astype(v.dtype).reshape(slots, -1)
 
     with vllm_context_scope(
@@ -615,12 +713,19 @@ def _scores(query, keys, visible, scale, soft_cap):
     return jnp.where(visible, scores, -1e30)
 
 
-def _weigh(scores, values):
-    """Averages values by the softmax of scores that come in parts."""
+def _weigh(scores, values, sinks=None):
+    """Averages values by the softmax of scores that come in parts.
+
+    `sinks` have the shape of scores, with one column.
+    """
     tops = [jnp.max(s, axis=-1, keepdims=True) for s in scores]
-    top = functools.reduce(jnp.maximum, tops)
+    top = functools.reduce(
+        jnp.maximum, tops if sinks is None else [*tops, sinks]
+    )
     weights = [jnp.exp(s - top) for s in scores]
     total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
     out = sum(
         jax.lax.dot_general(
             w.astype(v.dtype),

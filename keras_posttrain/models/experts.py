@@ -9,6 +9,7 @@ has a limit on its tokens, so that none is dropped.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from keras_posttrain.losses.router import routing_sums
 from keras_posttrain.models import sharding
 from keras_posttrain.models.grouped_matmul import (
+    add_bias,
     block_size,
     combine,
     dispatch,
@@ -110,11 +112,17 @@ class Expert:
     Args:
         top_k, normalize: as in `choose_experts`.
         activation: function of an array, of the gate.
+        is_interleaved: bool, whether the two alternate in the columns of the
+            one kernel.
+        limit: float or `None`. The gate is at most this; what it multiplies
+            is from minus this to this, and 1 is added. gpt-oss has it.
     """
 
     top_k: int
     normalize: bool
     activation: object
+    is_interleaved: bool = False
+    limit: float | None = None
 
     def __call__(self, x, logits, kernels, used=None, first=0, block=1):
         """Computes the weighted sum of the chosen experts' outputs.
@@ -124,10 +132,14 @@ class Expert:
             logits: float array of shape `(tokens, experts)`, the router's.
             kernels: dict of `expand`, a list of one or two arrays of shape
                 `(experts, hidden, width)`, and `contract`, an array of shape
-                `(experts, width, hidden)`. They may be those of some experts
-                only; the others then contribute nothing. With LoRA also
+                `(experts, width, hidden)`; where outputs have factors also
+                `scales`, a float32 array of shape `(experts,)`. They may be
+                those of some experts only; the others then contribute
+                nothing. With LoRA also
                 `lora`, for both of these names a list of pairs of arrays of
                 shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
+                With biases also `biases`, for both names an array of shape
+                `(experts, out)`.
             used: bool array of shape `(tokens,)` or `None`, see
                 `used_tokens`.
             first: int scalar, the expert that the first kernels belong to.
@@ -140,21 +152,42 @@ class Expert:
         count = kernels["contract"].shape[0]
         experts = experts - first
         local = (experts >= 0) & (experts < count)
+        if "scales" in kernels:
+            own = jnp.clip(experts, 0, count - 1)
+            weights = weights * kernels["scales"][own]
         if used is not None:
             local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
         rows = dispatch(x, slots)
         lora = kernels.get("lora", {})
         parts = [grouped_matmul(rows, k, slots) for k in kernels["expand"]]
-        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, -1)
+        if "biases" in kernels:
+            parts = [add_bias(parts[0], kernels["biases"]["expand"], slots)]
+        gate, up = parts if len(parts) == 2 else self._halves(parts[0])
         for factors in lora.get("expand", ()):
-            more = jnp.split(_low_rank(rows, factors, slots), 2, -1)
+            more = self._halves(_low_rank(rows, factors, slots))
             gate, up = gate + more[0], up + more[1]
-        rows = self.activation(gate.astype("float32")).astype(x.dtype) * up
+        rows = self._gated(gate, up)
         out = grouped_matmul(rows, kernels["contract"], slots)
+        if "biases" in kernels:
+            out = add_bias(out, kernels["biases"]["contract"], slots)
         for factors in lora.get("contract", ()):
             out = out + _low_rank(rows, factors, slots)
         return combine(out, weights, slots)
+
+    def _halves(self, rows):
+        """Returns the gates and what they multiply, of the same columns."""
+        if self.is_interleaved:
+            return rows[:, ::2], rows[:, 1::2]
+        return jnp.split(rows, 2, -1)
+
+    def _gated(self, gate, up):
+        gate, dtype = gate.astype("float32"), up.dtype
+        if self.limit is None:
+            return self.activation(gate).astype(dtype) * up
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up.astype("float32"), -self.limit, self.limit)
+        return (self.activation(gate) * (up + 1)).astype(dtype)
 
 
 def _low_rank(rows, factors, slots):
@@ -169,12 +202,15 @@ def compute_chosen_experts(layer):
     The `call` of the layer's mixture is replaced, its variables are kept. A
     layer without experts is not changed. In a call with `training=True`,
     which only Keras's own `fit` makes, KerasHub's code runs, since it adds a
-    loss of the router.
+    loss of the router; that of gpt-oss adds none.
     """
     block = _block_of(layer)
     if block is None or hasattr(block, "kpt_chosen"):
         return
     block.kpt_chosen = True
+    if hasattr(block, "router"):
+        block.call = functools.partial(_call_gpt_oss, block)
+        return
     plain_call = block.call
     expert = Expert(
         top_k=block.top_k,
@@ -190,8 +226,7 @@ def compute_chosen_experts(layer):
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = block._sparse_feedforward_gate_dense(x)
-        _record(expert, logits)
-        out = _on_mesh(expert, x, logits, block.expert_bank)
+        out = chosen_experts(expert, x, logits, block.expert_bank)
         if hasattr(block, "shared_expert_dense"):
             gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
             out = out + block.shared_expert_dense(x) * gate
@@ -200,9 +235,40 @@ def compute_chosen_experts(layer):
     block.call = call
 
 
+def _call_gpt_oss(block, hidden_states):
+    """Computes the mixture of a decoder layer of gpt-oss.
+
+    A softmax over the chosen logits is that over all of them, normalized.
+    """
+    bank = block.experts
+    expert = Expert(
+        top_k=block.top_k,
+        normalize=True,
+        activation=lambda gate: gate * jax.nn.sigmoid(gate * bank.alpha),
+        is_interleaved=True,
+        limit=bank.limit,
+    )
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = block.router.router_dense(x)
+    out = chosen_experts(expert, x, logits, bank)
+    return out.reshape(hidden_states.shape), logits
+
+
+def chosen_share(backbone):
+    """Returns the share of a backbone's experts that compute a token."""
+    count = getattr(backbone, "num_experts", None)
+    if not count:
+        return 1
+    for name in ("top_k", "num_experts_per_token"):
+        if hasattr(backbone, name):
+            return getattr(backbone, name) / count
+    return 1
+
+
 def has_experts(layer):
     """Returns whether a decoder layer has experts of this file."""
-    return hasattr(_block_of(layer), "kpt_chosen")
+    block = _block_of(layer)
+    return hasattr(block, "kpt_chosen") or hasattr(layer, "moe_expert_bank")
 
 
 def _record(expert, logits):
@@ -236,6 +302,7 @@ def _record(expert, logits):
 
 # Hugging Face's names of the kernels of all experts in a decoder layer.
 EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+EXPERT_NAMES_OF_GEMMA4 = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclasses.dataclass
@@ -263,14 +330,16 @@ def expert_kernels(causal_lm):
     found = {}
     for i, layer in enumerate(causal_lm.backbone.transformer_layers):
         block = _block_of(layer)
-        if block is None:
+        names, bank = EXPERT_NAMES, bank_of(block)
+        if block is None and hasattr(layer, "moe_expert_bank"):
+            names, bank = EXPERT_NAMES_OF_GEMMA4, layer.moe_expert_bank
+        if bank is None:
             continue
-        bank = block.expert_bank
         if not hasattr(bank, "kpt_kernels"):
             # Keras tracks lists that are set as attributes.
             vars(bank)["kpt_kernels"] = [
                 ExpertKernels(f"model.layers.{i}.{name}", kernels, [])
-                for name, kernels in zip(EXPERT_NAMES, _variables(bank))
+                for name, kernels in zip(names, _variables(bank))
             ]
         found.update((each.name, each) for each in bank.kpt_kernels)
     return found
@@ -278,15 +347,25 @@ def expert_kernels(causal_lm):
 
 def _block_of(layer):
     """Returns the mixture of a decoder layer, or `None`."""
-    for name in ("mlp", "_sparse_moe_block"):
+    for name in ("mlp", "_sparse_moe_block", "sparse_moe_block"):
         block = getattr(layer, name, None)
-        if hasattr(block, "expert_bank"):
+        if bank_of(block) is not None:
             return block
     return None
 
 
+def bank_of(block):
+    """Returns the layer that has the experts of a mixture, or `None`."""
+    found = getattr(block, "expert_bank", None)
+    return found if found is not None else getattr(block, "experts", None)
+
+
 def _variables(bank):
     """Returns the lists of variables of the first and the second product."""
+    if hasattr(bank, "gate_up_proj"):
+        return [bank.gate_up_proj], [bank.down_proj]
+    if hasattr(bank, "down_proj"):
+        return [bank.gate_proj, bank.up_proj], [bank.down_proj]
     expand = [
         getattr(bank, f"_expert_feedforward_{name}_dense", None)
         for name in ("gate", "intermediate")
@@ -305,15 +384,25 @@ def _arrays(bank, dtype):
         if factors:
             found.setdefault("lora", {})[name] = factors
     [found["contract"]] = found["contract"]
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    if hasattr(bank, "gate_up_proj_bias"):
+        biases = bank.gate_up_proj_bias, bank.down_proj_bias
+        found["biases"] = dict(zip(names, biases))
+    found = jax.tree.map(lambda x: jnp.asarray(x, dtype), found)
+    if hasattr(bank, "per_expert_scale"):
+        found["scales"] = jnp.asarray(bank.per_expert_scale, "float32")
+    return found
 
 
-def _on_mesh(expert, x, logits, bank):
+def chosen_experts(expert, x, logits, bank):
     """Computes the experts, on a mesh on each device for its own tokens.
+
+    `expert` is an `Expert`, `x` and `logits` are as in its call, and `bank`
+    is KerasHub's layer of the experts' weights. Returns an array like `x`.
 
     If the experts are split over the mesh's other axis, each device computes
     those that it has, and the results are added up.
     """
+    _record(expert, logits)
     kernels = _arrays(bank, x.dtype)
     used = _USED_TOKENS.get()
     mesh, data, size, model, _ = sharding.axes()
@@ -323,7 +412,7 @@ def _on_mesh(expert, x, logits, bank):
         return expert(x, logits, kernels, used, block=block).astype(x.dtype)
     if used is None:
         used = jnp.ones(x.shape[0], bool)
-    split = sharding.split_of(bank._expert_feedforward_output_dense)
+    split = sharding.split_of(_variables(bank)[1][0])
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 

@@ -168,6 +168,26 @@ def _combine_backward(kept, gradient):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
+def add_bias(rows, bias, slots):
+    """Adds to each row the bias of its expert; slots of no expert keep theirs.
+
+    Args:
+        rows: float array of shape `(slots, features)`.
+        bias: array of shape `(experts, features)`.
+        slots: `Slots`.
+
+    Returns:
+        An array with the shape and dtype of `rows`.
+    """
+    places = jnp.arange(rows.shape[0])
+    # The last one that begins there: those without a slot come before it.
+    expert = jnp.searchsorted(slots.starts, places, side="right") - 1
+    is_used = slots.token < slots.of_choice.shape[0]
+    expert = jnp.where(is_used, expert, bias.shape[0])
+    # In float32, so that its gradient adds up many rows in float32.
+    return rows + _rows(bias.astype("float32"), expert).astype(rows.dtype)
+
+
 def grouped_matmul(rows, kernel, slots):
     """Multiplies the rows of each expert by its kernel.
 

@@ -58,7 +58,7 @@ def take_over(causal_lm, quantization=None):
         ValueError: for what cannot be read, such as float8; nothing is
             changed then.
     """
-    found = [x for x in sublayers(causal_lm.backbone) if _mode(x)]
+    found = _found(causal_lm)
     if not found:
         return False
     names = _check(causal_lm, found)
@@ -82,6 +82,15 @@ def take_over(causal_lm, quantization=None):
         more = f" and {len(paths) - 1} more" if paths[1:] else ""
         _console.say(f"Quantized by Keras ({modes}): {what}: {paths[0]}{more}")
     return has_codes
+
+
+def is_quantized(causal_lm):
+    """Returns whether the model has layers that Keras has quantized."""
+    return bool(_found(causal_lm))
+
+
+def _found(causal_lm):
+    return [x for x in sublayers(causal_lm.backbone) if _mode(x)]
 
 
 def _mode(layer):

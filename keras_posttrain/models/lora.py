@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from keras_posttrain import _console
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.experts import EXPERT_NAMES, expert_kernels
+from keras_posttrain.models.experts import expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
@@ -522,7 +522,7 @@ class Adapter(keras.layers.Layer):
 
     def _apart_from_peft(self):
         """Lists adapted MLPs of a mixture's layers without experts."""
-        has_experts = any(".experts." in name for name in self.names)
+        has_experts = any(".mlp.experts." in name for name in self.names)
         names = [p.name for each in self.stack for p in each.pairs]
         return [
             name
@@ -555,7 +555,7 @@ class Adapter(keras.layers.Layer):
             if p.name.startswith(f"{module}.")
         ]
         depth = sum(not name.endswith(pair.name) for name in set(own))
-        inner = pair.name.endswith(EXPERT_NAMES[0])
+        inner = pair.name.endswith("gate_up_proj")
         return module + ".base_layer" * (depth if inner else 0)
 
     @property

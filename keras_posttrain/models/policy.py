@@ -10,16 +10,23 @@ import jax.numpy as jnp
 import keras_hub
 
 from keras_posttrain.losses import reductions
-from keras_posttrain.models import divergence_head, experts, sharding
+from keras_posttrain.models import (
+    divergence_head,
+    experts,
+    gemma4,
+    sharding,
+)
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import (
     add_hook,
+    attention_layer,
     attention_scope,
     decoding_scope,
     extending_scope,
     subtree_ends,
 )
 from keras_posttrain.models.hf.blocks import multipliers_of
+from keras_posttrain.models.hf.families import is_gemma4_text
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
@@ -29,11 +36,13 @@ MIXTURES = (
     keras_hub.models.MixtralBackbone,
     keras_hub.models.QwenMoeBackbone,
     keras_hub.models.Qwen3MoeBackbone,
+    keras_hub.models.GptOssBackbone,
 )
 # Backbones whose attention layers have the hook.
 PACKABLE = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
+    keras_hub.models.Gemma4Backbone,
     keras_hub.models.LlamaBackbone,
     keras_hub.models.Llama3Backbone,
     keras_hub.models.MistralBackbone,
@@ -43,13 +52,14 @@ PACKABLE = (
 )
 # As messages name them.
 PACKABLE_MODELS = (
-    "a model of Gemma 1-3, Llama, Mistral, Mixtral, Qwen 2-3 or their "
-    "mixtures, or a Hugging Face directory of Granite, OLMo 2-3, Phi 3-4 or "
-    "SmolLM3"
+    "a model of Gemma 1-4, Llama, Mistral, Mixtral, Qwen 2-3 or their "
+    "mixtures, or gpt-oss, or a Hugging Face directory of Granite, OLMo 2-3, "
+    "Phi 3-4 or SmolLM3"
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
     keras_hub.models.Gemma3Backbone,
+    keras_hub.models.Gemma4Backbone,
 )
 PLAIN_INPUTS = {"token_ids", "padding_mask", "position_ids"}
 # The arrays of a batch that `_select` reads.
@@ -91,9 +101,18 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE and not getattr(
             self.backbone, "vision_encoder", None
         )
+        self._per_layer_inputs = None
+        if type(self.backbone) is keras_hub.models.Gemma4Backbone:
+            self.packable = is_gemma4_text(self.backbone)
+            if self.packable:
+                gemma4.prepare(self.backbone)
+                if self.backbone.hidden_size_per_layer_input:
+                    self._per_layer_inputs = gemma4.PerLayerInputs(
+                        self.backbone
+                    )
         if type(self.backbone) in MIXTURES:
             for layer in self.backbone.transformer_layers:
-                add_hook(layer._self_attention_layer)
+                add_hook(attention_layer(layer))
                 experts.compute_chosen_experts(layer)
         if remat != "none" and not self.packable:
             raise ValueError(
@@ -193,11 +212,12 @@ class Policy:
         )
         layers = itertools.count()
 
-        def run(layer, x):
-            x, index = self._layer(layer, x), next(layers)
+        def run(layer, x, **more):
+            out, index = self._layer(layer, x, **more), next(layers)
             if capture is not None and index in capture.hidden_layers:
+                x = out[0] if isinstance(out, tuple) else out
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
-            return x
+            return out
 
         weights = None if self._routing is None else token_counts(batch)
         with (
@@ -209,18 +229,35 @@ class Policy:
             self._routing.extend(routing)
         return x.reshape(*ids.shape, -1)
 
-    def _run_layers(self, ids, scope, run=lambda layer, x: layer(x)):
-        """Computes hidden states `(tokens, 1, hidden)` of `(tokens,)` ids."""
+    def _run_layers(self, ids, scope, run=lambda f, x, **more: f(x, **more)):
+        """Computes hidden states `(tokens, 1, hidden)` of `(tokens,)` ids.
+
+        `run` calls a layer with hidden states and keyword arguments.
+        """
         embedding = self.backbone.token_embedding
         x = sharding.shard_embedded(
             embedding(ids[:, None]), embedding.embeddings
         )
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
+        if type(self.backbone) is keras_hub.models.Gemma4Backbone:
+            inputs = self._inputs_by_layer(ids, x)
+            with scope:
+                x = gemma4.run_layers(self.layers, x, inputs, run)
+            return self.backbone.layer_norm(x)
         with scope:
             for layer in self.layers:
                 x = run(layer, x)
         return self.backbone.layer_norm(x)
+
+    def _inputs_by_layer(self, ids, x):
+        """Returns the result of `gemma4.PerLayerInputs`, or `None`."""
+        if self._per_layer_inputs is None:
+            return None
+        embedding = self.backbone.per_layer_token_embedding
+        own = embedding(ids[:, None])
+        own = sharding.shard_embedded(own, embedding.embeddings)
+        return self._layer(self._per_layer_inputs, x, own=own)
 
     def prefill(self, batch):
         """Computes the keys, rotated, and values of prompts.
@@ -274,17 +311,18 @@ class Policy:
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
 
-    def _layer(self, layer, x):
+    def _layer(self, layer, x, **more):
+        """Calls a layer with hidden states and more arrays."""
         x = sharding.shard_rows(x)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if self.remat == "none" and not any(gathers):
-            return layer(x)
+            return layer(x, **more)
         values = [v.value for v in variables]
         trained = [v.trainable for v in variables]
         summed = sharding.layers_with_summed_outputs(layer)
 
-        def run(values, x):
+        def run(values, x, more):
             x, values = sharding.in_turn(x, values, gathers, trained)
             mapping = [
                 (variable, value if gather is None else gather(value))
@@ -296,7 +334,7 @@ class Policy:
                 sharding.name_outputs(summed),
                 experts.routing_of_layer() as routing,
             ):
-                return layer(x), routing
+                return layer(x, **more), routing
 
         # Sums over devices are stored, so that recomputing a layer does not
         # repeat their communication; they take as much memory as the layer's
@@ -307,9 +345,9 @@ class Policy:
             keep = jax.checkpoint_policies.save_anything_except_these_names(
                 sharding.GATHERED
             )
-        x, routing = jax.checkpoint(run, policy=keep)(values, x)
+        out, routing = jax.checkpoint(run, policy=keep)(values, x, more)
         experts.add_routing(routing)
-        return x
+        return out
 
     def adapter_variables(self, layer):
         """Returns the adapter's variables of a decoder layer."""

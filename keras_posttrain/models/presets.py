@@ -53,6 +53,17 @@ def load_causal_lm(
     return loading.load_causal_lm(preset, **kwargs)
 
 
+def load_companion(preset, dtype, **kwargs):
+    """Loads a reference, teacher or value model in the policy's `dtype`.
+
+    A preset that Keras has quantized keeps its own. `kwargs` are those of
+    `load_causal_lm`.
+    """
+    if _own_folder(preset) is None and loading.keeps_dtype(preset):
+        dtype = None
+    return load_causal_lm(preset, dtype=dtype, **kwargs)
+
+
 def load_tokenizer(preset):
     """Loads a preset's `Tokenizer` or converts KerasHub's; `None` without."""
     own = _own_folder(preset)

@@ -12,7 +12,8 @@ import numpy as np
 
 from keras_posttrain import _console
 from keras_posttrain.models import device_transfer, sharding
-from keras_posttrain.models.hf.tensors import known_family, linear_layers
+from keras_posttrain.models.hf.families import has_experts
+from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.linear import MatrixAxes
 
 KINDS = ("int8", "int4", "nf4")
@@ -435,7 +436,7 @@ def quantize_layers(causal_lm, quantization, storage_of=None):
         if storage is not None:
             store_as_codes(name, layer, storage)
     vars(causal_lm)["kpt_quantization"] = quantization
-    if known_family(causal_lm).experts is not None:
+    if has_experts(causal_lm):
         _console.say(
             f"quantize={quantization}: the experts of the mixture stay "
             "floats; attention and shared experts are quantized."

@@ -4,6 +4,8 @@ XLA cannot partition the kernel. On a mesh it runs in `jax.shard_map`, each
 device with its rows and its heads.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -38,7 +40,7 @@ def is_supported(query, subtree_ends=None):
 
 def splash_attention(
     query, key, value, segment_ids, *, scale, sliding_window=None,
-    soft_cap=None, interpret=False,
+    soft_cap=None, sinks=None, interpret=False,
 ):  # fmt: skip
     """Computes `models/attention.py:segment_attention` by a TPU kernel.
 
@@ -49,24 +51,26 @@ def splash_attention(
     # The kernel does not scale the scores.
     query = (query * jnp.asarray(scale, "float32")).astype(query.dtype)
 
-    def local(query, key, value, segment_ids):
+    def local(query, key, value, segment_ids, sinks):
         kernel = _kernel(query.shape, sliding_window, soft_cap, interpret)
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        out = jax.vmap(kernel)(*heads_first, _ids(segment_ids))
+        out = jax.vmap(functools.partial(kernel, sinks=sinks))(
+            *heads_first, _ids(segment_ids)
+        )
         return jnp.swapaxes(out, 1, 2).astype(query.dtype)
 
     mesh, rows, heads, repeats = _split(query.shape, key.shape[2])
     if mesh is None:
-        return local(query, key, value, segment_ids)
+        return local(query, key, value, segment_ids, sinks)
     key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     spec = P(rows, None, heads)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(spec, spec, spec, P(rows)),
+        in_specs=(spec, spec, spec, P(rows), P(heads)),
         out_specs=spec,
         check_vma=False,
-    )(query, key, value, segment_ids)
+    )(query, key, value, segment_ids, sinks)
 
 
 def _split(shape, kv_heads):

@@ -38,7 +38,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             adapted = task.adapter is not None
             program = decoder._decode.lower(adapted, *given, limits)
             return measure(
-                topology.compile(program),
+                topology.compile(program, hardware.is_present),
                 len(hardware.devices),
                 decoding.STEPS,
             )

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
+from keras_posttrain.models.experts import chosen_share
 from keras_posttrain.models.sharding import split_of
 
 
@@ -54,11 +55,11 @@ def token_pairs(batch):
 
 def forward_flops(planned):
     """Counts the operations of a token's forward pass, without attention."""
-    lookup = _lookup(planned.policy)
+    lookups = _lookups(planned.policy)
     return sum(
         2.0 * math.prod(v.shape)
         for v in planned.weights_of()
-        if len(v.shape) > 1 and id(v) != lookup
+        if len(v.shape) > 1 and id(v) not in lookups
     )
 
 
@@ -118,10 +119,14 @@ def _weight(variable, dtype, trainable):
     return Weight(tuple(variable.shape), min(sizes), split.axes, trainable)
 
 
-def _lookup(policy):
-    """Returns the id of an embedding that is only looked up, else `None`."""
+def _lookups(policy):
+    """Returns the ids of embeddings that are only looked up."""
     embedding = policy.backbone.token_embedding
-    return None if embedding.tie_weights else id(embedding.embeddings)
+    found = [] if embedding.tie_weights else [embedding]
+    more = getattr(policy.backbone, "per_layer_token_embedding", None)
+    if more is not None:
+        found.append(more)
+    return {id(each.embeddings) for each in found}
 
 
 def _token_flops(policy, variables, trained):
@@ -130,13 +135,12 @@ def _token_flops(policy, variables, trained):
     Returns:
         `(forward, forward and backward, width of the attention layers)`.
     """
-    backbone, lookup = policy.backbone, _lookup(policy)
-    share = getattr(backbone, "top_k", 1) / getattr(backbone, "num_experts", 1)
+    lookups, share = _lookups(policy), chosen_share(policy.backbone)
     forward = both = width = 0.0
     for v in variables:
         names = layouts.meanings(v.path, len(v.shape)) or ()
         size = math.prod(v.shape)
-        if len(v.shape) < 2 or id(v) == lookup:
+        if len(v.shape) < 2 or id(v) in lookups:
             continue
         if "experts" in names and len(names) == 3:
             size *= share

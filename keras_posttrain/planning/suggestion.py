@@ -13,8 +13,10 @@ from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.prompts import prepare_prompts
 from keras_posttrain.data.rows.streams import check_epochs
+from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import sharding
+from keras_posttrain.models.experts import chosen_share
 from keras_posttrain.rollout.memory import free_bytes
 
 TINKER = "Tinker cookbook, hyperparam_utils.py"
@@ -437,12 +439,13 @@ def _token_bytes(policy, remat):
     """
     backbone, layers = policy.backbone, policy.layers
     hidden = backbone.hidden_dim
-    share = getattr(backbone, "top_k", 1) / getattr(backbone, "num_experts", 1)
+    share = chosen_share(backbone)
     width = 0.0
     for v in layers[0].variables:
         if len(v.shape) > 1:
             out = math.prod(v.shape) / hidden
-            is_expert = v.shape[0] == getattr(backbone, "num_experts", None)
+            names = layouts.meanings(v.path, len(v.shape)) or ()
+            is_expert = "experts" in names and len(names) == 3
             width += hidden + out * (share if is_expert else 1)
     size = jnp.dtype(backbone.compute_dtype).itemsize
     if remat == "full":

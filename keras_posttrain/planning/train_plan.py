@@ -46,7 +46,7 @@ def make_plan(
 
         def one(layers, others):
             lowered = every.with_layers(layers, others).lower(batch)
-            program = topology.compile(lowered)
+            program = topology.compile(lowered, hardware.is_present)
             return measure(program, len(hardware.devices), trips)
 
         def compiled(layers):

@@ -388,7 +388,9 @@ class DistillTask(Task):
                 self.micro_batch_size,
                 *self.filled_rows(num_sequences, packing),
             ),
-            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            pad_id=padding.token_id(
+                self.tokenizer, self.causal_lm.backbone.vocabulary_size
+            ),
             teacher_weights=self.teacher_weights,
             num_teachers=len(self.given) if several else 1,
         )

@@ -170,9 +170,9 @@ class PPOTask(RolloutTask):
     def _make_value_model(self, source):
         model, backbone = source, self.causal_lm.backbone
         if isinstance(source, (str, os.PathLike)):
-            model = presets.load_causal_lm(
+            model = presets.load_companion(
                 source,
-                dtype=backbone.dtype_policy,
+                backbone.dtype_policy,
                 is_trained=self.adapter is None,
             )
         if model is not None:

@@ -100,7 +100,9 @@ class PreferenceTask(Task):
             labelled=self.labelled,
             mismatched=checks.mismatched(self.objective),
             share_prefix=self.share_prefix,
-            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            pad_id=padding.token_id(
+                self.tokenizer, self.causal_lm.backbone.vocabulary_size
+            ),
         )
 
     def example_batch(

@@ -445,7 +445,9 @@ class RolloutTask(Task):
             row_multiple=padding.row_multiple(
                 self.micro_batch_size, *self.filled_rows(sequences, packs)
             ),
-            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            pad_id=padding.token_id(
+                self.tokenizer, self.causal_lm.backbone.vocabulary_size
+            ),
         )
 
     def filled_rows(self, batch_size, packing=False):

@@ -514,7 +514,9 @@ class Task(keras.Model):
         return BatchAdapter(
             examples,
             batch_size=batch_size,
-            pad_id=self.tokenizer.pad_token_id if self.tokenizer else 0,
+            pad_id=padding.token_id(
+                self.tokenizer, self.causal_lm.backbone.vocabulary_size
+            ),
             **{
                 "sequence_length": self.sequence_length,
                 "row_multiple": padding.row_multiple(micro, batch_size),

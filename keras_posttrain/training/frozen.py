@@ -222,7 +222,7 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
     """
     if isinstance(model, (str, os.PathLike)):
         dtype = policy.backbone.dtype_policy
-        model = presets.load_causal_lm(model, dtype=dtype)
+        model = presets.load_companion(model, dtype)
     if model is policy.causal_lm:
         raise ValueError(
             f"`{role}` must be another model than the one in training: it "
@@ -262,8 +262,8 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
         with shapes_only():
             if isinstance(model, (str, os.PathLike)):
                 dtype = policy.backbone.dtype_policy
-                model = presets.load_causal_lm(
-                    model, dtype=dtype, load_weights=False
+                model = presets.load_companion(
+                    model, dtype, load_weights=False
                 )
             repair(model)
             own = Policy(model, chunk_size=policy.chunk_size)

@@ -1,4 +1,4 @@
-"""Counts of rows that devices and micro-batches divide evenly.
+"""Padding: its token, and rows that devices and micro-batches divide evenly.
 
 A batch that they do not divide is padded with empty rows, which hold no
 sequence (`sequence_mask` is 0). Every loss, coupled or not, ignores them, so
@@ -65,3 +65,14 @@ def _multiple(together):
 
 def _up(number, multiple):
     return -(-number // multiple) * multiple
+
+
+def token_id(tokenizer, vocabulary_size):
+    """Returns the token id at padding, which the model has a row for.
+
+    Many tokenizers have a padding token that was added after the model was
+    made: the embedding of an id beyond it would be NaN. Which token it is has
+    no effect, since no other token attends to it.
+    """
+    known = tokenizer and tokenizer.pad_token_id < vocabulary_size
+    return tokenizer.pad_token_id if known else 0

@@ -88,7 +88,9 @@ TEMPLATES = {
         "llama3",
         ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "SYSTEM_PROMPT"),
     ),
+    "gpt_oss": ("llama3", ()),
 }
+HARMONY = ("start", "end", "message", "channel", "return", "call", "constrain")
 
 
 def chat_tokenizer(name):
@@ -103,7 +105,14 @@ def chat_tokenizer(name):
         names |= {"bos_token": "<s>", "eos_token": "</s>"}
         pairs = [f"[{sign}{pair}]" for pair in pairs for sign in ("", "/")]
         backend.add_special_tokens(["<s>", "</s>", "[TOOL_CALLS]", *pairs])
+    stops = ()
+    if name == "gpt_oss":
+        backend.add_special_tokens([f"<|{token}|>" for token in HARMONY])
+        names["eos_token"] = "<|return|>"
+        stops = [backend.token_to_id("<|call|>")]
     if name == "qwen2_5":
         # As in the published files: parsed, but not special.
         backend.add_tokens(["<tool_call>", "</tool_call>"])
-    return Tokenizer(backend, names, chat_template=template)
+    return Tokenizer(
+        backend, names, chat_template=template, stop_token_ids=stops
+    )

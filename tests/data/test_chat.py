@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import tokenizers
 import transformers
 
 from keras_posttrain.data.chat import chat, template
@@ -124,6 +125,53 @@ def test_thinking_is_the_models_to_write_unless_it_is_prompted():
     messages = CONVERSATION[:2]
     prompted = spans_of(tokenizer, messages, enable_thinking=False)
     assert prompted == [" Hello there. <|im_end|>"]
+
+
+ANSWER = "<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+CALLED = (
+    ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+)
+
+
+def test_harmony_turns_are_thoughts_calls_and_answers():
+    """Thoughts have three names; those that the template drops are nobody's.
+
+    The end of a turn inside a conversation is none that the model writes.
+    """
+    tokenizer = chat_tokenizer("gpt_oss")
+    ask = {"role": "user", "content": "1 + 2?"}
+    hello = {"role": "assistant", "content": "Hello", "thinking": "Greet."}
+    three = {"role": "assistant", "content": "3", "reasoning": "So 3."}
+    call = CALL | {"reasoning_content": "Add."}
+    rows = {
+        "talk": [ask, hello, ask, three],
+        "calls": [ask, call, RESULT, call],
+        "answer": [ask, call, RESULT, call, RESULT, three],
+        "answers": [ask, call, RESULT, three, ask, hello],
+        "no thoughts": [ask, CALL, RESULT, CALL, RESULT, CONVERSATION[3]],
+    }
+    last = THOUGHT.format("So 3.") + ANSWER + "3<|return|>"
+    thought_call = THOUGHT.format("Add.") + CALLED
+    expected = {
+        "talk": [ANSWER + "Hello", last],
+        "calls": [thought_call] * 2,
+        "answer": [CALLED, CALLED, last],
+        "answers": [
+            CALLED,
+            ANSWER + "3",
+            THOUGHT.format("Greet.") + ANSWER + "Hello<|return|>",
+        ],
+        "no thoughts": [CALLED, CALLED, ANSWER + "Bye<|return|>"],
+    }
+    for name, messages in rows.items():
+        spans = spans_of(tokenizer, messages, tools=TOOLS)
+        assert spans == expected[name], name
+    prompt = chat.render(tokenizer, [ask], add_generation_prompt=True)
+    assert prompt.endswith("1 + 2?<|end|><|start|>assistant")
+    stops = [tokenizer.control_tokens[f"<|{x}|>"] for x in ("return", "call")]
+    assert set(stops) <= set(tokenizer.stop_token_ids)
+    assert tokenizer.control_tokens["<|end|>"] not in tokenizer.stop_token_ids
 
 
 def test_thinking_that_the_template_rewrites_is_parsed():
@@ -619,6 +667,27 @@ def test_gemma_3_takes_lists_of_parts():
     parts = [{"type": "text", "text": " Hi "}, {"type": "text", "text": "x"}]
     text = chat.render(tokenizer, [{"role": "user", "content": parts}])
     assert text == "<bos><start_of_turn>user\nHix<end_of_turn>\n"
+
+
+GEMMA_4 = (
+    "{{ bos_token }}{% for m in messages %}<|turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+
+
+def test_turns_of_gemma_4():
+    """Their control tokens open and close on other sides of the bar."""
+    gemma3 = load("gemma3_text")
+    backend = tokenizers.Tokenizer.from_str(gemma3.backend.to_str())
+    backend.add_special_tokens(["<|turn>", "<turn|>"])
+    names = dict(gemma3.special_tokens)
+    tokenizer = Tokenizer(backend, names, chat_template=GEMMA_4)
+    want = ["Hello there.<turn|>", "Bye<turn|>"]
+    assert spans_of(tokenizer, CONVERSATION) == want
+    assert tokenizer.control_tokens["<turn|>"] in tokenizer.stop_token_ids
+    assert tokenizer.control_tokens["<|turn>"] not in tokenizer.stop_token_ids
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])

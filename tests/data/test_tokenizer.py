@@ -233,6 +233,28 @@ def test_a_keras_hub_tokenizer_gives_the_reference_tokens(name):
     assert tokenizer.end_of_turn is not None
 
 
+def test_gpt_oss_of_kerashub_has_harmony_and_the_split_of_its_kind():
+    """Words in upper and lower case apart, with their contraction."""
+    words = ["Hello", "World's", "A", "BC", "\u0120"]
+    marks = ["<|endoftext|>", "<|return|>", "<|call|>", "<|channel|>"]
+    letters = sorted(set("".join(words)))
+    tokens = [*letters, *marks, "AB", "ABC"]
+    vocabulary = {x: i for i, x in enumerate(tokens)}
+    theirs = keras_hub.tokenizers.GptOssTokenizer(
+        vocabulary=vocabulary, merges=["A B", "AB C"]
+    )
+    tokenizer = Tokenizer.from_keras_hub(theirs)
+    assert tokenizer.chat_template == read_template("gpt_oss")
+    stops = {vocabulary[x] for x in marks[:3]}
+    assert set(tokenizer.stop_token_ids) == stops
+    split = tokenizer.backend.pre_tokenizer.pre_tokenize_str
+    found = [word for word, _ in split("HelloWorld's ABC12345/\n x")]
+    assert found == [
+        *("Hello", "World's", "\u0120ABC", "123", "45", "/\u010a", "\u0120x")
+    ]
+    assert tokenizer.encode("ABC") == [vocabulary["ABC"]]
+
+
 def test_a_keras_hub_tokenizer_without_control_tokens_has_no_template():
     theirs = keras_hub.tokenizers.BytePairTokenizer(
         vocabulary={"a": 0, "b": 1, "ab": 2}, merges=["a b"]

@@ -421,8 +421,8 @@ def test_codes_are_gathered_where_they_are_read(monkeypatch):
     """Gathered ahead, codes are copied: a step takes twice the memory."""
     programs, compile_ = [], topology.compile
 
-    def compiled(lowered):
-        programs.append(compile_(lowered))
+    def compiled(lowered, is_present):
+        programs.append(compile_(lowered, is_present))
         return programs[-1]
 
     monkeypatch.setattr(topology, "compile", compiled)

@@ -21,7 +21,10 @@ FORMAT = {
     "gemma3_tools": calls.gemma_python,
     "mistral_v3": calls.mistral,
     "mistral_v7": calls.mistral,
+    "gpt_oss": calls.harmony,
 }
+# The templates of these have one call a turn.
+SINGLE = ("llama3_1", "llama3_2", "gpt_oss")
 PARAMETERS = {
     "text": {"type": "string"},
     "count": {"type": "integer"},
@@ -98,7 +101,7 @@ def test_what_a_template_writes_is_read_back_from_ids(name):
     """
     tokenizer = chat_tokenizer(name)
     read = FORMAT[name]
-    several = name not in ("llama3_1", "llama3_2")
+    several = name not in SINGLE
     arguments = [ARGUMENTS, {"count": 2}][: 1 + several]
     content = "Let me see." if name.startswith("qwen") else ""
     ids = sampled(tokenizer, turn(*arguments, content=content))
@@ -198,6 +201,20 @@ ONE = [{"name": "add", "arguments": {"count": 1}}]
         (calls.gemma_python, "[add(count=+1)]", "", ONE),
         (calls.gemma_python, "[1, 2]", None, []),
         (
+            calls.harmony,
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.add <|constrain|>json"
+            '<|message|>{"count": 1}<|call|>',
+            "<|channel|>analysis<|message|>Hm.<|end|>",
+            ONE,
+        ),
+        (
+            calls.harmony,
+            "<|channel|>final<|message|>to=functions.add {}",
+            None,
+            [],
+        ),
+        (
             calls.gemma_python,
             "A\n```tool_code\nprint(add(count=1))\nadd(count=1)\n```\nB",
             "A\n\nB",
@@ -243,6 +260,8 @@ def test_calls_are_read(read, text, content, expected):
         (calls.mistral, "[TOOL_CALLS] {}", "a list of calls must follow"),
         (calls.mistral, "[TOOL_CALLS] []", "a list of calls must follow"),
         (calls.mistral, "[TOOL_CALLS] [{]", "no valid JSON"),
+        (calls.harmony, " to=functions.f<|message|>{", "no valid JSON"),
+        (calls.harmony, " to=functions.f<|message|>{} x", "may follow"),
         (calls.gemma_python, "[add(count=1)", "no valid Python"),
         (calls.gemma_python, "[add(count=print(1))]", "'count' is no literal"),
         (calls.gemma_python, "[add(count={1})]", "not JSON serializable"),
@@ -281,6 +300,7 @@ def test_no_text_is_a_fault():
         *("<parameter=count>", "</parameter>", "[TOOL_CALLS]", "[ARGS]"),
         *("```tool_code\n", "```", "[add(", "add(x=", ")]", "<|python_tag|>"),
         *("<think>", "</think>", '{"name": "add", "parameters": ', "}", "{"),
+        *("<|start|>assistant", " to=functions.add", "<|message|>"),
         *('"arguments": {', '"', "'", "\\", "\0", "\ud800", "1e999", "[", "]"),
         *("1", ",", "\n", "add", "é", "lambda: ", "**", "f'{", ";", "=", "("),
     ]

@@ -5,6 +5,7 @@ import shutil
 
 import ml_dtypes
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save, save_file
 
 from keras_posttrain.models.quantized import NF4
@@ -221,3 +222,49 @@ def save_float8(tensors, path):
     path.write_bytes(
         len(text).to_bytes(8, "little") + text + data[8 + length :]
     )
+
+
+class MXFP4:
+    """Experts in 4 bits, as gpt-oss has them; exact in bfloat16 too.
+
+    Called with a model of transformers, it sets their weights.
+    """
+
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], "float32")
+    values = np.concatenate([values, -values])
+
+    def __init__(self):
+        self.tensors = {}
+
+    def __call__(self, model):
+        rng = np.random.default_rng(1)
+        for name, value in model.named_parameters():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                continue
+            experts, inputs, outputs = value.shape
+            blocks = rng.integers(
+                0, 256, (experts, outputs, inputs // 32, 16), "uint8"
+            )
+            scales = rng.integers(123, 126, blocks.shape[:3], "uint8")
+            pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)
+            floats = self.values[pairs.reshape(*blocks.shape[:3], 32)]
+            floats = floats * 2.0 ** (scales[..., None] - 127.0)
+            floats = floats.reshape(experts, outputs, inputs)
+            value.copy_(torch.tensor(floats.transpose(0, 2, 1)))
+            self.tensors[f"{name}_blocks"] = blocks
+            self.tensors[f"{name}_scales"] = scales
+
+    def write(self, directory):
+        """Replaces the weights in the directory's files by the codes."""
+        file = directory / "model.safetensors"
+        arrays = load_file(file)
+        for name in self.tensors:
+            arrays.pop(name.rpartition("_")[0], None)
+        save_file(arrays | self.tensors, file)
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn"],
+        }
+        path.write_text(json.dumps(config))

@@ -19,7 +19,9 @@ from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import FAMILIES, REFERENCE
 
 
-def naive(query, key, value, segments, positions, scale, window, cap):
+def naive(
+    query, key, value, segments, positions, scale, window, cap, sinks=None
+):
     """The definition, in float64, with all scores at once."""
     q, k, v = (np.asarray(x, "float64") for x in (query, key, value))
     share = q.shape[2] // k.shape[2]
@@ -36,8 +38,12 @@ def naive(query, key, value, segments, positions, scale, window, cap):
         ahead = positions[:, :, None] - positions[:, None, :]
         visible = visible & (ahead < window)
     scores = np.where(visible[:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(np.asarray(sinks, "float64")[:, None, None] - top)
+    weights /= total
     return np.einsum("rhqk,rkhd->rqhd", weights, v)
 
 
@@ -71,6 +77,11 @@ SETTINGS = {
     "window": {"sliding_window": 5},
     "soft cap": {"soft_cap": 1.5},
     "both": {"sliding_window": 300, "soft_cap": 1.5},
+    # Above and below the scores of their heads.
+    "sinks": {
+        "sliding_window": 5,
+        "sinks": jnp.asarray([-9.0, 0.5, 2.0, 30.0]),
+    },
 }
 
 
@@ -89,6 +100,7 @@ def test_attention_is_its_definition(length, settings):
         0.3,
         settings.get("sliding_window"),
         settings.get("soft_cap"),
+        settings.get("sinks"),
     )
     assert got.shape == want.shape and got.dtype == "float32"
     assert np.isfinite(got).all()
@@ -120,14 +132,18 @@ def test_heads_share_keys_in_order(heads, kv_heads):
     np.testing.assert_allclose(got[used], want[used], atol=2e-6)
 
 
-def naive_jax(query, key, value, visible, scale, cap):
+def naive_jax(query, key, value, visible, scale, cap, sinks=None):
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
     scores = jnp.einsum("rqhd,rkhd->rhqk", query, key) * scale
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
     scores = jnp.where(visible[:, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        shape = (*scores.shape[:-1], 1)
+        column = jnp.broadcast_to(sinks[:, None, None], shape)
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]]
     return jnp.einsum("rhqk,rkhd->rqhd", weights, value)
 
 
@@ -135,6 +151,7 @@ def naive_jax(query, key, value, visible, scale, cap):
 @pytest.mark.parametrize("length", [7, 300, 520])
 def test_gradients_are_those_of_the_definition(length, settings):
     arrays, segments, positions = example(length)
+    arrays, rest = with_sinks(arrays, settings)
     column = np.arange(length)
     visible = segments[:, :, None] == segments[:, None, :]
     visible = visible & (column[:, None] >= column)
@@ -146,20 +163,27 @@ def test_gradients_are_those_of_the_definition(length, settings):
     cotangent = rng.normal(size=arrays[0].shape)
     cotangent = np.where(segments[..., None, None] > 0, cotangent, 0)
 
-    def ours(*arrays):
+    def ours(q, k, v, sinks):
         out = segment_attention(
-            *arrays, segments, positions, scale=0.3, **settings
+            q, k, v, segments, positions, scale=0.3, sinks=sinks, **rest
         )
         return jnp.sum(out * cotangent)
 
-    def theirs(*arrays):
-        out = naive_jax(*arrays, visible, 0.3, settings.get("soft_cap"))
+    def theirs(q, k, v, sinks):
+        cap = settings.get("soft_cap")
+        out = naive_jax(q, k, v, visible, 0.3, cap, sinks)
         return jnp.sum(out * cotangent)
 
-    got = jax.jit(jax.grad(ours, argnums=(0, 1, 2)))(*arrays)
-    want = jax.jit(jax.grad(theirs, argnums=(0, 1, 2)))(*arrays)
-    for a, b in zip(got, want):
+    got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)))(*arrays)
+    want = jax.jit(jax.grad(theirs, argnums=(0, 1, 2, 3)))(*arrays)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def with_sinks(arrays, settings):
+    """The arrays that have gradients, and the other settings."""
+    rest = {k: v for k, v in settings.items() if k != "sinks"}
+    return [*arrays, settings.get("sinks")], rest
 
 
 def random_tree(length, seed):
@@ -202,23 +226,26 @@ def test_a_token_sees_the_segments_that_its_own_one_continues(
     cotangent = np.random.default_rng(1).normal(size=arrays[0].shape)
     cotangent = np.where(segments[..., None, None] > 0, cotangent, 0)
 
-    def ours(*arrays):
+    arrays, rest = with_sinks(arrays, settings)
+
+    def ours(q, k, v, sinks):
         out = segment_attention(
-            *arrays, segments, positions, ends, scale=0.3, **settings
+            q, k, v, segments, positions, ends, scale=0.3, sinks=sinks, **rest
         )
         return jnp.sum(out * cotangent), out
 
-    def theirs(*arrays):
-        out = naive_jax(*arrays, visible, 0.3, settings.get("soft_cap"))
+    def theirs(q, k, v, sinks):
+        cap = settings.get("soft_cap")
+        out = naive_jax(q, k, v, visible, 0.3, cap, sinks)
         return jnp.sum(out * cotangent), out
 
     got, want = (
-        jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(*arrays)
+        jax.jit(jax.grad(f, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
         for f in (ours, theirs)
     )
     used = segments[..., None, None] > 0
     np.testing.assert_allclose(got[1] * used, want[1] * used, atol=2e-6)
-    for a, b in zip(got[0], want[0]):
+    for a, b in zip(*map(jax.tree.leaves, (got[0], want[0])), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -377,7 +404,9 @@ def test_a_window_reaches_as_far_as_it_says():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sliding_window": 50}, {"soft_cap": 5.0}]
+    "settings",
+    [{}, {"sliding_window": 50}, {"soft_cap": 5.0}, SETTINGS["sinks"]],
+    ids=["plain", "window", "soft cap", "sinks"],
 )
 def test_kernel_of_tpus(settings):
     """The kernel itself, interpreted: values and gradients are XLA's."""
@@ -385,11 +414,14 @@ def test_kernel_of_tpus(settings):
     used = (segments > 0)[..., None, None]
     weights = np.random.default_rng(1).normal(size=arrays[0].shape) * used
 
-    def gradients(attend):
-        def total(*x):
-            return jnp.sum(weights * attend(*x, scale=0.1, **settings))
+    arrays, rest = with_sinks(arrays, settings)
 
-        return jax.value_and_grad(total, (0, 1, 2))(*arrays)
+    def gradients(attend):
+        def total(q, k, v, sinks):
+            out = attend(q, k, v, scale=0.1, sinks=sinks, **rest)
+            return jnp.sum(weights * out)
+
+        return jax.value_and_grad(total, (0, 1, 2, 3))(*arrays)
 
     want = gradients(
         lambda *x, **kw: segment_attention(*x, segments, positions, **kw)

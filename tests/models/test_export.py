@@ -15,6 +15,8 @@ from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.tensors import model_tensors
 from tests.models.tiny_checkpoints import (
     BASES,
+    GEMMA4_E2B,
+    GEMMA4_EXPERTS,
     assert_equal_logits,
     make_checkpoint,
     plain_logits,
@@ -51,6 +53,16 @@ SOURCES = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4_e2b": ("gemma4_text", {**GEMMA4_E2B, "as_saved": True}),
+    "gemma4_experts": ("gemma4_text", GEMMA4_EXPERTS),
     "llama": (
         "llama",
         {
@@ -128,6 +140,10 @@ SOURCES = {
         },
     ),
     "mixtral": ("mixtral", {"rms_norm_eps": 1e-3}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"layer_types": [FULL, SLIDING], "swiglu_limit": 0.8},
+    ),
     "qwen2_moe": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen3_moe": (
         "qwen3_moe",
@@ -245,6 +261,18 @@ BUILT = {
             "final_logit_soft_cap": 6,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 12,
+            "image_size": None,
+            "sliding_window_size": 5,
+            "sliding_window_pattern": 3,
+            "global_rope_partial_rotary_factor": 0.5,
+            "num_global_key_value_heads": 1,
+            "final_logit_soft_cap": 6,
+        },
+    ),
     "gemma3_all_full": (
         "Gemma3",
         {**GEMMA2, "head_dim": 12, "image_size": None},
@@ -312,6 +340,12 @@ def test_an_unrepaired_model_is_refused(tmp_path):
             "Gemma3",
             {**GEMMA2, "image_size": None, "attention_logit_soft_cap": 3},
             "attention_logit_soft_cap=3",
+        ),
+        ("Gemma4", {"image_size": None}, "a window in the last layer"),
+        (
+            "Gemma4",
+            {"image_size": None, "use_sliding_window_attention": False},
+            "local layers without a window",
         ),
     ],
 )

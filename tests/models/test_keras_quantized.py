@@ -13,6 +13,7 @@ from keras_posttrain.models.hf.loading import load_causal_lm
 from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.linear import sublayers
 from keras_posttrain.models.quantized import QuantizedKernel
+from keras_posttrain.planning.lowering import planned
 from tests.distribution.runs import mesh
 from tests.support import REFERENCE, random_rows, spread_adapter
 
@@ -286,25 +287,50 @@ def test_a_preset_is_read_as_asked(tmp_path, capsys):
         make(tmp_path / "preset", lora=None)
 
 
-def test_a_reference_that_keras_quantized():
-    causal_lm = quantize("int4")
+PAIRS = [
+    {
+        "prompt_ids": row["token_ids"][:3],
+        "chosen_ids": row["token_ids"][3:],
+        "rejected_ids": row["token_ids"][4:],
+    }
+    for row in ROWS
+]
+
+
+def preference_task(reference):
     task = kpt.DPOTask.from_preset(
         MODELS / "qwen3",
-        reference=causal_lm,
+        reference=reference,
         lora=kpt.LoRA(rank=4),
         sequence_length=64,
     )
     task.compile()
-    pairs = [
-        {
-            "prompt_ids": row["token_ids"][:3],
-            "chosen_ids": row["token_ids"][3:],
-            "rejected_ids": row["token_ids"][4:],
-        }
-        for row in ROWS
-    ]
-    task.fit(pairs, batch_size=6, verbose=0)
+    return task
+
+
+def test_a_reference_that_keras_quantized(tmp_path):
+    """A preset of one keeps its own dtype, whatever the policy's is."""
+    causal_lm = quantize("int4")
+    causal_lm.save_to_preset(str(tmp_path / "preset"))
+    losses = []
+    for reference in (causal_lm, str(tmp_path / "preset")):
+        history = preference_task(reference).fit(
+            PAIRS, batch_size=6, verbose=0
+        )
+        losses += history.history["loss"]
     assert len(quantized.kernels(causal_lm)) == 14
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+def test_a_plan_counts_codes_of_such_a_reference(tmp_path):
+    quantize("int4").save_to_preset(str(tmp_path / "preset"))
+    task = preference_task(str(tmp_path / "preset"))
+    devices = keras.distribution.list_devices()[:1]
+    with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
+        (reference,) = every.known["reference"]
+    codes = [v for v in reference.variables if v.dtype == "uint8"]
+    assert len(codes) == 14
+    assert not any(isinstance(v.value, jax.Array) for v in codes)
 
 
 @pytest.mark.usefixtures("eight_devices")

@@ -6,12 +6,18 @@ import jax
 import keras_hub
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
+from keras_posttrain.models.hf.config import from_config
+from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.rope import set_sequence_length
 from tests.models.tiny_checkpoints import (
     BASES,
+    GEMMA4_E2B,
+    GEMMA4_EXPERTS,
+    SIZES,
     TOKEN_IDS,
     assert_all_ways_equal,
     assert_equal_logits,
@@ -170,7 +176,9 @@ def test_rope(tmp_path, model_type, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("model_type", set(BASES) - {"gemma3_text"})
+@pytest.mark.parametrize(
+    "model_type", set(BASES) - {"gemma3_text", "gemma4_text"}
+)
 def test_rope_product(tmp_path, model_type, name):
     check(tmp_path, model_type, ROPES[name])
 
@@ -210,6 +218,11 @@ def test_gemma3_rope(tmp_path, name):
     check(tmp_path, "gemma3_text", fields)
 
 
+GPT_OSS_DEFAULTS = {
+    "drop": ("rms_norm_eps", "head_dim", "output_router_logits"),
+    "rope_scaling": None,
+    "initial_context_length": 4096,
+}
 VARIANTS = {
     "gemma_eps": ("gemma", {"rms_norm_eps": 1e-2}),
     "gemma_legacy_activation": ("gemma", {"hidden_act": "gelu"}),
@@ -260,6 +273,43 @@ VARIANTS = {
     "gemma_biases": ("gemma", {"attention_bias": True}),
     "gemma2_biases": ("gemma2", {"attention_bias": True}),
     "gemma3_biases": ("gemma3_text", {"attention_bias": True}),
+    "gemma4_as_saved": (
+        "gemma4_text",
+        {"as_saved": True, "rms_norm_eps": 1e-2},
+    ),
+    # transformers has fewer heads only where keys are values.
+    "gemma4_ungated": (
+        "gemma4_text",
+        {
+            "num_global_key_value_heads": 1,
+            "drop": ("layer_types", "global_head_dim"),
+        },
+    ),
+    "gemma4_keys_are_values": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "tie_word_embeddings": False},
+    ),
+    "gemma4_cap": (
+        "gemma4_text",
+        {
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0}
+                | {"rope_theta": 300.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 4000.0,
+                    "partial_rotary_factor": 0.45,
+                    "factor": 3.0,
+                },
+            },
+        },
+    ),
+    "gemma4_e2b": ("gemma4_text", GEMMA4_E2B),
+    "gemma4_experts_as_saved": (
+        "gemma4_text",
+        {**GEMMA4_EXPERTS, "as_saved": True},
+    ),
     "mistral_eps": ("mistral", {"rms_norm_eps": 1e-2}),
     "mistral_window": ("mistral", {"sliding_window": 4}),
     "mistral_tied": ("mistral", {"tie_word_embeddings": True}),
@@ -355,6 +405,31 @@ VARIANTS = {
         "qwen3_moe",
         {"drop": ("num_experts",), "num_local_experts": 4},
     ),
+    # Its window is shorter than the rows.
+    "gpt_oss": ("gpt_oss", GPT_OSS_DEFAULTS),
+    "gpt_oss_as_saved": ("gpt_oss", {"as_saved": True, **GPT_OSS_DEFAULTS}),
+    "gpt_oss_layer_types": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [*PATTERN[:2], PATTERN[1]],
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+            "head_dim": 8,
+        },
+    ),
+    "gpt_oss_experts": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.8,
+            "swiglu_alpha": 0.9,
+            "sliding_window": 1,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3_as_saved": ("smollm3", {"as_saved": True}),
     "smollm3_untied": (
@@ -432,6 +507,20 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("layers", [1, 6, 7, 12, 14])
+def test_gemma4_has_transformers_types_of_layers(layers):
+    """Every sixth is global, and the last, if a config names none."""
+    fields = {**SIZES, **BASES["gemma4_text"], "num_hidden_layers": layers}
+    del fields["layer_types"]
+    family = FAMILIES["gemma4_text"]
+    settings, _ = from_config(
+        {"model_type": family.model_type, **fields}, family
+    )
+    want = transformers.AutoConfig.for_model(family.model_type, **fields)
+    kinds = {5: "sliding_attention", None: "full_attention"}
+    assert [kinds[w] for w in settings.windows] == want.layer_types
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
@@ -496,6 +585,57 @@ REFUSED = {
         {"partial_rotary_factor": 1.5},
         "partial_rotary_factor=1.5",
     ),
+    "gemma4_last": (
+        "gemma4_text",
+        {"layer_types": PATTERN[:2]},
+        "at last",
+    ),
+    "gemma4_donors": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1",
+    ),
+    "gemma4_all_share": (
+        "gemma4_text",
+        {"num_kv_shared_layers": 2},
+        "num_kv_shared_layers=2",
+    ),
+    "gemma4_bidirectional": (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "'all'",
+    ),
+    "gemma4_layers": (
+        "gemma4_text",
+        {"per_layer_config": {"0": {"head_dim": 4}}},
+        "per_layer_config=",
+    ),
+    "gemma4_heads": (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"num_key_value_heads": 1}}},
+        "per_layer_config=",
+    ),
+    "gemma4_unread": (
+        "gemma4_text",
+        {"attn_logit_softcapping": 3.0},
+        "softcapping=3.0",
+    ),
+    "gemma4_rope": (
+        "gemma4_text",
+        {"rope_parameters": {"full_attention": YARN}},
+        "rope_parameters=",
+    ),
+    "gemma4_old_rope": (
+        "gemma4_text",
+        {"rope_scaling": YARN},
+        "rope_scaling=",
+    ),
+    "gemma4_experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}
+        | {"moe_intermediate_size": 8},
+        "top_k_experts=5, num_experts=4",
+    ),
     "mixtral_window": ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
     "mixtral_head_dim": (
         "mixtral",
@@ -538,6 +678,22 @@ REFUSED = {
         "qwen3_moe",
         {"a_field_of_tomorrow": 3},
         "a_field_of_tomorrow=3",
+    ),
+    "gpt_oss_bias": (
+        "gpt_oss",
+        {"attention_bias": False},
+        "attention_bias=False",
+    ),
+    "gpt_oss_no_window": (
+        "gpt_oss",
+        {"sliding_window": None},
+        "sliding_window=None",
+    ),
+    "gpt_oss_limit": ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0"),
+    "gpt_oss_experts": (
+        "gpt_oss",
+        {"num_experts": 8},
+        "'num_local_experts': 4, 'num_experts': 8",
     ),
     "a_field_of_tomorrow": (
         "granite",
@@ -732,22 +888,30 @@ def test_a_bare_model_and_a_tied_head_alone(tmp_path):
     assert_equal_logits(plain_logits(load_causal_lm(directory)), want)
 
 
-def test_text_model_of_a_multimodal_gemma3(tmp_path):
-    directory, want = make_checkpoint(
-        tmp_path / "hf", "gemma3_text", layer_types=PATTERN
-    )
+@pytest.mark.parametrize(
+    "name, prefix",
+    [
+        ("gemma3", "language_model.model."),
+        ("gemma4", "model.language_model."),
+    ],
+)
+def test_text_model_of_a_multimodal_gemma(tmp_path, name, prefix):
+    directory, want = make_checkpoint(tmp_path / "hf", f"{name}_text")
     text = json.loads((directory / "config.json").read_text())
     config = {
-        "model_type": "gemma3",
-        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": name,
+        "architectures": ["ForConditionalGeneration"],
         "text_config": text,
         "vision_config": {"hidden_size": 8},
+        "audio_config": None,
+        "image_token_id": 95,
     }
     (directory / "config.json").write_text(json.dumps(config))
 
     def rename(arrays):
-        for name in list(arrays):
-            arrays[f"language_model.{name}"] = arrays.pop(name)
+        for old in list(arrays):
+            new = old.replace("model.", prefix, 1)
+            arrays[new] = arrays.pop(old)
         arrays["vision_tower.x"] = np.ones(3, "float32")
 
     edit(directory, rename)

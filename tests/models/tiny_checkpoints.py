@@ -38,6 +38,15 @@ BASES = {
         "sliding_window": 5,
         "num_hidden_layers": 3,
     },
+    "gemma4_text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 96,
+        "pad_token_id": 0,
+    },
     "llama": {"tie_word_embeddings": False},
     "mistral": {"head_dim": 12, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
@@ -69,6 +78,30 @@ BASES = {
         "head_dim": 12,
         "moe_intermediate_size": 24,
     },
+    "gpt_oss": {
+        **EXPERTS,
+        "num_local_experts": 4,
+        "head_dim": 12,
+        "sliding_window": 4,
+    },
+}
+# A Gemma 4 with inputs for each layer, and layers that share keys and values
+# with others: as E2B has them, and with fewer heads as 26B-A4B has.
+GEMMA4_E2B = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    # Of a few features, the norms would multiply float32 rounding.
+    "hidden_size_per_layer_input": 16,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
 }
 LENGTH = 14
 TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))
@@ -106,6 +139,9 @@ def make_checkpoint(
             value.normal_(std=0.1 if "norm" in name else 0.25)
             if "norm" in name and not from_zero:
                 value.add_(1.0)
+        for name, value in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                value.uniform_(0.5, 1.5)
         if change is not None:
             change(model)
     model.save_pretrained(directory)
@@ -140,7 +176,8 @@ def cached_logits(causal_lm):
     """By the cache of `generate`: all at once, then the last token again."""
     embedding = causal_lm.backbone.token_embedding
     more = ()
-    if isinstance(causal_lm.backbone, keras_hub.models.Gemma3Backbone):
+    gemma = (keras_hub.models.Gemma3Backbone, keras_hub.models.Gemma4Backbone)
+    if isinstance(causal_lm.backbone, gemma):
         more = (None, None, np.ones_like(TOKEN_IDS), None)
     hidden, cache = causal_lm._build_cache(TOKEN_IDS, *more)
     first = np.array(embedding(hidden, reverse=True))

@@ -58,8 +58,8 @@ FAMILIES = {
         partial_rotary_factor=1.0,
     ),
 }
-# One of each kind: absolute positions, experts, shared caches, ALiBi.
-IN_CI = ["GPT2", "Gemma4"]
+# Absolute positions, and rotations.
+IN_CI = ["GPT2", "Phi3"]
 LENGTH = 26
 STOP = (7, 8, 9)
 

@@ -94,3 +94,20 @@ def test_five_rows_in_micro_batches_of_two(capsys):
         np.testing.assert_allclose(many[key], one[key], rtol=1e-5)
     for key, value in ours.items():
         np.testing.assert_allclose(theirs[key], value, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=4)])
+def test_a_padding_token_that_the_model_lacks(lora):
+    """Such a token has no embedding; as an id it would give NaN."""
+    rows = random_rows(4)
+    steps = {}
+    for added in (False, True):
+        task = kpt.SFTTask.from_preset(LLAMA, lora=lora, sequence_length=32)
+        if added:
+            vocabulary = task.causal_lm.backbone.vocabulary_size
+            task.tokenizer.pad_token_id = vocabulary
+        task.compile()
+        history = task.fit(rows, batch_size=4, verbose=0).history
+        assert history["skipped"] == [0]
+        steps[added] = history["loss"]
+    assert steps[True] == steps[False]

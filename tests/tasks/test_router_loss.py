@@ -13,7 +13,7 @@ import keras_posttrain as kpt
 from keras_posttrain.training.frozen import frozen_policy
 from keras_posttrain.training.weights import ModelWeights
 from tests.models.mixtures import make_mixture
-from tests.models.tiny_checkpoints import make_checkpoint
+from tests.models.tiny_checkpoints import GEMMA4_EXPERTS, make_checkpoint
 from tests.support import (
     random_rows,
     read_log,
@@ -176,10 +176,11 @@ def test_eight_devices_are_one(eight_devices):
     assert_same_step(plain, found, 1e-4)
 
 
-def test_a_step_equals_that_of_transformers(tmp_path):
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_step_equals_that_of_transformers(family, tmp_path):
     """Loss, its part of the routers, and the gradients of these, of rows of
     unequal lengths in one micro-batch."""
-    directory, _ = make_checkpoint(tmp_path / "model", "mixtral")
+    directory, _ = make_checkpoint(tmp_path / "model", family)
     rows = random_rows(4, seed=2, vocabulary=90)
     for row in rows:
         row["completion_mask"] = [1] * len(row["token_ids"])
@@ -222,13 +223,40 @@ def test_a_step_equals_that_of_transformers(tmp_path):
     gates = [
         parameter
         for name, parameter in model.named_parameters()
-        if name.endswith("gate.weight")
+        if name.endswith(("gate.weight", "router.weight"))
     ]
     assert len(ours) == len(gates) == 2
     for value, gate in zip(ours, gates):
         want = gate.grad.numpy().T
         bound = 2e-5 * np.abs(want).max()
         np.testing.assert_allclose(value, want, rtol=0, atol=bound)
+
+
+def test_gemma4s_routers_are_recorded(tmp_path):
+    """transformers has no router loss of it: logits of its own routers."""
+    directory, _ = make_checkpoint(
+        tmp_path / "model", "gemma4_text", **GEMMA4_EXPERTS
+    )
+    row = {"token_ids": [5, 17, 80, 33, 2], "completion_mask": [1] * 5}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+    logits = []
+    for layer in model.model.layers:
+        layer.router.proj.register_forward_hook(
+            lambda module, x, out: logits.append(out.detach().numpy())
+        )
+    model(torch.tensor([row["token_ids"]]))
+    sums = [np.log(np.exp(x.astype("float64")).sum(-1)) for x in logits]
+    task = kpt.SFTTask.from_preset(directory, sequence_length=16)
+    task.compile("sgd", router_loss=LOSS)
+    record = Record()
+    task.fit([row], batch_size=1, verbose=0, callbacks=[record])
+    (logs,) = record.steps
+    assert len(sums) == len(task.causal_lm.backbone.transformer_layers)
+    np.testing.assert_allclose(
+        logs["router_z_loss"], np.mean(np.square(sums)), rtol=1e-5
+    )
 
 
 def test_evaluation_leaves_it_out():

@@ -28,6 +28,17 @@ QWEN3_5_SPLIT = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Words in upper, then in lower case, with their contraction.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT_OSS_SPLIT = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
 
 # Added tokens of the Qwen families that are ordinary text to a decoder.
 _QWEN_PLAIN = (
@@ -52,6 +63,8 @@ _STOPS = (
     "<|end_of_text|>",
     "<|im_end|>",
     "<|endoftext|>",
+    "<|return|>",
+    "<|call|>",
 )
 _CONTROL = re.compile(r"<\|[^|<>]+\|>")
 # The published chat template of each family, and a control token of it.
@@ -65,6 +78,7 @@ _TEMPLATES = {
     "QwenTokenizer": ("qwen2_5", "<|im_start|>"),
     "Qwen3Tokenizer": ("qwen3", "<|im_start|>"),
     "Qwen3MoeTokenizer": ("qwen3", "<|im_start|>"),
+    "GptOssTokenizer": ("gpt_oss", "<|channel|>"),
 }
 # Tokens by which a family's later template is known: Llama 3.1 added those of
 # tools.
@@ -146,6 +160,7 @@ def split_words(pattern, add_prefix_space=False):
 
 def _byte_level(tokenizer, family, vocabulary, names):
     llama = family in ("Llama3Tokenizer", "SmolLM3Tokenizer")
+    gpt_oss = family == "GptOssTokenizer"
     qwen = family.startswith("Qwen")
     pairs = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
@@ -154,11 +169,16 @@ def _byte_level(tokenizer, family, vocabulary, names):
     ]
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocab=vocabulary, merges=pairs, ignore_merges=llama, fuse_unk=False
+            vocab=vocabulary,
+            merges=pairs,
+            ignore_merges=llama or gpt_oss,
+            fuse_unk=False,
         )
     )
     split = getattr(tokenizer, "split_pattern", None)
-    if llama:
+    if gpt_oss:
+        split = GPT_OSS_SPLIT
+    elif llama:
         split = LLAMA3_SPLIT
     elif qwen:
         split = QWEN3_5_SPLIT if "Qwen3_5" in family else QWEN_SPLIT

@@ -6,6 +6,7 @@ from keras_posttrain.data.chat.control_tokens import (
     quoted_places,
 )
 from keras_posttrain.data.chat.template import (
+    THOUGHTS,
     control_pattern,
     generation_prompt,
 )
@@ -50,6 +51,10 @@ def text_and_spans(conversation):
     ]
     lengths = [_length_of(beginning, text) for beginning in beginnings]
     before, behind = lengths[: len(turns)], lengths[len(turns) :]
+    behind = [
+        _end_inside(conversation, text, i) if length is None else length
+        for i, length in zip(turns, behind)
+    ]
     spans, after = [], 0
     for i, opens_at, closes_at in zip(turns, before, behind):
         start = _turn_start(conversation, text, i, after, opens_at)
@@ -93,6 +98,33 @@ def _length_of(beginning, text):
     return len(beginning) if is_there else None
 
 
+def _end_inside(conversation, text, i):
+    """Finds the end of a turn that a template ends otherwise if it is last.
+
+    Harmony has `<|return|>` at the end of a conversation and `<|end|>` inside.
+    The model ends its turns with the former, so that the latter is left out.
+    """
+    tokenizer, messages = conversation.tokenizer, conversation.messages
+    header = generation_prompt(tokenizer, conversation.kwargs)
+    if i + 1 == len(messages) or not header:
+        return None
+    [beginning] = _renderings(
+        conversation,
+        [{"messages": messages[: i + 1], "add_generation_prompt": True}],
+    )
+    end = _length_of(beginning and beginning.removesuffix(header), text)
+    for start, stop in tokenizer.find_control_tokens(text):
+        if stop == end:
+            token = tokenizer.control_tokens[text[start:stop]]
+            return end if token in tokenizer.stop_token_ids else start
+    return end
+
+
+def _renderings(conversation, changes):
+    """Renders several times, `None` where the template refuses."""
+    return conversation.render_all([{}, *changes])[1:]
+
+
 def _turn_start(conversation, text, i, after, start):
     """Finds where a turn begins: the end of its generation prompt.
 
@@ -110,14 +142,21 @@ def _turn_start(conversation, text, i, after, start):
         opens = control_pattern(tuple(tokenizer.control_tokens)).match
         if start is not None and (header or not opens(text, start)):
             return start
+    first = _first_place(conversation, text, i) if start is None else None
     try:
         start, end = _content_place(conversation, text, i)
     except ValueError:
-        if start is None or not conversation.messages[i].get("tool_calls"):
+        if first is not None:
+            start, end = None, first
+        elif start is None or not conversation.messages[i].get("tool_calls"):
             raise
-        # Nothing is before the call: its mark is the model's to write.
-        return start
-    at = text.rfind(header, after, end if start is None else start)
+        else:
+            # Nothing is before the call: its mark is the model's to write.
+            return start
+    limit = end if start is None else start
+    # A turn may have a header for its thoughts and one for its words.
+    limit = limit if first is None else min(first, limit)
+    at = text.rfind(header, after, limit)
     if header and at >= 0:
         return at + len(header)
     if start is None:
@@ -126,6 +165,46 @@ def _turn_start(conversation, text, i, after, start):
     while not header and start > after and text[start - 1] == " ":
         start -= 1
     return start
+
+
+def _first_place(conversation, text, i):
+    """Finds where a turn's thoughts or its calls begin, by marks.
+
+    Returns the place in the text, or `None` where it has neither.
+    """
+    message, marks = conversation.messages[i], free_marks(conversation)
+    versions = []
+    if thoughts := {
+        name: marks[0] + message[name].lstrip()
+        for name in THOUGHTS
+        if isinstance(message.get(name), str)
+    }:
+        versions.append(thoughts)
+    if calls := message.get("tool_calls"):
+        versions.append({"tool_calls": _marked(calls, marks[0])})
+    if not versions:
+        return None
+    changes = []
+    for fields in versions:
+        changed = list(conversation.messages)
+        changed[i] = message | fields
+        changes.append({"messages": changed})
+    found = []
+    for rendered in _renderings(conversation, changes):
+        places = rendered and mark_places(rendered, text, marks)
+        found += [place for place, _ in places or ()]
+    return min(found, default=None)
+
+
+def _marked(calls, mark):
+    """Returns tool calls with a mark before the name of the first."""
+    call = calls[0]
+    if isinstance(call.get("function"), dict):
+        inner = call["function"]
+        call = call | {"function": inner | {"name": mark + inner["name"]}}
+    else:
+        call = call | {"name": mark + call["name"]}
+    return [call, *calls[1:]]
 
 
 def _content_place(conversation, text, i):

@@ -12,6 +12,8 @@ from keras_posttrain.workers.pool import Failure, Workers
 
 # The roles that published templates know.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Names of the field of a turn's thoughts.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 # A template comes from a stranger's directory: it runs in a process of its
@@ -246,10 +248,12 @@ def clean_messages(messages):
                 "A message's `content` must be a string or a list of parts. "
                 f"Received: message {i} has content={content!r}."
             )
-        # Older names of the field that templates read.
-        for name in ("reasoning", "thinking"):
+        for name in THOUGHTS:
             if isinstance(message.get(name), str):
                 message.setdefault("reasoning_content", message[name])
+        if message.get("reasoning_content"):
+            # The name that gpt-oss's template reads.
+            message.setdefault("thinking", message["reasoning_content"])
         cleaned.append(message)
     return cleaned
 

@@ -1,10 +1,12 @@
 """Converts Hugging Face configs to and from model settings."""
 
 import dataclasses
+import functools
 
+from keras_posttrain.models.hf import gemma4
+from keras_posttrain.models.hf.gemma4 import FULL, SLIDING
 from keras_posttrain.models.hf.rope import rope_parameters
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Fields that must have one of these values, because KerasHub's layers support
 # no others.
 REQUIRED = {
@@ -63,6 +65,8 @@ READ = set(REQUIRED) | {
     "norm_topk_prob",
     "mlp_only_layers",
     "decoder_sparse_step",
+    "swiglu_alpha",
+    "swiglu_limit",
 }
 # The factors of `Settings.multipliers` and their fields.
 MULTIPLIERS = {
@@ -131,10 +135,18 @@ class Settings:
         biases: tuple of the modules of a decoder layer that have a bias.
         experts: dict of a mixture's `count`, `top_k`, `width`, the tuple of
             the `dense_layers`, which have none, and of what its family has
-            of `shared_width` and `is_normalized`; or `None`.
+            of `shared_width`, `is_normalized`, and `alpha` and `limit` of its
+            activation; or `None`.
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
+        gemma4: dict of what only Gemma 4 has: `global_head_dim`, of layers
+            without a window; `global_key_value_heads` of these, `None` where
+            values are not keys; `shared_layers`, how many of the last layers
+            use the keys and values of others; `is_double_wide`, whether
+            their MLPs are; `input_size` and `input_vocabulary` of the
+            embedding for each layer, which has none if the size is 0. `None`
+            in other families.
     """
 
     sizes: dict
@@ -149,6 +161,7 @@ class Settings:
     biases: tuple = ()
     experts: dict | None = None
     multipliers: dict | None = None
+    gemma4: dict | None = None
 
 
 def from_config(config, family):
@@ -159,19 +172,14 @@ def from_config(config, family):
     field and its value.
     """
     notes = _check_known(config, family)
-    for field, (values, reason) in REQUIRED.items():
-        if config.get(field) not in values:
-            raise ValueError(
-                f"A config of model_type={family.model_type!r} with "
-                f"`{field}` set cannot be represented: {reason}. "
-                f"Received: {field}={config[field]!r}"
-            )
-    biases = _biases(config, family)
+    _check_required(config, family)
     config = _completed(config, family)
+    biases = _biases(config, family)
     sizes = _sizes(config, family)
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
+    own = _gemma4(config, family, sizes, windows)
     per_type = family.rope_by_type
     rope = {
         kind: rope_parameters(
@@ -180,6 +188,7 @@ def from_config(config, family):
         for kind in set(kinds)
     }
     gemma2 = family.model_type in ("gemma2", "gemma3_text")
+    scalar = config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
     cap = config["attn_logit_softcapping"] if gemma2 else None
     if cap is not None and per_type:
         # transformers reads this field but does not use it.
@@ -191,22 +200,48 @@ def from_config(config, family):
         activation=_activation(config, family),
         rope=_unrotated([rope[kind] for kind in kinds], config, family),
         windows=windows,
-        query_scalar=(
-            config["query_pre_attn_scalar"] if gemma2 else sizes["head_dim"]
-        ),
+        query_scalar=1 if family.is_gemma4 else scalar,
         attention_soft_cap=cap,
-        final_soft_cap=config["final_logit_softcapping"] if gemma2 else None,
+        final_soft_cap=config.get("final_logit_softcapping")
+        if "final_logit_softcapping" in family.defaults
+        else None,
         tied=bool(config["tie_word_embeddings"]),
         biases=biases,
         experts=_experts(config, family),
         multipliers=_multipliers(config, family),
+        gemma4=own,
     )
     return settings, notes
 
 
+def _check_required(config, family):
+    """Raises if no layers of KerasHub compute what the config says."""
+    for field, (values, reason) in REQUIRED.items():
+        values = (*values, *family.only.get(field, ()))
+        if config.get(field) not in values:
+            raise ValueError(
+                f"A config of model_type={family.model_type!r} with "
+                f"`{field}` set cannot be represented: {reason}. "
+                f"Received: {field}={config[field]!r}"
+            )
+
+
+def _gemma4(config, family, sizes, windows):
+    """Returns `Settings.gemma4`; raises if it cannot be represented."""
+    if not family.is_gemma4:
+        return None
+    why = functools.partial(refused, family)
+    own = gemma4.read_fields(config, windows, why)
+    heads, groups = sizes["num_attention_heads"], own["global_key_value_heads"]
+    check_head_dim(family.model_type, own["global_head_dim"])
+    check_groups(family.model_type, heads, groups or heads)
+    gemma4.check_rope(config, why)
+    return own
+
+
 def _check_known(config, family):
     """Returns notes on fields that are not read, or refuses them."""
-    known = READ | HARMLESS | set(family.only) | set(family.ignored)
+    known = READ | HARMLESS | {*family.only, *family.fields, *family.ignored}
     unknown = sorted(set(config) - known)
     if family.is_strict:
         for field in unknown:
@@ -236,10 +271,18 @@ def refused(family, field, value, expected):
 def _completed(config, family):
     """Returns a config with the family's defaults for absent fields."""
     defaults = dict(family.defaults)
+    if family.is_gemma4:
+        config = {k: v for k, v in config.items() if v is not None}
     for names in family.experts.fields.values() if family.experts else ():
         if any(config.get(name) is not None for name in names):
             for name in names:
                 defaults.pop(name, None)
+    if "rope_scaling" in defaults:
+        # It is the default of both, also where they are null.
+        rope = ("rope_scaling", "rope_parameters")
+        if any(config.get(name) for name in rope):
+            del defaults["rope_scaling"]
+        config = {k: v for k, v in config.items() if k not in rope or v}
     return {**defaults, **config}
 
 
@@ -282,6 +325,8 @@ def _unrotated(rope, config, family):
 def _experts(config, family):
     if family.experts is None:
         return None
+    if family.experts.switch and not config.get(family.experts.switch):
+        return None
     found = {}
     for name, fields in family.experts.fields.items():
         given = {
@@ -295,17 +340,15 @@ def _experts(config, family):
                 f"have one `{fields[0]}`. Received: {given or None}"
             )
         value = found[name] = next(iter(given.values()))
-        is_size = isinstance(value, int) and value > 0
-        if name != "is_normalized" and not is_size:
-            raise ValueError(
-                f"`{fields[0]}` of `config.json` must be a positive integer. "
-                f"Received: {fields[0]}={value!r}"
-            )
+        if name in ("alpha", "limit"):
+            _check_positive(fields[0], value, (int, float), "number")
+        elif name != "is_normalized":
+            _check_positive(fields[0], value, int, "integer")
     if found["top_k"] > found["count"]:
+        top, count = (family.experts.fields[x][0] for x in ("top_k", "count"))
         raise ValueError(
-            "`num_experts_per_tok` must be at most the number of experts. "
-            f"Received: num_experts_per_tok={found['top_k']}, "
-            f"{family.experts.fields['count'][0]}={found['count']}"
+            f"`{top}` must be at most the number of experts. Received: "
+            f"{top}={found['top_k']}, {count}={found['count']}"
         )
     found.setdefault("width", config["intermediate_size"])
     step = config.get("decoder_sparse_step") or 1
@@ -316,6 +359,14 @@ def _experts(config, family):
         if i in dense or (i + 1) % step
     )
     return found
+
+
+def _check_positive(field, value, types, kind):
+    if not isinstance(value, types) or not value > 0:
+        raise ValueError(
+            f"`{field}` of `config.json` must be a positive {kind}. "
+            f"Received: {field}={value!r}"
+        )
 
 
 def _multipliers(config, family):
@@ -451,7 +502,10 @@ def _pattern(config, family, num_layers, size):
         every = 2
         if "sliding_window_pattern" in family.defaults:
             every = config["sliding_window_pattern"]
-        return [SLIDING if (i + 1) % every else FULL for i in layers]
+        kinds = [SLIDING if (i + 1) % every else FULL for i in layers]
+        if family.is_gemma4:
+            kinds[-1] = FULL
+        return kinds
     first = config["max_window_layers"]
     return [SLIDING if size and i >= first else FULL for i in layers]
 
@@ -485,6 +539,11 @@ def to_config(settings, family):
     config.update(_scale_and_caps(settings, family))
     config.update(_window_fields(settings.windows, family))
     config.update(_rope_fields(settings, family))
+    if family.is_gemma4:
+        if settings.windows[-1] is not None:
+            what, received = "a window in the last layer", settings.windows
+            raise _not_expressible(family, what, f"windows={received}")
+        config.update(gemma4.to_fields(settings.gemma4))
     return config
 
 
@@ -509,10 +568,13 @@ def _bias_fields(settings, family):
 
 
 def _expert_fields(settings, family):
-    if settings.experts is None:
+    if family.experts is None:
         return {}
-    fields = family.experts.fields
-    found = {
+    switch, fields = family.experts.switch, family.experts.fields
+    if settings.experts is None:
+        return {switch: False}
+    found = {switch: True} if switch else {}
+    found |= {
         fields[name][0]: value
         for name, value in settings.experts.items()
         if name in fields
@@ -537,10 +599,12 @@ def _scale_and_caps(settings, family):
     if cap is not None and family.model_type != "gemma2":
         received = f"attention_logit_soft_cap={cap}"
         raise _not_expressible(family, "a cap of attention scores", received)
-    scalar = settings.query_scalar
+    scalar, final = settings.query_scalar, settings.final_soft_cap
+    if family.is_gemma4:
+        final = None if final is None else float(final)
+        return {"final_logit_softcapping": final}
     if later_gemma:
         # transformers requires an int and floats.
-        final = settings.final_soft_cap
         return {
             "query_pre_attn_scalar": int(scalar)
             if scalar % 1 == 0
@@ -552,8 +616,8 @@ def _scale_and_caps(settings, family):
         raise _not_expressible(
             family, "this scale of queries", f"query_scalar={scalar}"
         )
-    if settings.final_soft_cap is not None:
-        received = f"final_logit_soft_cap={settings.final_soft_cap}"
+    if final is not None:
+        received = f"final_logit_soft_cap={final}"
         raise _not_expressible(family, "a cap of logits", received)
     return {}
 
@@ -607,6 +671,8 @@ def _rope_fields(settings, family):
                 f"different rotary embeddings for layers of {kind!r}",
                 f"rope={settings.rope}",
             )
+    if family.is_gemma4:
+        return {"rope_parameters": gemma4.rope_fields(found)}
     if FULL in found:
         fields["rope_theta"] = found[FULL]["rope_theta"]
         scaling = {k: v for k, v in found[FULL].items() if k != "rope_theta"}

@@ -8,18 +8,14 @@ test_converted.py`; a config outside of it is an error.
 """
 
 import dataclasses
-import math
 import typing
 
 from keras_posttrain.models.hf.config import (
     FULL,
     HARMLESS,
-    SLIDING,
     check_groups,
-    check_head_dim,
 )
 from keras_posttrain.models.hf.families import FAMILIES
-from keras_posttrain.models.hf.rope import rope_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,7 @@ def for_converter(config):
         return {"architectures": [""], **text}
     config = {k: v for k, v in config.items() if v is not None}
     text, tie = dict(config["text_config"]), "tie_word_embeddings"
-    outer = {tie, "text_config", *_TOWERS}
+    outer = {tie, "text_config", "vision_config"}
     rest = {k: v for k, v in config.items() if k not in outer}
     rest = {k: v for k, v in rest.items() if not k.endswith(_OF_TOKENS)}
     _check_known(rest, {"model_type"}, model_type)
@@ -86,7 +82,6 @@ def for_converter(config):
     return {**outer, tie: text[tie]}
 
 
-_TOWERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image")
 _OF_TOKENS = ("_token_id", "_token_index")
 
 
@@ -148,81 +143,6 @@ _ROPE = {
 }
 
 
-def _free_head_dim(config, model_type, default):
-    found = config.get("head_dim") or default
-    check_head_dim(model_type, found)
-    return found
-
-
-def _layer_types(config, model_type, expected):
-    found = config.get("layer_types")
-    if found is not None and list(found) != expected:
-        raise _refused(model_type, "layer_types", found, f"{expected}")
-    return expected
-
-
-def _num_experts(config, model_type, default):
-    """Returns the number of experts, which has two names."""
-    found = {
-        config[name]
-        for name in ("num_experts", "num_local_experts")
-        if config.get(name) is not None
-    }
-    if len(found) > 1:
-        raise _refused(
-            model_type,
-            "num_experts",
-            f"{config['num_experts']}, with num_local_experts="
-            f"{config['num_local_experts']}",
-            "the same number",
-        )
-    return found.pop() if found else default
-
-
-# What KerasHub's layers of gpt-oss have as constants.
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-
-
-def _gpt_oss(config, model_type):
-    layers = range(config["num_hidden_layers"])
-    kinds = [FULL if i % 2 else SLIDING for i in layers]
-    if not (config.get("rope_scaling") or config.get("rope_parameters")):
-        config = {**config, "rope_scaling": _GPT_OSS_ROPE}
-    rope = rope_parameters(config)
-    factor = rope.get("factor", 1.0)
-    expected = {
-        **_GPT_OSS_ROPE,
-        "rope_theta": rope["rope_theta"],
-        "factor": factor,
-        "attention_factor": 0.1 * math.log(factor) + 1.0,
-    }
-    if rope != expected:
-        raise _refused(model_type, "rope_scaling", rope, f"{expected}")
-    quantized = config.get("quantization_config") or {}
-    if quantized.get("quant_method") != "mxfp4":
-        raise ValueError(
-            "KerasHub reads gpt-oss from checkpoints whose experts are in "
-            "MXFP4, as openai/gpt-oss-20b has them. Received: "
-            f"quantization_config={config.get('quantization_config')!r}"
-        )
-    return {
-        "layer_types": _layer_types(config, model_type, kinds),
-        "num_local_experts": _num_experts(config, model_type, 128),
-        "head_dim": _free_head_dim(config, model_type, 64),
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {**_GPT_OSS_ROPE, "factor": factor},
-        "rope_parameters": {},
-        "output_router_logits": False,
-    }
-
-
 def _gpt2(config, model_type):
     width = 4 * config["n_embd"]
     if config["n_inner"] not in (None, width):
@@ -231,86 +151,6 @@ def _gpt2(config, model_type):
         )
     # Dropout affects only training, where this library has its own.
     return {"resid_pdrop": 0.0}
-
-
-def _gemma4(config, model_type):
-    kinds = config["layer_types"]
-    layers = config["num_hidden_layers"]
-    if kinds is None:
-        kinds = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(layers)]
-        kinds[-1] = FULL
-    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
-        raise _refused(model_type, "layer_types", kinds, f"{layers} of them")
-    if kinds[-1] != FULL:
-        raise _refused(model_type, "layer_types", kinds, f"{FULL!r} at last")
-    found = _gemma4_full_layers(config, model_type, kinds)
-    same = config["attention_k_eq_v"]
-    heads = found["num_key_value_heads"]
-    return {
-        "layer_types": kinds,
-        "global_head_dim": _free_head_dim(found, model_type, 512),
-        # KerasHub shares keys and values where this is set.
-        "num_global_key_value_heads": heads if same else None,
-        "rope_parameters": _gemma4_rope(config, model_type),
-    }
-
-
-def _gemma4_full_layers(config, model_type, kinds):
-    """Returns the sizes of layers that attend to all tokens.
-
-    transformers 5 saves them in `per_layer_config`.
-    """
-    own = {
-        "head_dim": config["global_head_dim"],
-        "num_key_value_heads": (
-            config["num_global_key_value_heads"]
-            or config["num_key_value_heads"]
-        ),
-    }
-    table = config["per_layer_config"]
-    if not table:
-        return own
-    own = {name: config[name] for name in own}
-    table = {int(layer): fields for layer, fields in table.items()}
-    full = [i for i, kind in enumerate(kinds) if kind == FULL]
-    first = table.get(full[-1], {})
-    found = {**own, **first}
-    known = table == dict.fromkeys(full, first) and set(found) == set(own)
-    if not config["attention_k_eq_v"]:
-        heads = "num_key_value_heads"
-        known = known and found[heads] == own[heads]
-    if not known:
-        raise _refused(
-            model_type,
-            "per_layer_config",
-            table,
-            f"the same {sorted(own)} in each layer of {FULL!r}",
-        )
-    return found
-
-
-def _gemma4_rope(config, model_type):
-    expected = {
-        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-        FULL: {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 1_000_000.0,
-        },
-    }
-    for field in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
-        if config.get(field):
-            raise _refused(
-                model_type, field, config[field], "it in `rope_parameters`"
-            )
-    found = config.get("rope_parameters") or expected
-    for kind, fields in expected.items():
-        own = found.get(kind) or {}
-        if set(own) != set(fields) or own["rope_type"] != fields["rope_type"]:
-            raise _refused(
-                model_type, "rope_parameters", found, f"such as {expected}"
-            )
-    return found
 
 
 def _qwen3_5(config, model_type):
@@ -343,42 +183,6 @@ _SIZES = (
 _ROUTING = ("router_aux_loss_coef", "output_router_logits")
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 _SILU = {"hidden_act": ("silu",)}
-
-
-def _gemma4_family(nested):
-    return Converted(
-        sizes=(*_SIZES, "intermediate_size", "sliding_window"),
-        read={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "rms_norm_eps": 1e-6,
-            "sliding_window": 512,
-            "layer_types": None,
-            "final_logit_softcapping": None,
-            "vocab_size_per_layer_input": 262_144,
-            "hidden_size_per_layer_input": 256,
-            "num_kv_shared_layers": 0,
-            "enable_moe_block": False,
-            "use_double_wide_mlp": False,
-            "num_experts": None,
-            "top_k_experts": None,
-            "moe_intermediate_size": None,
-            "attention_k_eq_v": False,
-            "num_global_key_value_heads": None,
-            "global_head_dim": 512,
-            "per_layer_config": None,
-        },
-        only={
-            **_NO_BIASES,
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "tie_word_embeddings": (True,),
-            # Of the tokens of images, and there are none here.
-            "use_bidirectional_attention": (None, "vision"),
-        },
-        complete=_gemma4,
-        nested=nested,
-        ignored=("max_position_embeddings",),
-    )
 
 
 _QWEN3_5 = {
@@ -437,33 +241,6 @@ CONVERTED = {
             "task_specific_params",
         ),
     ),
-    "gpt_oss": Converted(
-        sizes=(*_SIZES, "intermediate_size"),
-        read={
-            "num_key_value_heads": 8,
-            "num_local_experts": None,
-            "num_experts": None,
-            "num_experts_per_tok": 4,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "head_dim": 64,
-            "layer_types": None,
-            "sliding_window": 128,
-            "max_position_embeddings": 131_072,
-            "quantization_config": None,
-        },
-        only={
-            **_SILU,
-            "attention_bias": (True,),
-            "tie_word_embeddings": (False,),
-            "swiglu_alpha": (1.702,),
-            "swiglu_limit": (7.0,),
-        },
-        complete=_gpt_oss,
-        ignored=(*_ROUTING, "initial_context_length", "experts_per_token"),
-    ),
-    "gemma4_text": _gemma4_family(nested=False),
-    "gemma4": _gemma4_family(nested=True),
     "qwen3_5": Converted(
         sizes=(*_SIZES, "intermediate_size"),
         read=_QWEN3_5,

@@ -47,7 +47,7 @@ def hf_config(causal_lm, *, dtype=None, tokenizer=None):
         base = {
             key: value
             for key, value in copy.deepcopy(dict(source["config"])).items()
-            if key not in READ and key not in _STALE
+            if key not in READ and key not in {*_STALE, *family.fields}
         }
         lengths = ("max_position_embeddings", "sliding_window")
         for key in lengths:

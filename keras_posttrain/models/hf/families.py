@@ -5,10 +5,15 @@ writes or names weights uses this table.
 """
 
 import dataclasses
+import re
 
 import keras_hub
 
-from keras_posttrain.models.experts import EXPERT_NAMES
+from keras_posttrain.models.experts import (
+    EXPERT_NAMES,
+    EXPERT_NAMES_OF_GEMMA4,
+)
+from keras_posttrain.models.hf import gemma4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Layers:
         heads_first: bool, whether the kernels of query, key and value are
             `(heads, hidden, head_dim)` and not `(hidden, heads, head_dim)`.
         windows: str, how the layers store a sliding window: `"none"`,
-            `"gemma"`, `"mistral"`, `"qwen"` or `"qwen3"`.
+            `"gemma"`, `"mistral"`, `"qwen"`, `"qwen3"` or `"gpt_oss"`.
         has_head_dim: bool, whether the size of a head can be set.
         has_tied: bool, whether the constructor can tie the head.
     """
@@ -50,32 +55,40 @@ class Experts:
     """The experts of a mixture: names, variables and settings.
 
     Args:
-        block: str, the decoder layer's attribute of its mixture.
+        fields: dict from a name of `Settings.experts` to the fields of
+            `config.json`; the first is written.
         gate, up: pairs of the bank's attribute, a variable `(experts, in,
             out)`, and the half of its last axis, or `None` for all of it.
-        down: str, the bank's attribute of its variable.
         names: dict from `"gate"`, `"up"` and `"down"` to Hugging Face's name
-            of one expert's matrix, with its number as `{}`.
+            of one expert's matrix, with its number as `{}`; `None` where
+            `Family.parameters` has the experts.
+        block: str, the decoder layer's attribute of its mixture.
+        down: str, the bank's attribute of its variable.
         stacked: tuple of the names of all experts' gates over ups, and of
             their downs, as models of transformers 5 have them.
         dense: dict of the `modules` of a layer without experts, in a family
             that may have some.
-        fields: dict from a name of `Settings.experts` to the fields of
-            `config.json`; the first is written.
+        weights: str, the path of the bank of weights in the block, empty if
+            it is the block.
+        switch: str, the field by which a config has experts, or `None` if
+            all of the family have.
     """
 
-    gate: tuple
-    up: tuple
-    names: dict
     fields: dict
+    gate: tuple = ()
+    up: tuple = ()
+    names: dict | None = None
     block: str = "mlp"
+    weights: str = "expert_bank"
+    switch: str | None = None
     down: str = "_expert_feedforward_output_dense"
     stacked: tuple = EXPERT_NAMES
     dense: dict = dataclasses.field(default_factory=dict)
 
     def bank(self, layer):
         """Returns the layer's experts, or `None`."""
-        return getattr(getattr(layer, self.block), "expert_bank", None)
+        block = attribute(layer, self.block)
+        return attribute(block, self.weights) if self.weights else block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +107,15 @@ class Family:
             bias where it is true.
         fixed_biases: tuple of the modules that always have one.
         experts: `Experts` or `None`.
+        parameters: dict from the name of a tensor in a Hugging Face decoder
+            layer to the path of the variable in KerasHub's that equals it.
         fused: dict from a module of the checkpoint to the modules whose
             outputs it concatenates.
         no_rope: bool, whether some layers do not rotate.
         partial_rotary: bool, whether a part of a head may be rotated.
         rope_by_type: bool, whether layers with a window rotate otherwise.
+        optional: tuple of the modules that some layers lack.
+        fields: tuple of fields that no other family reads.
         post_norms: bool, whether norms are those of the blocks' outputs.
         heads_norms: bool, whether the heads of queries and of keys are
             normalized together.
@@ -119,10 +136,13 @@ class Family:
     biases: dict = dataclasses.field(default_factory=dict)
     fixed_biases: tuple = ()
     experts: Experts | None = None
+    parameters: dict = dataclasses.field(default_factory=dict)
     fused: dict = dataclasses.field(default_factory=dict)
     no_rope: bool = False
     partial_rotary: bool = False
     rope_by_type: bool = False
+    optional: tuple = ()
+    fields: tuple = ()
     post_norms: bool = False
     heads_norms: bool = False
     multipliers: bool = False
@@ -134,8 +154,19 @@ class Family:
     def is_gemma(self):
         return self.layers.keras_name.startswith("Gemma")
 
+    @property
+    def is_gemma4(self):
+        return self.layers.keras_name == "Gemma4"
+
     def modules_of(self, layer):
         """Returns the `modules` of a decoder layer."""
+        if self.optional:
+            return {
+                name: path
+                for name, path in self.modules.items()
+                if name not in self.optional
+                or attribute(layer, path) is not None
+            }
         if self.experts is None or self.experts.bank(layer) is not None:
             return self.modules
         shared = {
@@ -160,6 +191,7 @@ LAYERS = {
     for layers in (
         Layers("Gemma", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
         Layers("Gemma3", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
+        Layers("Gemma4", **_GEMMA_LAYERS, windows="gemma", has_tied=False),
         Layers("Llama3", has_head_dim=False),
         Layers("Mistral", windows="mistral", has_tied=False),
         Layers("Qwen", windows="qwen", has_head_dim=False),
@@ -169,6 +201,12 @@ LAYERS = {
         ),
         Layers("QwenMoe", windows="qwen", has_head_dim=False),
         Layers("Qwen3Moe", windows="qwen3"),
+        Layers(
+            "GptOss",
+            attention="self_attention_layer",
+            windows="gpt_oss",
+            has_tied=False,
+        ),
     )
 }
 
@@ -192,6 +230,20 @@ _GEMMA2_NORMS = {
 _GEMMA3_NORMS = {
     "self_attn.q_norm": "attention.query_norm",
     "self_attn.k_norm": "attention.key_norm",
+}
+# What a token has for each layer; a projection that is not adapted.
+_PER_LAYER = {
+    "per_layer_input_gate": "per_layer_input_gate",
+    "per_layer_projection": "per_layer_up_proj",
+    "post_per_layer_input_norm": "post_per_layer_input_norm",
+}
+_GEMMA4_EXPERTS = {
+    "router.proj": "moe_router.proj",
+    "router.scale": "moe_router.per_dim_scale",
+    "router.per_expert_scale": "moe_expert_bank.per_expert_scale",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_moe",
+    "post_feedforward_layernorm_1": "post_ffw_norm_dense",
+    "post_feedforward_layernorm_2": "post_ffw_norm_moe_path",
 }
 _LLAMA = {
     "input_layernorm": "_self_attention_layernorm",
@@ -355,6 +407,70 @@ def _attention(names):
     }
 
 
+def _gpt_oss():
+    """Returns gpt-oss, whose experts KerasHub has as Hugging Face does."""
+    attention, block = "self_attention_layer", "sparse_moe_block"
+    experts = [f"{n}{end}" for n in EXPERT_NAMES for end in ("", "_bias")]
+    projections = zip(
+        _ATTENTION_BIAS["attention_bias"], ("query", "key", "value", "output")
+    )
+    return Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        layers=LAYERS["GptOss"],
+        modules={
+            "input_layernorm": "input_layernorm",
+            **{name: f"{attention}.{x}_dense" for name, x in projections},
+            "post_attention_layernorm": "post_attention_layernorm",
+            "mlp.router": f"{block}.router.router_dense",
+        },
+        parameters={
+            "self_attn.sinks": f"{attention}.sinks",
+            **{x: f"{block}.{x.removeprefix('mlp.')}" for x in experts},
+        },
+        # Every second layer attends to all tokens, as in Gemma 2.
+        windows="gemma",
+        biases=_ATTENTION_BIAS,
+        experts=Experts(
+            block=block,
+            weights="experts",
+            fields={
+                "count": ("num_local_experts", "num_experts"),
+                "top_k": ("num_experts_per_tok",),
+                "alpha": ("swiglu_alpha",),
+                "limit": ("swiglu_limit",),
+            },
+        ),
+        defaults=_GPT_OSS_DEFAULTS,
+        only={"hidden_act": ("silu",), "attention_bias": (True,)},
+        ignored=(*_ROUTING, "initial_context_length", "experts_per_token"),
+        is_strict=True,
+    )
+
+
+_GPT_OSS_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131_072,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 _ROUTER = "_sparse_feedforward_gate_dense"
 _SHARED = "mlp.shared_expert_dense._feedforward"
 
@@ -374,6 +490,40 @@ _ALL = (
     _gemma_like(
         "gemma3_text", "Gemma3", "Gemma3", {**_GEMMA2_NORMS, **_GEMMA3_NORMS},
         "gemma", _GEMMA3_DEFAULTS,
+    ),
+    Family(
+        model_type="gemma4_text",
+        architecture="Gemma4ForCausalLM",
+        layers=LAYERS["Gemma4"],
+        modules={
+            **_GEMMA, **_GEMMA2_NORMS, **_GEMMA3_NORMS, **_PER_LAYER,
+            **_GEMMA4_EXPERTS, "layer_scalar": "layer_scalar",
+        },
+        optional=(
+            "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm",
+            *_PER_LAYER, *_GEMMA4_EXPERTS,
+        ),
+        experts=Experts(
+            gate=("gate_proj", None), up=("up_proj", None), down="down_proj",
+            block="moe_expert_bank", weights="", switch="enable_moe_block",
+            names={}, stacked=EXPERT_NAMES_OF_GEMMA4,
+            fields={
+                "count": ("num_experts",),
+                "top_k": ("top_k_experts",),
+                "width": ("moe_intermediate_size",),
+            },
+        ),
+        windows="gemma",
+        defaults=gemma4.DEFAULTS,
+        fields=gemma4.READ,
+        rope_by_type=True,
+        only={
+            **dict.fromkeys(gemma4.UNREAD, (None,)),
+            "attention_bias": (False,),
+            # Of the tokens of images, and there are none here.
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        is_strict=True,
     ),
     _llama_like(
         "Llama", "Llama3", biases={**_ATTENTION_BIAS, **_MLP_BIAS},
@@ -500,6 +650,7 @@ _ALL = (
         _NO_WINDOWS,
         _UNUSED_WINDOWS,
     ),
+    _gpt_oss(),
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 # The attribute of a model that names its Hugging Face type.
@@ -508,6 +659,7 @@ MODEL_TYPE = "kpt_model_type"
 # loaded by this package is of the first family on its layers.
 _BY_BACKBONE = {
     "Gemma3Backbone": "gemma3_text",
+    "Gemma4Backbone": "gemma4_text",
     "LlamaBackbone": "llama",
     "MistralBackbone": "mistral",
     "QwenBackbone": "qwen2",
@@ -515,6 +667,7 @@ _BY_BACKBONE = {
     "MixtralBackbone": "mixtral",
     "QwenMoeBackbone": "qwen2_moe",
     "Qwen3MoeBackbone": "qwen3_moe",
+    "GptOssBackbone": "gpt_oss",
 }
 
 
@@ -536,6 +689,8 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
                 return None
+            if model_type == "gemma4_text" and not is_gemma4_text(backbone):
+                return None
             family = FAMILIES[model_type]
             is_known = _has_known_layers(backbone, family.experts)
             return family if is_known else None
@@ -546,6 +701,7 @@ def _has_known_layers(backbone, experts):
     """Returns whether all layers have experts, or the family knows others."""
     return (
         experts is None
+        or experts.switch is not None
         or bool(experts.dense)
         or all(
             experts.bank(layer) is not None
@@ -565,8 +721,39 @@ def _is_gemma3_text(backbone):
     )
 
 
+def is_gemma4_text(backbone):
+    """Returns whether a backbone is a causal Gemma 4 without other inputs.
+
+    One whose layers all share keys and values is the draft of another model.
+    """
+    return (
+        type(backbone) is keras_hub.models.Gemma4Backbone
+        and backbone.text_only_model
+        and not backbone.use_bidirectional_attention
+        and not backbone.is_embedding_model
+        and not backbone.transformer_layers[0].is_kv_shared_layer
+    )
+
+
 def attribute(layer, path):
-    """Returns a nested attribute by a path such as "attention.query_dense"."""
+    """Returns a nested attribute by a path such as "attention.query_dense".
+
+    It is `None` where the layer lacks one of them.
+    """
     for name in path.split("."):
-        layer = getattr(layer, name)
+        layer = getattr(layer, name, None)
     return layer
+
+
+def has_experts(causal_lm):
+    """Returns whether a model is a mixture of experts of a known family."""
+    family = family_of(causal_lm)
+    if family is None or family.experts is None:
+        return False
+    layers = causal_lm.backbone.transformer_layers
+    return any(family.experts.bank(layer) is not None for layer in layers)
+
+
+def is_norm(module):
+    """Returns whether the module of this name is a norm."""
+    return re.search(r"norm(_\d)?$", module) is not None

@@ -9,6 +9,7 @@ import re
 import keras
 from keras import ops
 
+from keras_posttrain.models.hf import gemma4
 from keras_posttrain.models.hf.blocks import (
     HeadsNorm,
     at_path,
@@ -16,7 +17,7 @@ from keras_posttrain.models.hf.blocks import (
     set_blocks,
 )
 from keras_posttrain.models.hf.config import Settings
-from keras_posttrain.models.hf.families import attribute
+from keras_posttrain.models.hf.families import attribute, is_norm
 from keras_posttrain.models.hf.rope import RotaryEmbedding, parameters_of
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -43,10 +44,14 @@ def norms_of(causal_lm, family):
     """Returns the decoder's norms by Hugging Face name, the final one too."""
     found = {}
     for i, layer in enumerate(causal_lm.backbone.transformer_layers):
-        for name, path in family.modules.items():
-            if name.endswith("norm"):
+        for name, path in family.modules_of(layer).items():
+            if is_norm(name):
                 found[f"model.layers.{i}.{name}"] = attribute(layer, path)
     found["model.norm"] = causal_lm.backbone.layer_norm
+    if hasattr(causal_lm.backbone, "per_layer_projection_norm"):
+        found["model.per_layer_projection_norm"] = (
+            causal_lm.backbone.per_layer_projection_norm
+        )
     return found
 
 
@@ -78,9 +83,7 @@ def read_settings(causal_lm, family):
         activation=_one(
             "activation", {x.name: _activation(x, family) for x in layers}
         ),
-        rope=tuple(
-            parameters_of(getattr(a, family.layers.rotary)) for a in attentions
-        ),
+        rope=tuple(rope_of(attention, family) for attention in attentions),
         windows=tuple(window_of(layer, family) for layer in layers),
         query_scalar=_one(
             "query scale",
@@ -104,6 +107,7 @@ def read_settings(causal_lm, family):
         ),
         experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
+        gemma4=gemma4.read_layers(backbone) if family.is_gemma4 else None,
     )
 
 
@@ -130,18 +134,29 @@ def _experts(layers, family):
     """Returns `Settings.experts` of the decoder layers, or `None`."""
     if family.experts is None:
         return None
-    is_dense = [family.experts.bank(layer) is None for layer in layers]
+    banks = [family.experts.bank(layer) for layer in layers]
+    is_dense = [bank is None for bank in banks]
+    if all(is_dense) and family.experts.switch:
+        return None
     if all(is_dense):
         raise ValueError(
             "A mixture must have experts in one layer at least, or it cannot "
             f"be exported. Received: {len(layers)} layers without experts"
         )
-    block = attribute(layers[is_dense.index(False)], family.experts.block)
+    first = is_dense.index(False)
+    bank, block = banks[first], attribute(layers[first], family.experts.block)
+    if family.is_gemma4:
+        top_k = layers[first].moe_router.num_experts_per_token
+        width = bank.expert_intermediate_dim
+    else:
+        top_k, width = block.top_k, bank.intermediate_dim
     found = {
         "dense_layers": tuple(i for i, dense in enumerate(is_dense) if dense),
-        "count": block.expert_bank.num_experts,
-        "top_k": block.top_k,
-        "width": block.expert_bank.intermediate_dim,
+        "count": bank.num_experts,
+        "top_k": top_k,
+        "width": width,
+        "alpha": getattr(bank, "alpha", None),
+        "limit": getattr(bank, "limit", None),
         "shared_width": getattr(block, "intermediate_dim_shared", None),
         "is_normalized": getattr(block, "norm_top_k_prob", True),
     }
@@ -176,13 +191,28 @@ def apply_settings(causal_lm, family, settings):
             if _activation(layer, family) != settings.activation:
                 layer.activation = ACTIVATIONS[settings.activation]
                 changed["hidden_act", settings.activation] = True
-        elif set_query_scalar(attention, settings.query_scalar):
+        elif not family.is_gemma4 and set_query_scalar(
+            attention, settings.query_scalar
+        ):
             changed["query_pre_attn_scalar", settings.query_scalar] = True
         if set_rope(attention, family, settings.rope[i]):
             changed["rope", str(settings.rope[i])] = True
         if set_window(layer, family, settings.windows[i]):
             changed["sliding_window", str(settings.windows)] = True
+        for name in ("alpha", "limit"):
+            if set_constant(layer, family, settings.experts, name):
+                changed[f"swiglu_{name}", settings.experts[name]] = True
     return notes + [f"{what} set to {value}" for what, value in changed]
+
+
+def set_constant(layer, family, experts, name):
+    """Sets a constant of the experts' activation; true if it changed."""
+    if experts is None or name not in experts:
+        return False
+    bank = family.experts.bank(layer)
+    is_new = getattr(bank, name) != experts[name]
+    setattr(bank, name, experts[name])
+    return is_new
 
 
 def set_paths(backbone, family):
@@ -192,7 +222,7 @@ def set_paths(backbone, family):
     made, and checkpoints and optimizers know variables by their paths. Keras
     has no public way to rename a variable.
     """
-    if family.experts is None:
+    if family.experts is None or family.is_gemma4:
         return
     for layer in backbone.transformer_layers:
         block = getattr(layer, family.experts.block)
@@ -268,6 +298,8 @@ def _activation(layer, family):
 
 def _query_scalar(attention, family):
     """Returns the number whose square root divides the scores."""
+    if family.is_gemma4:
+        return 1
     if not family.is_gemma:
         return attention_head_dim(attention, family)
     if attention.query_head_dim_normalize:
@@ -294,10 +326,31 @@ def set_query_scalar(attention, scalar):
     return True
 
 
+def rope_of(attention, family):
+    """Returns the `rope_parameters` of an attention layer."""
+    found = parameters_of(getattr(attention, family.layers.rotary))
+    if not family.is_gemma4 or attention.rotary_dim == attention.head_dim:
+        return found
+    partial, size = attention.rope_partial_rotary_factor, attention.head_dim
+    if int(partial * size // 2) != attention.rotary_dim // 2:
+        # KerasHub turns one pair at least.
+        partial = attention.rotary_dim / size
+    return {
+        "rope_type": "proportional",
+        "rope_theta": found["rope_theta"],
+        "partial_rotary_factor": float(partial),
+        "factor": found.get("factor", 1.0),
+    }
+
+
 def set_rope(attention, family, parameters):
     """Replaces the rotary layer if its parameters differ; true if it did."""
     old = getattr(attention, family.layers.rotary)
-    if parameters_of(old) == parameters:
+    # KerasHub rounds yarn's factor to the dtype of the activations.
+    is_exact = isinstance(old, RotaryEmbedding) or (
+        parameters["rope_type"] != "yarn"
+    )
+    if is_exact and rope_of(attention, family) == parameters:
         return False
     head_dim = attention_head_dim(attention, family)
     new = RotaryEmbedding(
@@ -306,6 +359,9 @@ def set_rope(attention, family, parameters):
     with _unlocked_tracker(attention) as tracker:
         tracker.untrack(old)
         setattr(attention, family.layers.rotary, new)
+    if family.is_gemma4:
+        # KerasHub passes the features on that this layer is to rotate.
+        attention.rotary_dim = attention.head_dim
     return True
 
 
@@ -364,6 +420,8 @@ def window_of(layer, family):
         return layer.sliding_window
     if family.layers.windows == "qwen3":
         return attention.sliding_window_size or None
+    if family.layers.windows == "gpt_oss":
+        return attention.sliding_window
     if not getattr(attention, "use_sliding_window_attention", False):
         return None
     return attention.sliding_window_size
@@ -378,37 +436,38 @@ def set_window(layer, family, window):
             layer.sliding_window = attention._sliding_window = window
         elif family.layers.windows == "qwen3":
             attention.sliding_window_size = window
+        elif family.layers.windows == "gpt_oss":
+            attention.sliding_window = window
         else:
             attention.use_sliding_window_attention = window is not None
             if window is not None:
                 attention.sliding_window_size = window
     masked = False
-    if family.layers.windows in ("qwen", "qwen3"):
+    if family.layers.windows in ("qwen", "qwen3", "gpt_oss"):
         masked = _set_mask_window(layer, window)
     return old != window or masked
 
 
-def set_gpt_oss_windows(backbone):
-    """Moves the windows of gpt-oss to the layers that have them.
+def windows_of(backbone, family):
+    """Returns the windows that the layers of a KerasHub backbone must have.
 
-    KerasHub 0.32 windows the 2nd, 4th, ... layer and lets a token attend to
-    one token too many; transformers windows the 1st, 3rd, ... layer.
+    KerasHub 0.32 windows the 2nd, 4th, ... layer of gpt-oss, transformers the
+    1st, 3rd, ... layer.
     """
-    window = backbone.sliding_window
-    for i, layer in enumerate(backbone.transformer_layers):
-        layer.self_attention_layer.sliding_window = None
-        _set_mask_window(layer, None if i % 2 else window)
-    windows = [None if i % 2 else window for i in range(backbone.num_layers)]
-    return [f"sliding_window set to {tuple(windows)}"]
+    if family.layers.windows == "gpt_oss":
+        size = backbone.sliding_window
+        return [None if i % 2 else size for i in range(backbone.num_layers)]
+    return [window_of(x, family) for x in backbone.transformer_layers]
 
 
 def _set_mask_window(layer, window):
     """Applies the window of a layer in its attention mask.
 
     KerasHub's Qwen layers apply the window in the attention, but not in the
-    branch that JAX always uses (`ops.dot_product_attention`). It is therefore
-    applied to the mask that the decoder layer computes. Returns whether the
-    layer was changed.
+    branch that JAX always uses (`ops.dot_product_attention`). Those of gpt-oss
+    let a token attend to one token too many. It is therefore applied to the
+    mask that the decoder layer computes. Returns whether the layer was
+    changed.
     """
     name = "_compute_self_attention_mask"
     mask_function = vars(layer).get(name)

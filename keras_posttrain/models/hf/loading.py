@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from keras_posttrain import _console
-from keras_posttrain._variables import without_values
+from keras_posttrain._variables import shapes_only, without_values
 from keras_posttrain.models import (
     device_transfer,
     keras_quantized,
@@ -21,6 +21,7 @@ from keras_posttrain.models import (
 )
 from keras_posttrain.models.hf import (
     directories,
+    gemma4,
     layer_patches,
     quantized_files,
 )
@@ -37,6 +38,7 @@ from keras_posttrain.models.hf.families import (
     MODEL_TYPE,
     family_of,
 )
+from keras_posttrain.models.hf.rope import parameters_of
 from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -161,6 +163,18 @@ def _from_preset(preset, dtype, load_weights):
         ) from error
 
 
+def keeps_dtype(preset):
+    """Returns whether a preset is loaded in no other dtype than its own.
+
+    Keras has quantized such a preset. It is built without values.
+    """
+    if directories.resolve(preset) is not None:
+        return False
+    with shapes_only():
+        causal_lm = _from_keras_hub(preset, None, load_weights=False)
+    return keras_quantized.is_quantized(causal_lm)
+
+
 def _from_keras_hub(preset, dtype, load_weights):
     with device_transfer.host_as_default(), _without_drafts():
         return keras_hub.models.CausalLM.from_preset(
@@ -214,26 +228,17 @@ def _convert(path, config, dtype, load_weights):
             ) from error
     if load_weights and "text_config" not in config:
         _check_all_read(causal_lm, checkpoint)
-    if load_weights and config.get("quantization_config"):
-        method = config["quantization_config"]["quant_method"]
-        _console.say(
-            f"{method}: the experts were read as floats, since codes are kept "
-            f"of linear layers only: {str(path)!r}"
-        )
     repair(causal_lm)
     return causal_lm
 
 
 def _check_all_read(causal_lm, checkpoint):
     """Raises if a checkpoint has more or fewer numbers than the model."""
-    stored = 0
-    for name, shape in checkpoint.shapes.items():
-        size = math.prod(shape)
-        if name.endswith("_blocks"):
-            # Two numbers of MXFP4 in each byte.
-            size *= 2
-        if not name.endswith(_NOT_WEIGHTS):
-            stored += size
+    stored = sum(
+        math.prod(shape)
+        for name, shape in checkpoint.shapes.items()
+        if not name.endswith(_NOT_WEIGHTS)
+    )
     head = _head(checkpoint)
     if head and causal_lm.backbone.token_embedding.tie_weights:
         stored -= math.prod(checkpoint.shapes[head])
@@ -251,13 +256,8 @@ def _check_all_read(causal_lm, checkpoint):
         )
 
 
-# Buffers, which the model computes, and scales of MXFP4.
-_NOT_WEIGHTS = (
-    "inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    "_scales",
-)
+# Buffers, which the model computes.
+_NOT_WEIGHTS = ("inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def _without_values(load_weights):
@@ -324,17 +324,22 @@ def _remember(causal_lm, source, notes):
     vars(causal_lm).update(kpt_source=source, kpt_repairs=notes)
 
 
+# The text models of multimodal ones.
+TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+
+
 def _text_config(config):
-    """Extracts the language model from a multimodal Gemma 3 config."""
-    if config["model_type"] != "gemma3" or "text_config" not in config:
+    """Extracts the language model from a multimodal Gemma 3 or 4 config."""
+    model_type = config["model_type"]
+    if model_type not in TEXT or "text_config" not in config:
         return config, []
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
     text = {key: config[key] for key in shared if key in config}
-    text.update(config["text_config"], model_type="gemma3_text")
-    text.setdefault(
-        "tie_word_embeddings", config.get("tie_word_embeddings", True)
-    )
-    return text, ["vision tower left out: gemma3 loaded as a text model"]
+    text.update(config["text_config"], model_type=TEXT[model_type])
+    tie = "tie_word_embeddings"
+    text.setdefault(tie, config.get(tie, True))
+    note = f"vision tower left out: {model_type} loaded as a text model"
+    return text, [note]
 
 
 def _arguments(settings, family):
@@ -367,6 +372,10 @@ def _arguments(settings, family):
             ]
     elif rope["rope_type"] == "linear":
         arguments["rope_scaling_factor"] = rope["factor"]
+    if layers.windows == "gpt_oss":
+        # Without a window no layer has this one.
+        arguments["sliding_window"] = window or 128
+        arguments["rope_scaling_factor"] = rope.get("factor", 1.0)
     if layers.windows == "mistral":
         arguments["sliding_window"] = window
     if layers.has_tied:
@@ -395,6 +404,16 @@ def _mixture_arguments(experts):
 def _gemma_arguments(settings, family, window):
     if family.model_type == "gemma":
         return {"intermediate_dim": 2 * settings.sizes["intermediate_size"]}
+    if family.is_gemma4:
+        return {
+            **gemma4.arguments(
+                settings.gemma4, settings.windows, settings.experts
+            ),
+            **gemma4.rope_arguments(settings.rope, settings.windows),
+            "final_logit_soft_cap": settings.final_soft_cap,
+            "use_sliding_window_attention": window is not None,
+            "sliding_window_size": window or 512,
+        }
     arguments = {
         "use_post_ffw_norm": True,
         "use_post_attention_norm": True,
@@ -491,7 +510,7 @@ def _load_weights(causal_lm, checkpoint, stored=None):
     found, modules = _named(causal_lm, checkpoint, stored)
     for variable, read in _readers(found, checkpoint.open):
         _fill(variable, read)
-    used = {f"{module}.{end}" for module in modules for end in stored.ends()}
+    used = {name for module in modules for name in stored.names(module)}
     if modules:
         _load_quantized(checkpoint, stored, modules)
         _check_no_biases(checkpoint, modules, found)
@@ -629,7 +648,7 @@ def _named(causal_lm, checkpoint, stored=None):
             # A tied pair may be saved under either name.
             name = name if name in checkpoint.names else _head(checkpoint)
         module = name.removesuffix(".weight")
-        if stored is not None and name != module and tensor.is_linear:
+        if stored is not None and tensor.is_linear:
             if stored.is_stored(checkpoint, module):
                 modules[module] = tensor
                 continue
@@ -661,8 +680,9 @@ def repair(causal_lm):
     Some settings of KerasHub's backbones are not passed on to their layers:
     the norm epsilon (in Qwen 3's query and key norms and in all blocks of
     Gemma), Gemma's query scale, and Qwen's sliding window without KerasHub's
-    vLLM hook. A model from `load_causal_lm`, or one that was repaired before,
-    is not changed. Returns a line for each repair; also in `kpt_repairs`.
+    vLLM hook. The windows of gpt-oss are in the wrong layers. A model from
+    `load_causal_lm`, or one that was repaired before, is not changed. Returns
+    a line for each repair; also in `kpt_repairs`.
 
     Layers that Keras has quantized are replaced; see `keras_quantized.py`.
     """
@@ -678,22 +698,29 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
-    elif isinstance(backbone, keras_hub.models.GptOssBackbone):
-        notes += layer_patches.set_gpt_oss_windows(backbone)
     _remember(causal_lm, None, notes)
     return notes
 
 
 def _repair_layers(backbone, family):
     found = {}
-    for layer in backbone.transformer_layers:
+    windows = layer_patches.windows_of(backbone, family)
+    for layer, window in zip(backbone.transformer_layers, windows):
+        was_right = layer_patches.window_of(layer, family) == window
         attention = layer_patches.attention_of(layer, family)
-        if family.is_gemma and not backbone.query_head_dim_normalize:
+        scaled = family.is_gemma and not family.is_gemma4
+        if scaled and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads
             if layer_patches.set_query_scalar(attention, scalar):
                 found[f"query scale set to {scalar} ** -0.5"] = True
-        if layer_patches.set_window(
-            layer, family, layer_patches.window_of(layer, family)
-        ):
-            found["sliding window applied in the attention mask"] = True
+        if layer_patches.set_window(layer, family, window):
+            note = f"sliding_window set to {tuple(windows)}"
+            if was_right:
+                note = "sliding window applied in the attention mask"
+            found[note] = True
+        rotary = getattr(attention, family.layers.rotary)
+        if getattr(rotary, "rope_type", None) == "yarn":
+            parameters = parameters_of(rotary)
+            layer_patches.set_rope(attention, family, parameters)
+            found["factor of the rotation computed in float32"] = True
     return list(found)

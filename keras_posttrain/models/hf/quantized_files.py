@@ -11,6 +11,7 @@ import json
 import math
 import re
 
+import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.models.quantized import NF4, Storage
@@ -87,6 +88,10 @@ class Format:
         """Returns the ends of the names of a layer's tensors."""
         raise NotImplementedError
 
+    def names(self, module):
+        """Returns the names of a layer's tensors, as a list."""
+        return [f"{module}.{end}" for end in self.ends()]
+
     def matrix(self, checkpoint, module, shape):
         """Reads a layer as a `Matrix`; only where it has a `storage`."""
         raise NotImplementedError
@@ -107,7 +112,9 @@ class Format:
         return value
 
     def _read(self, checkpoint, module, end, shape):
-        name = f"{module}.{end}"
+        return self._read_tensor(checkpoint, f"{module}.{end}", shape)
+
+    def _read_tensor(self, checkpoint, name, shape):
         if checkpoint.shapes.get(name) != tuple(shape):
             raise ValueError(
                 f"A quantized layer lacks a tensor of {self.name}. Expected: "
@@ -509,12 +516,59 @@ class CompressedTensors(Format):
         return codes.T.astype("int8"), scales, zeros, order
 
 
+class MXFP4(Format):
+    """MXFP4 of the Open Compute Project, as gpt-oss has it for its experts.
+
+    Blocks of 32 inputs of an expert share a scale, a power of 2; a byte holds
+    two numbers, the first in the low bits. These have two significant bits at
+    most, so that bfloat16 holds them exactly.
+    """
+
+    name = "MXFP4"
+    _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    def is_stored(self, checkpoint, module):
+        # Attention is not quantized.
+        return checkpoint is not None and f"{module}_blocks" in (
+            checkpoint.names
+        )
+
+    def why_floats(self, module):
+        return "codes are kept of linear layers, not of experts"
+
+    def names(self, module):
+        return [f"{module}_blocks", f"{module}_scales"]
+
+    def floats(self, checkpoint, module, shape):
+        """Reads all experts of a layer, bfloat16 `(out, in, experts)`."""
+        out, into, experts = shape
+        groups, (blocks, scales) = -(-into // 32), self.names(module)
+        size = (experts, out, groups)
+        codes = self._read_tensor(checkpoint, blocks, (*size, 16))
+        exponents = self._read_tensor(checkpoint, scales, size)
+        values = np.array(self._VALUES, "float32")
+        values = np.concatenate([values, -values])
+        # Both numbers of each byte, which are looked up together.
+        byte = np.arange(256)
+        pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+        pairs = pairs.view("uint64")[:, 0]
+        found = np.empty((experts, out, into), jnp.bfloat16)
+        # One expert at a time, to save memory.
+        for i in range(experts):
+            powers = exponents[i].astype("int32") - 127
+            numbers = pairs.take(codes[i]).view("float32")
+            numbers *= np.ldexp(np.float32(1), powers)[..., None]
+            found[i] = numbers.reshape(out, -1)[:, :into]
+        return found.transpose(1, 2, 0)
+
+
 FORMATS = {
     "gptq": GPTQ,
     "awq": AWQ,
     "bitsandbytes": BitsAndBytes,
     "fp8": Float8,
     "compressed-tensors": CompressedTensors,
+    "mxfp4": MXFP4,
 }
 
 

@@ -17,6 +17,9 @@ FIELDS = {
     # It differs from "default" only beyond `max_position_embeddings`, which
     # no task takes.
     "dynamic": ("factor",),
+    # A part of the pairs of a head turns, the others not at all. Each pair
+    # has the frequency that it would have if all did.
+    "proportional": ("partial_rotary_factor", "factor"),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -77,6 +80,9 @@ def rope_parameters(config, layer_type=None, partial_rotary=False):
     if partial is None:
         partial = config.get("partial_rotary_factor")
     is_whole = partial in (None, 1, 1.0)
+    if rope_type == "proportional":
+        _complete_proportional(found, partial)
+        is_whole = True
     if not is_whole and not (partial_rotary and 0 < partial < 1):
         raise ValueError(
             "Models of this type rotate whole heads in transformers; a part "
@@ -171,6 +177,16 @@ def _complete_yarn(found, config):
         found["attention_factor"] = float(factor)
 
 
+def _complete_proportional(found, partial):
+    found["partial_rotary_factor"] = 1.0 if partial is None else float(partial)
+    found["factor"] = float(found.get("factor") or 1.0)
+    if not 0 <= found["partial_rotary_factor"] <= 1:
+        raise ValueError(
+            "`partial_rotary_factor` must be a number from 0 to 1. "
+            f"Received: partial_rotary_factor={partial}"
+        )
+
+
 def _complete_longrope(found, config):
     """Fills in the factor of cosines and sines (Ding et al., 2024)."""
     original = found["original_max_position_embeddings"]
@@ -186,7 +202,11 @@ def _complete_longrope(found, config):
 
 def rotated_size(parameters, head_dim):
     """Returns the features of a head that are rotated."""
-    size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    partial = parameters.get("partial_rotary_factor", 1.0)
+    if parameters["rope_type"] == "proportional":
+        # Some of them by an angle of 0.
+        partial = 1.0
+    size = int(head_dim * partial)
     factors = [
         parameters[name]
         for name in ("short_factor", "long_factor")
@@ -196,9 +216,8 @@ def rotated_size(parameters, head_dim):
         raise ValueError(
             "A rotation needs an even number of features, and `short_factor` "
             "and `long_factor` a number for each pair of them. Received: "
-            f"head_dim={head_dim}, partial_rotary_factor="
-            f"{parameters.get('partial_rotary_factor', 1.0)}, factors of "
-            f"lengths {[len(x) for x in factors]}"
+            f"head_dim={head_dim}, partial_rotary_factor={partial}, factors "
+            f"of lengths {[len(x) for x in factors]}"
         )
     return size
 
@@ -220,6 +239,10 @@ def inverse_frequencies(parameters, head_dim, is_long=False):
         frequencies = np.zeros_like(frequencies)
     elif rope_type == "linear":
         frequencies = frequencies / np.float32(parameters["factor"])
+    elif rope_type == "proportional":
+        turned = int(parameters["partial_rotary_factor"] * head_dim // 2)
+        frequencies = frequencies / np.float32(parameters["factor"])
+        frequencies[turned:] = 0
     elif rope_type == "llama3":
         frequencies = _llama3(parameters, frequencies)
     elif rope_type == "yarn":
@@ -400,12 +423,30 @@ def parameters_of(layer):
                 ),
             }
         return found
+    if layer.rope_type == "yarn":
+        return _keras_hub_yarn(layer, theta)
     if layer.rope_type != "linear":
         raise ValueError(
-            "Only KerasHub rotary layers with rope_type='linear' can be "
-            f"described. Received: rope_type={layer.rope_type!r}"
+            "Only KerasHub rotary layers with rope_type='linear' or 'yarn' "
+            f"can be described. Received: rope_type={layer.rope_type!r}"
         )
     if layer.scaling_factor != 1:
         found["rope_type"] = "linear"
         found["factor"] = float(layer.scaling_factor)
+    return found
+
+
+def _keras_hub_yarn(layer, theta):
+    found = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": float(layer.scaling_factor),
+        "original_max_position_embeddings": (
+            layer.original_max_position_embeddings
+        ),
+        "beta_fast": layer.beta_fast,
+        "beta_slow": layer.beta_slow,
+        "truncate": layer.truncate,
+    }
+    _complete_yarn(found, {})
     return found

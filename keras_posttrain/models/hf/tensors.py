@@ -7,7 +7,12 @@ import keras
 import numpy as np
 
 from keras_posttrain.models import device_transfer
-from keras_posttrain.models.hf.families import FAMILIES, attribute, family_of
+from keras_posttrain.models.hf.families import (
+    FAMILIES,
+    attribute,
+    family_of,
+    is_norm,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,8 @@ class Tensor:
         parts: tuple of `Part`s that the tensor concatenates.
         axis: int, the axis along which it does.
         is_linear: bool, whether it is the weight `(out, in)` of a linear
-            layer.
+            layer, or those of all experts, `(experts, in, out)`: what a
+            checkpoint may have quantized.
     """
 
     name: str
@@ -189,8 +195,9 @@ def model_tensors(causal_lm, stored=()):
         prefix = f"model.layers.{i}."
         found += _layer_tensors(layer, family, prefix)
         bank = family.experts and family.experts.bank(layer)
-        if bank is not None:
+        if bank is not None and family.experts.names is not None:
             found += _expert_tensors(bank, family.experts, prefix, stored)
+    found += _per_layer_tensors(backbone)
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
         head = Part(embedding.reverse_embeddings, ((1,), (0,)))
@@ -198,11 +205,35 @@ def model_tensors(causal_lm, stored=()):
     return found
 
 
+def _per_layer_tensors(backbone):
+    """Lists the weights by which Gemma 4 has inputs for each layer."""
+    embedding = getattr(backbone, "per_layer_token_embedding", None)
+    if embedding is None:
+        return []
+    kernel = backbone.per_layer_model_projection.kernel
+    return [
+        _same("model.embed_tokens_per_layer.weight", embedding.embeddings),
+        Tensor(
+            "model.per_layer_model_projection.weight",
+            (Part(kernel, ((1,), (0,))),),
+        ),
+        _same(
+            "model.per_layer_projection_norm.weight",
+            backbone.per_layer_projection_norm.scale,
+        ),
+    ]
+
+
 def _layer_tensors(layer, family, prefix):
     parts = {}
     for name, path in family.modules_of(layer).items():
         module = attribute(layer, path)
-        if name.endswith("norm"):
+        if isinstance(module, keras.Variable):
+            # Hugging Face stores a number with one axis.
+            axes = tuple((i,) for i in range(module.ndim)) or ((),)
+            parts[name] = (Part(module, axes),)
+            continue
+        if is_norm(name):
             parts[f"{name}.weight"] = _same("", module.scale).parts
             continue
         parts[f"{name}.weight"] = (_kernel(name, module.kernel, family),)
@@ -213,17 +244,23 @@ def _layer_tensors(layer, family, prefix):
             inside = [parts.pop(f"{name}.{end}", ()) for name in names]
             if any(inside):
                 parts[f"{whole}.{end}"] = sum(inside, ())
-    return [
+    found = [
         Tensor(prefix + name, own, is_linear=name.endswith("_proj.weight"))
         for name, own in parts.items()
     ]
+    for name, path in family.parameters.items():
+        [part] = _same("", attribute(layer, path)).parts
+        is_linear = name.endswith("_proj")
+        found.append(Tensor(prefix + name, (part,), is_linear=is_linear))
+    return found
 
 
 def _expert_tensors(bank, experts, prefix, stored):
     """Lists the experts of a layer, whose kernels are `(experts, in, out)`."""
     count = bank.num_experts
     stacked = [prefix + name for name in experts.stacked]
-    if stacked[0] in {name.removesuffix(".weight") for name in stored}:
+    stored = {name.removesuffix(".weight") for name in stored}
+    if not experts.names or stacked[0] in stored:
         transposed = ((0,), (2,), (1,))
         gate_up = (
             Part(*_half(bank, where, slice(None), transposed))

@@ -6,6 +6,7 @@ which sample is in which slot.
 """
 
 import contextlib
+import math
 import typing
 
 import jax
@@ -83,6 +84,10 @@ class Placement:
     """The layout of arrays: slots over the data axis, heads over the other.
 
     It follows Keras's distribution; without one there is a single device.
+
+    Args:
+        kv_heads: int, the greatest common divisor of the layers' numbers of
+            heads of keys and values.
     """
 
     def __init__(self, kv_heads):
@@ -137,7 +142,7 @@ class SlotDecoder:
     def __init__(self, policy, using_weights, kv_shapes, dtype, note):
         self.policy, self._using_weights = policy, using_weights
         self.kv_shapes, self.dtype = kv_shapes, dtype
-        self.placement = Placement(kv_shapes[0][0])
+        self.placement = Placement(math.gcd(*(n for n, _ in kv_shapes)))
         self._note = note
         self.cache, self.slots, self.tokens = None, 0, 0
         self._prefill = jax.jit(self._prefill, static_argnums=0)

@@ -7,7 +7,7 @@ import uuid
 
 import numpy as np
 
-from keras_posttrain.models.hf.families import family_of
+from keras_posttrain.models.hf.families import family_of, has_experts
 from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.request import Completion, Scores
 from keras_posttrain.rollout.rollout import Rollout, sample_counter
@@ -150,8 +150,12 @@ class VLLMRollout(Rollout):
         if self._engine is not None:
             return
         settings.check_task(
-            self.adapter, self._lora, self._on_tpu, self._is_mixture
+            self.adapter,
+            self._lora,
+            self._on_tpu,
+            has_experts(self.model.causal_lm),
         )
+        settings.check_family(family_of(self.model.causal_lm))
         self._folder = Folder(self.directory)
         try:
             task, dtype = self.model, self._dtype
@@ -238,13 +242,8 @@ class VLLMRollout(Rollout):
 
     @property
     def _sends_adapter(self):
-        merges = self._on_tpu or self._is_mixture
+        merges = self._on_tpu or has_experts(self.model.causal_lm)
         return settings.sends_adapter(self.adapter, self._lora, merges)
-
-    @property
-    def _is_mixture(self):
-        family = family_of(self.model.causal_lm)
-        return family is not None and family.experts is not None
 
     # Weights
 

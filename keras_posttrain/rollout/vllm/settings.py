@@ -19,6 +19,8 @@ CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
 # Tokens of a block of vLLM's cache on a CPU.
 BLOCK = 128
+# Families whose samples were not compared with the trainer.
+NOT_COMPARED = ("gpt_oss",)
 
 
 def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
@@ -83,6 +85,21 @@ def check_task(adapter, lora, on_tpu, is_mixture):
         raise ValueError(
             "`adapter=True` needs a task with a LoRA adapter of rank "
             f"{RANKS[-1]} at most. Received: lora={lora!r}"
+        )
+
+
+def check_family(family):
+    """Checks that vLLM was compared with the trainer in a `Family`.
+
+    `family` may be `None`; then the weights have no names, which is said
+    where they are written.
+    """
+    if family is not None and family.model_type in NOT_COMPARED:
+        raise ValueError(
+            "vLLM's model of this type was not compared with the trainer's: "
+            "its samples could have other log-probabilities. Use "
+            "`kpt.rollout.NativeRollout()`, the default. Received: a model "
+            f"of model_type={family.model_type!r}"
         )
 
 
