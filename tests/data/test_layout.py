@@ -83,6 +83,7 @@ def test_the_arrays_of_a_row():
         "sequence_mask": [0, 1, 1, 0],
         "sequence_ids": [3, 3, 3, 0],
         "prefix_segments": [0, 1, 1, 0],
+        "shared_by": [2, 1, 1, 0],
     }
     for name, values in expected.items():
         np.testing.assert_array_equal(batch.arrays[name], [values])
@@ -101,6 +102,7 @@ def test_two_groups_share_a_row():
         "positions": [0, 1, 2, 2, 0, 1, 2, 3, 4, 0],
         "predicted_by": [0, 0, 1, 1, 3, 4, 5, 6, 7, 8],
         "prefix_segments": [0, 1, 1, 0, 4, 0, 0, 0],
+        "shared_by": [2, 1, 1, 1, 1, 0, 0, 0],
         "sequence_mask": [0, 1, 1, 0, 1, 0, 0, 0],
         "sequence_ids": [0, 0, 0, 1, 1, 0, 0, 0],
     }

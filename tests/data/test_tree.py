@@ -51,6 +51,7 @@ def test_the_arrays_of_a_tree():
     assert arrays["token_ids"][:11] == [5, 6, 7, 8, 9, 10, 11, 7, 14, 12, 13]
     assert arrays["segment_ids"] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 7, 7, 0, 0, 0]
     assert arrays["prefix_segments"] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert arrays["shared_by"] == [4, 3, 2, 1, 1, 1, 1, 0]
     assert arrays["positions"][:11] == [0, 1, 2, 3, 4, 5, 5, 2, 3, 1, 2]
     assert arrays["predicted_by"][:11] == [0, 0, 1, 2, 3, 4, 4, 1, 7, 0, 9]
     assert arrays["completion_mask"] == [0] * 2 + [1, 1, 0] + [1] * 4 + [
