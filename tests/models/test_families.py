@@ -5,6 +5,7 @@ configs, plain, packed and cached, and `test_export.py` what is written.
 """
 
 import functools
+import re
 
 import jax
 import keras
@@ -42,11 +43,11 @@ FAMILIES = {
     "gpt_oss": {},
     "gemma4_text": {
         **GEMMA4_E2B,
-        "num_hidden_layers": 3,
-        "layer_types": ["full_attention", "sliding_attention"]
-        + ["full_attention"],
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
         "num_kv_shared_layers": 1,
     },
+    # Two sizes of heads, and two numbers of those of keys and values.
     "gemma4_text_moe": GEMMA4_EXPERTS,
     "granite": {},
     "llama_wide": {"head_dim": 12, "attention_bias": True, "mlp_bias": True},
@@ -82,30 +83,22 @@ def make(directory, lora=None, task=kpt.SFTTask, **settings):
     return made
 
 
-by_family = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.full] if name == "gemma4_text_moe" else [],
-        )
-        for name in FAMILIES
-    ],
-)
-# `test_mixtures.py` and `test_same_numbers.py` have these of mixtures, other
-# files those of Llama.
-by_dense_family = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.full]
-            if name.endswith(("_moe", "_wide")) or name == "mixtral"
-            else [],
-        )
-        for name in FAMILIES
-    ],
-)
+def cases(full):
+    """Cases of all families, of which `full(name)` says what CI leaves out."""
+    return pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(name, marks=[pytest.mark.full] if full(name) else [])
+            for name in FAMILIES
+        ],
+    )
+
+
+# `test_mixtures.py` and `test_same_numbers.py` have the dense families' tests
+# of mixtures, other files those of Llama.
+is_other = re.compile(".*(_moe|_wide)|mixtral").fullmatch
+by_family = cases(lambda name: name == "gemma4_text_moe")
+by_dense_family = cases(is_other)
 
 
 def steps(directory, **fit):
@@ -175,7 +168,7 @@ def test_a_tree_equals_its_paths(family, directories):
     )
 
 
-@by_dense_family
+@cases(lambda name: is_other(name) and name != "gemma4_text_moe")
 def test_samples_have_the_trainers_log_probs(family, directories):
     task = make(directories(family), kpt.LoRA(rank=2))
     engine = kpt.rollout.NativeRollout(num_slots=3)
@@ -378,7 +371,10 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("stop")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("gemma4_text", marks=[pytest.mark.full]), "mixtral", "phi3"],
+)
 def test_a_stopped_run_is_resumed_bit_for_bit(family, directories, tmp_path):
     def run(directory, *callbacks):
         task = make(directories(family))
