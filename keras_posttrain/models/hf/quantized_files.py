@@ -4,6 +4,7 @@ A format stores the weight of a linear layer `m` as tensors such as
 `m.qweight` and `m.scales`, which `quantization_config` in `config.json`
 describes. A `Format` reads them as the matrix `(in, out)` of the layer. Where
 its grid is one of `models/quantized.py`, the codes are taken as they are.
+MXFP4 is of the experts of gpt-oss, all of a layer in one tensor.
 """
 
 import dataclasses
