@@ -266,9 +266,9 @@ def router_loss(value, policy):
         )
     if not policy.has_experts:
         raise ValueError(
-            "`router_loss` needs a mixture of experts, such as Mixtral, "
-            "Qwen2-MoE or Qwen3-MoE, whose layers run one by one. Leave it "
-            f"out. Received: router_loss={value!r} for a "
+            "`router_loss` needs a mixture of experts whose layers run one "
+            "by one, such as Mixtral, Qwen3-MoE or gpt-oss. Leave it out. "
+            f"Received: router_loss={value!r} for a "
             f"{type(policy.backbone).__name__}"
         )
 
