@@ -119,12 +119,27 @@ def test_rounding(kind):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama3", "gemma2", "gemma3_text", "qwen2"]
+    "family, kind",
+    [
+        pytest.param(
+            family, kind, marks=[] if kind == own else pytest.mark.full
+        )
+        for family, own in (
+            ("llama3", "int4"),
+            ("gemma2", "nf4"),
+            ("gemma3_text", "int8"),
+            ("qwen2", "double"),
+        )
+        for kind in KINDS
+    ],
 )
-def test_every_family(family):
-    task = make(family, quantize="int4")
+def test_every_family(family, kind):
+    """Each in one kind, and in all kinds in the full suite."""
+    task = make(family, quantize=KINDS[kind])
     floats = with_floats_of(task, family)
     np.testing.assert_allclose(logps(task), logps(floats), atol=1e-5)
+    for one, other in zip(trained(task), trained(floats), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_what_is_read_is_rounded_once():
