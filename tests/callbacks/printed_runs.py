@@ -14,6 +14,7 @@ import time
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+import jax
 import keras
 
 import keras_posttrain as kpt
@@ -31,8 +32,10 @@ def output_to(path):
 
 def silent(folder):
     output_to(os.devnull)
-    # Keras imports TensorFlow for this where it is installed, which prints.
+    # Keras imports TensorFlow for this where it is installed, which prints, as
+    # libtpu does on some machines without a TPU when JAX looks for devices.
     keras.utils.set_random_seed(0)
+    jax.devices()
     for name, case in contract.TASKS.items():
         output_to(f"{folder}/{name}")
         compiled = {}

@@ -605,6 +605,11 @@ REFUSED = {
         {"use_bidirectional_attention": "all"},
         "'all'",
     ),
+    "gemma4_second_embedding": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 95},
+        "vocab_size_per_layer_input=95",
+    ),
     "gemma4_layers": (
         "gemma4_text",
         {"per_layer_config": {"0": {"head_dim": 4}}},

@@ -91,6 +91,10 @@ def read_fields(config, windows, refused):
         value = config[field]
         if not isinstance(value, int) or value < 0:
             raise refused(field, value, "an integer from 0")
+    rows, inputs = "vocab_size_per_layer_input", "hidden_size_per_layer_input"
+    if config[inputs] and config[rows] < config["vocab_size"]:
+        # Ids beyond would be NaN; transformers raises an error for them.
+        raise refused(rows, config[rows], "`vocab_size` at least")
     if windows[-1] is not None:
         kinds = config.get("layer_types")
         raise refused("layer_types", kinds, f"{FULL!r} at last")
