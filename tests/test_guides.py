@@ -14,6 +14,8 @@ import sys
 import keras
 import pytest
 
+import keras_posttrain as kpt
+
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "guides").glob("*.py"))
 HEADER = re.compile(
@@ -32,11 +34,19 @@ def run(tmp_path, monkeypatch, capsys):
     """Runs a guide in this process, which has its imports already.
 
     `run(name)` returns the folder that the guide wrote, and what it printed.
-    `seed` takes the place of the guide's.
+    `seed` takes the place of the guide's. With `is_short`, each `fit` of a
+    `GRPOTask` ends after two steps.
     """
     seed_all, seed_random = keras.utils.set_random_seed, random.seed
+    fit = kpt.GRPOTask.fit
 
-    def run_here(name, seed=SEED):
+    def two_steps(task, rows, batch_size, epochs, **kwargs):
+        rows = rows[: 2 * batch_size]
+        return fit(task, rows, batch_size=batch_size, **kwargs)
+
+    def run_here(name, seed=SEED, is_short=False):
+        if is_short:
+            monkeypatch.setattr(kpt.GRPOTask, "fit", two_steps)
         monkeypatch.setattr(
             keras.utils, "set_random_seed", lambda _: seed_all(seed)
         )
@@ -261,12 +271,18 @@ def test_grpo_arithmetic(run):
 
 
 def check_tool_use(run, seed):
-    folder, text = run("tool_use", seed)
+    folder, _ = run("tool_use", seed)
     results = json.loads((folder / "results.json").read_text())
     assert results["before"] < 0.4 and results["calls_before"] < 0.5
     assert results["after"] > 2 * results["before"]
     assert results["calls_after"] > 0.7
-    return folder, text
+
+
+def check_black_box_agent(run, seed):
+    folder, _ = run("black_box_agent", seed)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["before"] < 0.4
+    assert results["after"] > 2 * results["before"]
 
 
 def check_multi_turn_game(run, seed):
@@ -280,36 +296,48 @@ def check_multi_turn_game(run, seed):
 
 
 def check_self_play(run, seed):
-    folder, text = run("self_play", seed)
+    folder, _ = run("self_play", seed)
     results = json.loads((folder / "results.json").read_text())
     # Against its copies the policy sees fewer of its own mistakes.
     for way, factor in (("both_seats", 1.8), ("frozen_copy", 1.5)):
         before, after = results[way]
         assert 0.15 < before < 0.4 and after > factor * before
-    return text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [SEED, 1, 2])
+@pytest.mark.parametrize(
+    "check", [check_tool_use, check_black_box_agent, check_self_play]
+)
+def test_agents_learn(run, check, seed):
+    check(run, seed)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize(
-    "check", [check_tool_use, check_multi_turn_game, check_self_play]
-)
-def test_other_seeds_learn_too(run, check, seed):
-    check(run, seed)
+def test_other_seeds_learn_too(run, seed):
+    check_multi_turn_game(run, seed)
+
+
+# Of the guides to agents one is run whole; of the others all cells, with few
+# steps. What they learn is asserted in the full suite.
 
 
 def test_tool_use(run):
-    folder, text = check_tool_use(run, SEED)
+    folder, text = run("tool_use", is_short=True)
     assert '"name": "calculator"' in text
+    assert [line["step"] for line in read_log(folder)] == [1, 2]
     lines = (folder / "completions.jsonl").read_text().splitlines()
     assert any('"role": "tool"' in line for line in lines)
+    results = json.loads((folder / "results.json").read_text())
+    assert 0 < results["before"] < 0.4 and 0 < results["after"]
 
 
 def test_black_box_agent(run):
-    folder, text = run("black_box_agent")
+    folder, text = run("black_box_agent", is_short=True)
     results = json.loads((folder / "results.json").read_text())
-    assert results["before"] < 0.4
-    assert results["after"] > 2 * results["before"]
+    assert 0 < results["before"] < 0.4 and 0 < results["after"]
+    assert [line["step"] for line in read_log(folder)] == [1, 2]
     assert "requests of an episode: 2.0" in text
     assert "of those that fork: 0.0" in text
 
@@ -319,9 +347,15 @@ def test_multi_turn_game(run):
 
 
 def test_self_play(run):
-    text = check_self_play(run, SEED)
+    folder, text = run("self_play", is_short=True)
     assert "user:\na b c\nd e f\ng h i\n" in text
     assert "--- other ---" in text
+    results = json.loads((folder / "results.json").read_text())
+    for way in ("both_seats", "frozen_copy"):
+        before, after = results[way]
+        assert 0.15 < before < 0.4 and 0 < after
+        steps = [line["step"] for line in read_log(folder / way)]
+        assert steps == [1, 2]
 
 
 def test_qlora(run):
