@@ -265,8 +265,8 @@ def chosen_share(backbone):
     return 1
 
 
-def has_experts(layer):
-    """Returns whether a decoder layer has experts of this file."""
+def is_recorded(layer):
+    """Returns whether `recorded_routing` has the routing of a layer."""
     block = _block_of(layer)
     return hasattr(block, "kpt_chosen") or hasattr(layer, "moe_expert_bank")
 

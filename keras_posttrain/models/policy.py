@@ -137,7 +137,7 @@ class Policy:
     @property
     def has_experts(self):
         """Bool, whether a layer has experts whose routing is recorded."""
-        return self.packable and any(map(experts.has_experts, self.layers))
+        return self.packable and any(map(experts.is_recorded, self.layers))
 
     @contextlib.contextmanager
     def recorded_routing(self, is_recorded=True):

@@ -21,6 +21,7 @@ from tests.models.tiny_checkpoints import (
     TOKEN_IDS,
     assert_all_ways_equal,
     assert_equal_logits,
+    cached_logits,
     make_checkpoint,
     packed_logits,
     plain_logits,
@@ -524,6 +525,17 @@ def test_gemma4_has_transformers_types_of_layers(layers):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
+
+
+def test_the_epsilon_of_e4b(tmp_path):
+    """Norms of small inputs multiply rounding, also in transformers."""
+    fields = {**GEMMA4_E2B, "rms_norm_eps": 1e-6}
+    directory, want = make_checkpoint(tmp_path / "hf", "gemma4_text", **fields)
+    causal_lm = load_causal_lm(directory)
+    want = jax.nn.log_softmax(want)
+    for logits in (plain_logits, packed_logits, cached_logits):
+        got = jax.nn.log_softmax(logits(causal_lm))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
 def test_repairs_are_reported(tmp_path):

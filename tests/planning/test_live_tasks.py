@@ -200,6 +200,16 @@ def test_two_plans_at_once(tmp_path, monkeypatch):
     ]
     alone = [figures(task.plan("cpu:1", **kwargs)) for kwargs in settings]
     assert alone[0] != alone[1]
+    # Now read from the cache, which in tests has all programs.
+    events = []
+
+    def listen(event, **_):
+        events.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    assert figures(task.plan("cpu:1", **settings[0])) == alone[0]
+    jax.monitoring.unregister_event_listener(listen)
+    assert any(event.endswith("cache_hits") for event in events)
     task.barrier = threading.Barrier(2)
     monkeypatch.setattr(topology.Topology, "is_present", False)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

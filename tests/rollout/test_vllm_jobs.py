@@ -18,6 +18,7 @@ from keras_posttrain.rollout.vllm import folder, jobs, weights, worker
 from keras_posttrain.rollout.vllm import http as vllm_http
 from keras_posttrain.rollout.vllm.engine import _TokenStream
 from keras_posttrain.rollout.vllm.server import ServerEngine, _flags
+from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import REFERENCE
 
 
@@ -37,6 +38,24 @@ from tests.support import REFERENCE
 def test_settings_are_checked(settings, match):
     with pytest.raises(ValueError, match=match):
         VLLMRollout(**settings)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gpt_oss"])
+def test_families_that_were_not_compared(model_type, tmp_path):
+    """Refused by name before vLLM is looked for."""
+    directory, _ = make_checkpoint(tmp_path / "hf", model_type)
+    task = kpt.GRPOTask.from_preset(
+        directory, tokenizer=REFERENCE / "models/qwen3", sequence_length=32
+    )
+    task.compile(
+        rewards=[lambda completions: [0.0] * len(completions)],
+        rollout=VLLMRollout(),
+        max_completion_length=8,
+        stop_token_ids=[2],
+    )
+    match = f"NativeRollout.*model_type='{model_type}'"
+    with pytest.raises(ValueError, match=match):
+        task.fit([{"prompt_ids": [5, 7]}], batch_size=1, verbose=0)
 
 
 def test_requests_to_vllms_parameters():
