@@ -28,7 +28,7 @@ import keras_hub
 import numpy as np
 
 import keras_posttrain as kpt
-from keras_posttrain.distribution import hlo, topology
+from keras_posttrain.distribution import hlo, programs, topology
 from keras_posttrain.models.experts import Expert, choose_experts
 from keras_posttrain.models.grouped_matmul import block_size, sort_by_expert
 
@@ -205,17 +205,17 @@ def measure_cpu():
 
 def measure_tpu(name="v5e:2x2"):
     """Compiles for one chip of a topology, in bfloat16."""
-    device = topology.get(name).devices[0]
+    hardware = topology.get(name)
+    device = hardware.devices[0]
     found = {}
     with kpt.distribution.fsdp(devices=[device]).scope():
         sharding = jax.sharding.SingleDeviceSharding(device)
         arguments = layer_arguments("bfloat16", sharding)
         for name, passes in PASSES.items():
-            compiled = topology.compile(lower(passes, arguments, 1))
-            cost = compiled.cost_analysis()["flops"]
+            program = programs.compile(lower(passes, arguments, 1), hardware)
             found[name] = {
-                "ratio": cost / ideal_flops(passes),
-                "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+                "ratio": program.flops / ideal_flops(passes),
+                "temporaries": program.temporaries,
             }
     return found
 

@@ -54,25 +54,21 @@ class Measurement:
         return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
 
-def measure(compiled, num_devices, data_dependent_trips):
-    """Reads the `Measurement` of a compiled program."""
-    counts = hlo.count(compiled.as_text(), num_devices, data_dependent_trips)
-    memory = compiled.memory_analysis()
-    cost = compiled.cost_analysis() or {}
-    cost = cost[0] if isinstance(cost, list) else cost
+def measure(program, num_devices, data_dependent_trips):
+    """Reads the `Measurement` of a `programs.Program`."""
+    counts = hlo.count(program.text, num_devices, data_dependent_trips)
     # XLA counts a loop's body once.
-    elementwise = max(cost.get("flops", 0.0) - counts.flops_once, 0.0)
-    traffic = float(cost.get("bytes accessed", 0.0)) + counts.traffic_again
-    in_use = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    elementwise = max(program.flops - counts.flops_once, 0.0)
+    in_use = program.peak - program.arguments
     if in_use <= 0:
         # The compiler for CPUs reports no peak.
-        in_use = memory.temp_size_in_bytes
+        in_use = program.temporaries
     numbers = {
         "temporaries": float(in_use),
-        "set aside": float(memory.temp_size_in_bytes),
-        "program": float(memory.generated_code_size_in_bytes),
+        "set aside": float(program.temporaries),
+        "program": float(program.code),
         "flops": counts.flops + elementwise,
-        "traffic": traffic,
+        "traffic": program.traffic + counts.traffic_again,
     }
     for collective in counts.collectives:
         numbers[f"count {collective.kind}"] = collective.count

@@ -5,14 +5,10 @@ import functools
 import math
 import os
 import re
-import threading
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 
-# Held while JAX's cache of programs is off, which is a setting of the process.
-_COMPILING = threading.Lock()
 # Silence libtpu's warnings on machines without a TPU.
 LIBTPU_SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -102,28 +98,6 @@ def get(name):
         raise ValueError(_unknown(name))
     devices = _tpu_devices(kind, sizes, name)
     return Topology(str(name), tuple(devices), chip)
-
-
-def compile(lowered, is_present=False):
-    """Compiles a program to look at, for devices that may not be there.
-
-    Args:
-        lowered: `jax.stages.Lowered`.
-        is_present: bool, whether the devices are those of this process. Then
-            JAX's persistent cache is used. A program for other devices can be
-            written to the cache but not read from it.
-    """
-    if is_present:
-        return lowered.compile()
-    with _COMPILING:
-        before = jax.config.jax_enable_compilation_cache
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
-            return lowered.compile()
-        finally:
-            jax.config.update("jax_enable_compilation_cache", before)
-            compilation_cache.reset_cache()
 
 
 def _unknown(name, why=""):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from keras_posttrain.distribution import topology
+from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.policy import PACKABLE_MODELS
@@ -38,7 +38,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             adapted = task.adapter is not None
             program = decoder._decode.lower(adapted, *given, limits)
             return measure(
-                topology.compile(program, hardware.is_present),
+                programs.compile(program, hardware),
                 len(hardware.devices),
                 decoding.STEPS,
             )

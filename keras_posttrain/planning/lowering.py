@@ -193,14 +193,18 @@ class PlannedTask:
 
         return changing, held, jax.tree.map(row, batch)
 
+    @property
+    def options(self):
+        """The compiler's options for the training step, or `None`."""
+        models = [self.task.causal_lm, *(x.causal_lm for x in self.companions)]
+        return quantized.compiler_options(*models)
+
     def lower(self, batch):
         """Lowers the training step to a `jax.stages.Lowered`."""
         changing, held, batch = self.shapes(batch)
         out = jax.tree.map(lambda x: x.sharding, changing)
         counters = {"step": np.int32(1), "seed": np.int32(0)}
-        models = [self.task.causal_lm, *(x.causal_lm for x in self.companions)]
-        options = quantized.compiler_options(*models)
-        program = compile_step(self.task.train_step, out, options=options)
+        program = compile_step(self.task.train_step, out, options=self.options)
         return program.lower({**changing, **counters}, held, batch)
 
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from keras_posttrain.distribution import topology
+from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
 from keras_posttrain.models import guards
 from keras_posttrain.models.sharding import shared_axis, split_of
@@ -46,7 +46,7 @@ def make_plan(
 
         def one(layers, others):
             lowered = every.with_layers(layers, others).lower(batch)
-            program = topology.compile(lowered, hardware.is_present)
+            program = programs.compile(lowered, hardware, every.options)
             return measure(program, len(hardware.devices), trips)
 
         def compiled(layers):

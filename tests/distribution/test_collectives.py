@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import keras_posttrain as kpt
-from keras_posttrain.distribution import topology
+from keras_posttrain.distribution import programs, topology
 from keras_posttrain.models import sharding
 from keras_posttrain.planning.lowering import planned
 from keras_posttrain.training import step as steps
@@ -150,8 +150,8 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
     if not in_stages:
         monkeypatch.setattr(sharding, "two_stages", lambda mesh, name: None)
     layers, width, tokens = 8, 8192, 2048
-    devices = list(topology.get("v5e:8x8").devices)
-    distribution = kpt.distribution.fsdp(devices=devices)
+    hardware = topology.get("v5e:8x8")
+    distribution = kpt.distribution.fsdp(devices=list(hardware.devices))
 
     def step(kernels, x):
         def loss(kernels):
@@ -188,8 +188,8 @@ def test_no_chip_keeps_whole_gradients(monkeypatch, in_stages):
         ]
     ]
     lowered = jax.jit(step).lower(given[:-1], given[-1])
-    memory = topology.compile(lowered).memory_analysis()
-    most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    program = programs.compile(lowered, hardware)
+    most = program.peak - program.arguments
     kernel, inputs = 2 * width * width, 2 * tokens * width
     assert layers * inputs < most < layers * inputs + 3 * kernel
 
@@ -207,16 +207,14 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     task = shaped(tmp_path, sizes, 2048)
     task.compile(keras.optimizers.SGD(1e-5))
-    devices = list(topology.get("v5p:2x2x2").devices)
+    hardware = topology.get("v5p:2x2x2")
+    devices = list(hardware.devices)
     with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
         batch = every.task.example_batch(len(devices))
-        program = topology.compile(every.lower(batch))
-    memory = program.memory_analysis()
-    most = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+        program = programs.compile(every.lower(batch), hardware)
+    most = program.peak - program.arguments
     # Kernel and sum are three of these, the layers' backward pass four; with
     # the sum in addition it would be six.
     assert most < 5 * 2 * width * vocabulary
     whole = f"{width},{vocabulary}|{vocabulary},{width}"
-    assert not re.findall(
-        rf"= \w+\[(?:{whole})\]\S* copy\(", program.as_text()
-    )
+    assert not re.findall(rf"= \w+\[(?:{whole})\]\S* copy\(", program.text)
