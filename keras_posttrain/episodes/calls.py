@@ -19,6 +19,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_GEMMA4_NAME = re.compile(r"\s*call:([\w.-]+)\s*\{")
 _PYTHON_LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\(")
 # A known tool, and a known call of it.
 _TOOL = {
@@ -256,4 +257,70 @@ def harmony(text, tools=None):
     return parsing.ParsedTurn(content, calls, unreadable)
 
 
-FORMATS = (hermes, qwen_xml, llama_json, mistral, gemma_python, harmony)
+def gemma4(text, tools=None):
+    """Reads the calls of Gemma 4, in a notation of its own.
+
+    `<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>`.
+    """
+
+    def read(text, at):
+        named = _GEMMA4_NAME.match(text, at)
+        if named is None:
+            raise ValueError("`call:name{` must follow `<|tool_call>`")
+        value, at = parsing.read_gemma4(text, named.end() - 1)
+        if text.startswith("<tool_call|>", at):
+            at += len("<tool_call|>")
+        return [parsing.as_call({"name": named[1], "arguments": value})], at
+
+    parsed = parsing.scan(text, "<|tool_call>", "<tool_call|>", read)
+    content = parsed.content
+    if parsed.calls:
+        # Tools answer inside the turn, which this token stops.
+        content = content.removesuffix("<|tool_response>").rstrip()
+    return parsed._replace(content=content)
+
+
+def olmo_python(text, tools=None):
+    """Reads the Python calls of OLMo 3, a line each; values are JSON's too.
+
+    `<function_calls>f(x=1)</function_calls>`. Nothing is run.
+    """
+
+    def read(text, at):
+        end = text.find("</function_calls>", at)
+        end = len(text) if end < 0 else end
+        found = parsing.read_python(text[at:end], tools)
+        return found, end + len("</function_calls>")
+
+    return parsing.scan(text, "<function_calls>", "</function_calls>", read)
+
+
+def phi_json(text, tools=None):
+    """Reads the JSON calls of Phi-4-mini and Granite 3.
+
+    `<|tool_call|>{"name": "f", "arguments": {"x": 1}}<|/tool_call|>`, or a
+    list of such objects; the closing mark may be missing.
+    """
+
+    def read(text, at):
+        value, at = parsing.read_json(text, at)
+        end = parsing.SPACE.match(text, at).end()
+        if text.startswith("<|/tool_call|>", end):
+            at = end + len("<|/tool_call|>")
+        value = value if isinstance(value, list) else [value]
+        return [parsing.as_call(call) for call in value], at
+
+    return parsing.scan(text, "<|tool_call|>", "<|/tool_call|>", read)
+
+
+FORMATS = (
+    hermes,
+    qwen_xml,
+    llama_json,
+    mistral,
+    gemma_python,
+    harmony,
+    gemma4,
+    olmo_python,
+    phi_json,
+)

@@ -396,10 +396,11 @@ class Chat:
         if not draft.token_ids:
             new = seat.bridges.opening(self._said, tools)
         else:
-            end = seat.bridges.end_of_turn_id
-            if end is not None and draft.token_ids[-1] != end:
-                # A turn that was cut, or ended with another token.
-                draft.add_said([end])
+            if seat.bridges.end_of_turn_id is not None:
+                end = seat.bridges.end_before(self._said, tools, self._calls)
+                if draft.token_ids[-1] != end:
+                    # A turn that was cut, or ended with another token.
+                    draft.add_said([end])
             new = self._between(tools)
         if new is None:
             # The template shows the past in another way.

@@ -9,7 +9,11 @@ import typing
 FAULTS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 # Deeper arguments have no use, and overflow the stacks of what reads them.
 _LEVELS = 32
-_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>", "<channel|>"),
+)
 SPACE = re.compile(r"\s*")
 # Backslashes that begin no escape; Python warns about them.
 _BACKSLASH = re.compile(r"(\\[\\'\"abfnrtvxNuU0-3\n])|\\")
@@ -139,6 +143,85 @@ def as_value(text, key, schema):
         ) from error
 
 
+def read_gemma4(text, at):
+    """Reads a value in Gemma 4's notation; returns it and where it ends.
+
+    Strings are between two marks and have no escapes; keys may be too.
+    """
+    return _Gemma4(text).value(at, _LEVELS)
+
+
+class _Gemma4:
+    """A reader of values; its methods return them and where they end."""
+
+    quote = '<|"|>'
+    plain = re.compile(r"[^,:{}\[\]<]*")
+
+    def __init__(self, text):
+        self.text = text
+
+    def value(self, at, levels):
+        if levels == 0:
+            raise RecursionError
+        at = SPACE.match(self.text, at).end()
+        if self.text.startswith("{", at):
+            return self.parts(at + 1, "}", levels - 1)
+        if self.text.startswith("[", at):
+            return self.parts(at + 1, "]", levels - 1)
+        if self.text.startswith(self.quote, at):
+            return self.string(at)
+        word = self.plain.match(self.text, at)
+        return self.literal(word[0].strip()), word.end()
+
+    def parts(self, at, closing, levels):
+        """Reads the pairs of a mapping, or the items of a list."""
+        found = {} if closing == "}" else []
+        at = SPACE.match(self.text, at).end()
+        while not self.text.startswith(closing, at):
+            if closing == "}":
+                key, at = self.key(at)
+                found[key], at = self.value(at, levels)
+            else:
+                item, at = self.value(at, levels)
+                found.append(item)
+            at = SPACE.match(self.text, at).end()
+            if self.text.startswith(",", at):
+                at += 1
+            elif not self.text.startswith(closing, at):
+                raise ValueError(f"`{closing}` or a comma must follow a value")
+        return found, at + 1
+
+    def key(self, at):
+        at = SPACE.match(self.text, at).end()
+        if self.text.startswith(self.quote, at):
+            key, at = self.string(at)
+        else:
+            word = self.plain.match(self.text, at)
+            key, at = word[0].strip(), word.end()
+        if not key or not self.text.startswith(":", at):
+            raise ValueError("each value must have a name and a colon")
+        return key, at + 1
+
+    def string(self, at):
+        start = at + len(self.quote)
+        end = self.text.find(self.quote, start)
+        if end < 0:
+            raise ValueError("a string has no end")
+        return self.text[start:end], end + len(self.quote)
+
+    def literal(self, word):
+        known = {"true": True, "false": False, "null": None, "None": None}
+        if word in known:
+            return known[word]
+        try:
+            return json.loads(word)
+        except ValueError:
+            raise ValueError(
+                f"strings must be between {self.quote} marks, but one is "
+                f"{word[:40]!r}"
+            ) from None
+
+
 def read_python(code, tools):
     """Reads calls on lines, or in lists, whose values are literals."""
     code = _BACKSLASH.sub(lambda match: match[1] or r"\\", code.strip())
@@ -153,6 +236,20 @@ def read_python(code, tools):
     if not calls:
         raise ValueError("it holds no call")
     return calls
+
+
+class _JSONWords(ast.NodeTransformer):
+    """Replaces the words of JSON that Python has no value for."""
+
+    words = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node):
+        if node.id not in self.words:
+            return node
+        return ast.copy_location(ast.Constant(self.words[node.id]), node)
+
+
+_AS_JSON = _JSONWords()
 
 
 def _as_python_call(node, tools):
@@ -174,7 +271,7 @@ def _as_python_call(node, tools):
         if key is None or key in arguments:
             raise ValueError("each argument must be passed once, by name")
         try:
-            arguments[key] = ast.literal_eval(value)
+            arguments[key] = ast.literal_eval(_AS_JSON.visit(value))
         except ValueError as error:
             raise ValueError(f"the argument {key!r} is no literal") from error
     # Tuples become lists, as in the other formats.

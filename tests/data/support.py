@@ -89,7 +89,12 @@ TEMPLATES = {
         ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "SYSTEM_PROMPT"),
     ),
     "gpt_oss": ("llama3", ()),
+    "gemma4": ("gemma3_text", ()),
+    "olmo3_1": ("qwen3", ()),
+    "phi4_mini": ("llama3", ()),
 }
+GEMMA4 = ("turn", "tool_call", "tool_response", "channel", "tool")
+PHI = ("system", "user", "assistant", "tool", "end", "tool_response")
 HARMONY = ("start", "end", "message", "channel", "return", "call", "constrain")
 
 
@@ -110,6 +115,15 @@ def chat_tokenizer(name):
         backend.add_special_tokens([f"<|{token}|>" for token in HARMONY])
         names["eos_token"] = "<|return|>"
         stops = [backend.token_to_id("<|call|>")]
+    if name == "gemma4":
+        pairs = [(f"<|{token}>", f"<{token}|>") for token in GEMMA4]
+        backend.add_special_tokens(['<|"|>', "<|think|>", *sum(pairs, ())])
+        names["eos_token"] = "<turn|>"
+        stops = [backend.token_to_id("<|tool_response>")]
+    if name == "phi4_mini":
+        backend.add_special_tokens([f"<|{token}|>" for token in PHI])
+        backend.add_tokens(["<|tool_call|>", "<|/tool_call|>"])
+        names["eos_token"] = "<|end|>"
     if name == "qwen2_5":
         # As in the published files: parsed, but not special.
         backend.add_tokens(["<tool_call>", "</tool_call>"])

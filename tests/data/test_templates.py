@@ -64,7 +64,8 @@ CONVERSATIONS = {
 }
 # The first digits of the SHA-256 of what the published templates render with
 # `date_string="26 Jul 2024"`: Qwen's, Llama's, Gemma's and gpt-oss's as the
-# repository huggingface/trl keeps them, Mistral's as ggml-org/llama.cpp does.
+# repository huggingface/trl keeps them, Mistral's as ggml-org/llama.cpp
+# does, OLMo's as allenai publishes it.
 # `None`: the template refuses; Gemma's without tools, which it does not know.
 PUBLISHED = {
     "qwen2_5": [
@@ -117,6 +118,20 @@ PUBLISHED = {
         "5511018cd71c",
         "7e6edbd8b753",
     ],
+    "gemma4": [
+        "cd173e85e337",
+        "3daa4c2ab4a9",
+        "24c28c41f30a",
+        "4c7e1bf817f2",
+        "aac3d2444179",
+    ],
+    "olmo3_1": [
+        "115c92b4646c",
+        "06451d54c60d",
+        "ae1862c28487",
+        "b328fca196ac",
+        "ef904a5ea71c",
+    ],
     "mistral_v7": [
         "70f6e04c526b",
         "f035c1942190",
@@ -152,7 +167,9 @@ def test_templates_render_what_the_published_ones_do(name):
             assert found.startswith(expected), (case, text)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "mistral_v3", "gemma3_tools"])
+@pytest.mark.parametrize(
+    "name", [*PUBLISHED, "mistral_v3", "gemma3_tools", "phi4_mini"]
+)
 def test_transformers_renders_the_same(name):
     """Its text and its ids are ours, with tools, calls and thoughts."""
     tokenizer = chat_tokenizer(name)

@@ -22,6 +22,9 @@ FORMAT = {
     "mistral_v3": calls.mistral,
     "mistral_v7": calls.mistral,
     "gpt_oss": calls.harmony,
+    "gemma4": calls.gemma4,
+    "olmo3_1": calls.olmo_python,
+    "phi4_mini": calls.phi_json,
 }
 # The templates of these have one call a turn.
 SINGLE = ("llama3_1", "llama3_2", "gpt_oss")
@@ -215,6 +218,48 @@ ONE = [{"name": "add", "arguments": {"count": 1}}]
             [],
         ),
         (
+            calls.gemma4,
+            "A<|tool_call>call:add{count: 1}<tool_call|><|tool_call>call:add{"
+            '<|"|>count<|"|>:1}<tool_call|><|tool_response>',
+            "A",
+            ONE * 2,
+        ),
+        (
+            calls.gemma4,
+            "<|channel>thought\n<|tool_call>call:add{}<channel|>"
+            "<|tool_call>call:add{count:1}",
+            "<|channel>thought\n<|tool_call>call:add{}<channel|>",
+            ONE,
+        ),
+        (calls.gemma4, "call:add{count:1}", None, []),
+        (
+            calls.olmo_python,
+            "A <function_calls>add(count=1)\nadd(count=1)</function_calls>",
+            "A",
+            ONE * 2,
+        ),
+        (
+            calls.olmo_python,
+            "<function_calls>add(loud=true, maybe=None, items=[null])",
+            "",
+            [
+                {
+                    "name": "add",
+                    "arguments": {
+                        "loud": True,
+                        "maybe": None,
+                        "items": [None],
+                    },
+                }
+            ],
+        ),
+        (
+            calls.phi_json,
+            'A<|tool_call|>[{"name": "add", "arguments": {"count": 1}}]B',
+            "AB",
+            ONE,
+        ),
+        (
             calls.gemma_python,
             "A\n```tool_code\nprint(add(count=1))\nadd(count=1)\n```\nB",
             "A\n\nB",
@@ -262,6 +307,18 @@ def test_calls_are_read(read, text, content, expected):
         (calls.mistral, "[TOOL_CALLS] [{]", "no valid JSON"),
         (calls.harmony, " to=functions.f<|message|>{", "no valid JSON"),
         (calls.harmony, " to=functions.f<|message|>{} x", "may follow"),
+        (calls.gemma4, "<|tool_call>add{}<tool_call|>", "`call:name{` must"),
+        (calls.gemma4, "<|tool_call>call:f{a:b}", "strings must be between"),
+        (calls.gemma4, "<|tool_call>call:f{a}", "have a name and a colon"),
+        (calls.gemma4, '<|tool_call>call:f{a:<|"|>b', "a string has no end"),
+        (calls.gemma4, "<|tool_call>call:f{a:1", "`}` or a comma must follow"),
+        (calls.gemma4, "<|tool_call>call:f{a:1[]}", "or a comma must follow"),
+        (calls.gemma4, "<|tool_call>call:f{a:" + "[" * 99, "too deeply"),
+        (calls.gemma4, "<|tool_call>call:f{a:NaN}", "Out of range float"),
+        (calls.olmo_python, "<function_calls>x", "only calls of functions"),
+        (calls.olmo_python, "<function_calls>f(a=b)", "'a' is no literal"),
+        (calls.phi_json, "<|tool_call|>[", "no valid JSON"),
+        (calls.phi_json, "<|tool_call|>[1]", "a call must be a JSON object"),
         (calls.gemma_python, "[add(count=1)", "no valid Python"),
         (calls.gemma_python, "[add(count=print(1))]", "'count' is no literal"),
         (calls.gemma_python, "[add(count={1})]", "not JSON serializable"),
@@ -301,6 +358,8 @@ def test_no_text_is_a_fault():
         *("```tool_code\n", "```", "[add(", "add(x=", ")]", "<|python_tag|>"),
         *("<think>", "</think>", '{"name": "add", "parameters": ', "}", "{"),
         *("<|start|>assistant", " to=functions.add", "<|message|>"),
+        *("<|tool_call>call:add{", "<tool_call|>", '<|"|>', "count:", "}"),
+        *("<function_calls>", "</function_calls>", "<|tool_call|>"),
         *('"arguments": {', '"', "'", "\\", "\0", "\ud800", "1e999", "[", "]"),
         *("1", ",", "\n", "add", "é", "lambda: ", "**", "f'{", ";", "=", "("),
     ]

@@ -54,6 +54,7 @@ class Bridges:
         self.end_of_turn_id = tokenizer.control_tokens.get(
             tokenizer.end_of_turn
         )
+        self._ends = {}
 
     def opening(self, messages, tools=None):
         """Encodes the beginning of a conversation.
@@ -136,8 +137,23 @@ class Bridges:
         if self.end_of_turn_id is None:
             raise self._unfit("must end the model's turn with a control token")
         self.opening([{"role": "user", "content": _SAID}], tools)
-        for role in roles:
+        for role in dict.fromkeys(["user", *roles]):
             self._check_role(role, tools)
+
+    def end_before(self, messages, tools=None, calls=None):
+        """Returns the token that ends a sampled turn before these messages.
+
+        It is `end_of_turn_id`, but for templates in which tools answer inside
+        the model's turn, such as that of Gemma 4.
+
+        Args:
+            messages, tools, calls: as in `between`.
+        """
+        role = messages[0]["role"]
+        if role not in self._ends:
+            _, text, start = self._render(messages, tools, calls)
+            self._ends[role] = self._control_token(text, start)
+        return self._ends[role]
 
     def _check_role(self, role, tools):
         said = [{"role": role, "content": _SAID}]
@@ -151,7 +167,9 @@ class Bridges:
                 fix = "Use `Tools(as_user=True)`, which answers as the user"
             raise ValueError(_REFUSED.format(role, error, fix)) from error
         frames = [text[start:] for text, start in texts]
-        if not all(text[:start].endswith(end) for text, start in texts):
+        if role != "tool" and not all(
+            text[:start].endswith(end) for text, start in texts
+        ):
             raise self._unfit(f"must end each of the model's turns with {end}")
         if frames[0] != frames[1]:
             raise self._unfit(
@@ -214,9 +232,10 @@ class Bridges:
         )
 
         def dummy(calls):
-            turn = {"role": "assistant", "content": word}
+            turn = {"role": "assistant", "content": "" if calls else word}
             if calls:
-                # Some templates leave out the content of such a turn.
+                # Templates leave out the content of such a turn, or put it
+                # behind what the tools say.
                 arguments = {"word": word}
                 turn["tool_calls"] = [
                     {
@@ -243,6 +262,15 @@ class Bridges:
             # Llama's templates have one call a turn, and any results.
             conversation, text = dummy(calls[:1])
         return conversation, text, self._end_of(word, text)
+
+    def _control_token(self, text, end):
+        """Returns the id of the control token that ends at a place."""
+        [found] = [
+            text[start:stop]
+            for start, stop in self.tokenizer.find_control_tokens(text)
+            if stop == end
+        ]
+        return self.tokenizer.control_tokens[found]
 
     def _end_of(self, word, text):
         """Finds the end of the turn whose last word is `word`."""

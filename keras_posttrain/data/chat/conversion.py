@@ -55,6 +55,8 @@ _GEMMA_CONTROL = (
     "<start_of_image>",
     "<end_of_image>",
 )
+# Such as `<|turn>`, `<turn|>`, `<|think|>` and the quote `<|"|>`.
+_GEMMA4_CONTROL = re.compile(r'<\|(?:[a-z_]+|")\|?>|<[a-z_]+\|>')
 # Tokens that end a turn or a text, as the families' generation configs list
 # them.
 _STOPS = (
@@ -65,12 +67,15 @@ _STOPS = (
     "<|endoftext|>",
     "<|return|>",
     "<|call|>",
+    "<turn|>",
+    "<|tool_response>",
 )
 _CONTROL = re.compile(r"<\|[^|<>]+\|>")
 # The published chat template of each family, and a control token of it.
 _TEMPLATES = {
     "GemmaTokenizer": ("gemma", "<start_of_turn>"),
     "Gemma3Tokenizer": ("gemma3", "<start_of_turn>"),
+    "Gemma4Tokenizer": ("gemma4", "<|turn>"),
     "Llama3Tokenizer": ("llama3", "<|start_header_id|>"),
     "LlamaTokenizer": ("llama2", "<s>"),
     "MistralTokenizer": ("mistral", "<s>"),
@@ -118,9 +123,12 @@ def from_keras_hub(tokenizer):
         names.setdefault("unk_token", model.pieces[unk][0])
         if pad >= 0:
             names.setdefault("pad_token", model.pieces[pad][0])
+        control = _GEMMA_CONTROL if "Gemma" in family else ()
+        if family == "Gemma4Tokenizer":
+            control = list(filter(_GEMMA4_CONTROL.fullmatch, vocabulary))
         backend = sentencepiece.convert(
             model,
-            special_tokens=_GEMMA_CONTROL if "Gemma" in family else (),
+            special_tokens=control,
             bos_token=names.get("bos_token"),
         )
     elif getattr(tokenizer, "merges", None) is not None:
