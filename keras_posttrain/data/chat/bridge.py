@@ -54,7 +54,7 @@ class Bridges:
         self.end_of_turn_id = tokenizer.control_tokens.get(
             tokenizer.end_of_turn
         )
-        self._ends = {}
+        self._end_before_tools = None
 
     def opening(self, messages, tools=None):
         """Encodes the beginning of a conversation.
@@ -149,11 +149,16 @@ class Bridges:
         Args:
             messages, tools, calls: as in `between`.
         """
-        role = messages[0]["role"]
-        if role not in self._ends:
-            _, text, start = self._render(messages, tools, calls)
-            self._ends[role] = self._control_token(text, start)
-        return self._ends[role]
+        if messages[0]["role"] != "tool":
+            return self.end_of_turn_id
+        if self._end_before_tools is None:
+            try:
+                _, text, start = self._render(messages, tools, calls)
+            except ValueError:
+                # Without `check`, templates may leave turns out.
+                return self.end_of_turn_id
+            self._end_before_tools = self._control_token(text, start)
+        return self._end_before_tools
 
     def _check_role(self, role, tools):
         said = [{"role": role, "content": _SAID}]
