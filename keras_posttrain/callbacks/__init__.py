@@ -3,11 +3,13 @@ from keras_posttrain.callbacks.completions_log import CompletionsLog
 from keras_posttrain.callbacks.metrics_log import MetricsLog
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.callbacks.reference import UpdateReference
+from keras_posttrain.callbacks.report import Report
 
 __all__ = [
     "Checkpoint",
     "CompletionsLog",
     "MetricsLog",
     "Progress",
+    "Report",
     "UpdateReference",
 ]

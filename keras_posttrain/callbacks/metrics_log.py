@@ -6,6 +6,7 @@ import time
 
 import keras
 
+from keras_posttrain._spans import span
 from keras_posttrain.callbacks.directories import (
     as_path,
     lock,
@@ -109,7 +110,8 @@ class MetricsLog(keras.callbacks.Callback):
             return
         step, logs = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in logs.items()}
+        with span("device"):
+            values = {name: float(value) for name, value in logs.items()}
         now = time.perf_counter()
         tokens = values.get("num_tokens", 0.0)
         self._num_tokens += int(tokens)
