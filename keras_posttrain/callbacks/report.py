@@ -127,6 +127,8 @@ class Report(keras.callbacks.Callback):
                 # Only now is the step of a resumed run known.
                 self._is_open = True
                 self._open(self._model.step)
+                # What the start takes is no part of a step.
+                self.seconds = 0.0
             self._record.about["epoch"] = epoch + 1
 
     def _open(self, step):
@@ -184,9 +186,8 @@ class Report(keras.callbacks.Callback):
 
     def _may_spend(self, now):
         """Returns whether there is time for samples."""
-        return (
-            not len(self._record.samples)
-            or self.seconds < BUDGET * (now - self._record.origin)
+        return not len(self._record.samples) or self.seconds < BUDGET * (
+            now - self._record.origin
         )
 
     def _sample_rows(self, task, now):
@@ -195,7 +196,9 @@ class Report(keras.callbacks.Callback):
         due = now - self._record.rows_at >= self.every
         if batch is None or not due or not self._may_spend(now):
             return
-        if all(getattr(x, "is_fully_addressable", True) for x in batch.values()):
+        if all(
+            getattr(x, "is_fully_addressable", True) for x in batch.values()
+        ):
             self._record.rows_at = now
             self._record.samples.seen += 1
             self._record.samples.add_rows(task.step, batch)
@@ -205,11 +208,16 @@ class Report(keras.callbacks.Callback):
         count = max(len(self._pending) - behind, 0)
         read, self._pending = self._pending[:count], self._pending[count:]
         read = [x for x in read if x[2]]
-        if read:
+        values = [logs for _, _, logs, _ in read]
+        if any(isinstance(x, jax.Array) for x in _first(values).values()):
+            start = time.perf_counter()
             with _spans.span("device"):
-                values = jax.device_get([logs for _, _, logs, _ in read])
-            for (step, now, _, is_first), logs in zip(read, values):
-                self._record.add(step, now, logs, is_first)
+                jax.block_until_ready(values[-1])
+            # Other callbacks would wait for this step as well.
+            self.seconds -= time.perf_counter() - start
+            values = jax.device_get(values)
+        for (step, now, _, is_first), logs in zip(read, values):
+            self._record.add(step, now, logs, is_first)
         self._read_at = time.perf_counter()
         about = self._record.about
         about["activity"] = None
@@ -324,3 +332,7 @@ class Report(keras.callbacks.Callback):
             f"({type(error).__name__}: {str(error)[:500]})",
             stacklevel=3,
         )
+
+
+def _first(values):
+    return values[0] if values else {}

@@ -117,7 +117,8 @@ function head(run, i) {
     ["time", time(about.elapsed)], left ? ["left, about", time(left)] : null];
   for (const name of FIGURES) {
     const value = last(run, name);
-    if (value !== null && figures.length < 10) figures.push([name, num(value)]);
+    if (value !== null && figures.length < 10) figures.push([
+      name.replace("completions/", "").replaceAll("_", " "), num(value)]);
   }
   const name = MANY ? NAMES[i] : title.join(" · ") || NAMES[i];
   return el("section", { class: "card", style: { marginTop: "12px" } },
@@ -182,8 +183,7 @@ const PANELS = [
   ["KL divergence from the reference", ["kl"]],
   ["Entropy", ["entropy"]],
   ["Length of completions", ["completions/mean_length",
-    "completions/min_length", "completions/max_length",
-    "completions/mean_terminated_length"]],
+    "completions/min_length", "completions/max_length"]],
   ["Cut off at the limit", ["completions/clipped_ratio"]],
   ["Groups with equal rewards", ["frac_reward_zero_std"]],
   ["Gradient norm", ["grad_norm"]],
@@ -249,7 +249,9 @@ function series(panel) {
         x: run.curves.rows.map((row) => row[at]),
         spread: spread && smoothed(spread) });
     }
-    const held = column(run.validation, "val_" + name);
+    // Of a mean alone, not of its limits.
+    const held = /\/(min|max)_|\/std$/.test(name) ? null
+      : column(run.validation, "val_" + name);
     if (held && held.some((v) => v !== null)) {
       found.push({ label: label + ", held out", raw: held, y: held, dots: true,
         color: color(base + (MANY ? 0 : 4)), dash: "2 3",
@@ -383,12 +385,12 @@ function curves() {
   note.textContent = stride > 1 ? "Every " + stride + "th step is shown, and " +
     "the last; diagnoses saw all of them." : "";
   let wide = 0;
-  new ResizeObserver(() => {
+  new ResizeObserver(() => requestAnimationFrame(() => {
     if (grid.clientWidth && grid.clientWidth !== wide) {
       wide = grid.clientWidth;
       boxes.length ? redraw() : build();
     }
-  }).observe(grid);
+  })).observe(grid);
   return [el("div", { class: "controls" },
     el("label", {}, "smoothing", el("input", { type: "range", min: 0,
       max: 0.98, step: 0.02, value: state.smooth, oninput: (e) => {
@@ -777,7 +779,10 @@ function timeline(run) {
         large.map(([a, b, what]) => time((b - a) / 1000) + " " + what)
           .join("; ") + ".") : null);
   };
-  new ResizeObserver(redraw).observe(box);
+  let wide = 0;
+  new ResizeObserver(() => requestAnimationFrame(() => {
+    if (box.clientWidth !== wide) { wide = box.clientWidth; redraw(); }
+  })).observe(box);
   return box;
 }
 function stepTime(run) {
