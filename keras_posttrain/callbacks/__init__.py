@@ -4,6 +4,7 @@ from keras_posttrain.callbacks.metrics_log import MetricsLog
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.callbacks.reference import UpdateReference
 from keras_posttrain.callbacks.report import Report
+from keras_posttrain.callbacks.trace import Trace
 
 __all__ = [
     "Checkpoint",
@@ -11,5 +12,6 @@ __all__ = [
     "MetricsLog",
     "Progress",
     "Report",
+    "Trace",
     "UpdateReference",
 ]
