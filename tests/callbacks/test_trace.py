@@ -9,7 +9,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain import _spans
 from keras_posttrain.callbacks.trace import events
-from tests.callbacks.test_report import fit_rows, grpo
+from tests.callbacks.test_report import PROMPTS, fit_rows, grpo
 
 
 def read(path):
@@ -20,8 +20,9 @@ def read(path):
 def test_the_steps_of_rollouts(tmp_path):
     """The trace begins before the rollout of its first step."""
     grpo().fit(
-        [{"prompt_ids": [5, 6, 7]}] * 6,
-        batch_size=1,
+        PROMPTS,
+        batch_size=2,
+        epochs=2,
         shuffle=False,
         verbose=0,
         callbacks=[kpt.callbacks.Trace(tmp_path, steps=(3, 6))],
