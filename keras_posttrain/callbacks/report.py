@@ -25,7 +25,7 @@ NAME = "report.html"
 # Seconds between two readings of the logs of steps.
 INTERVAL = 1.0
 # The share of a run's time that the choice of samples may take.
-BUDGET = 0.004
+BUDGET = 0.003
 
 
 def harmless(method):
