@@ -10,13 +10,13 @@ class Harmless:
     Methods that `harmless` decorates do nothing after the first failure.
     """
 
-    is_broken = False
+    _is_broken = False
 
-    def fail(self, error):
+    def _fail(self, error):
         """Warns of an error, once a run."""
-        if self.is_broken:
+        if self._is_broken:
             return
-        self.is_broken = True
+        self._is_broken = True
         warnings.warn(
             f"{type(self).__name__} has failed, and is left out of the rest "
             f"of the run, which goes on. ({type(error).__name__}: "
@@ -30,11 +30,11 @@ def harmless(method):
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
-        if self.is_broken:
+        if self._is_broken:
             return
         try:
             method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is
-            self.fail(error)
+            self._fail(error)
 
     return guarded

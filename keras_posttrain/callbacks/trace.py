@@ -64,7 +64,7 @@ class Trace(Harmless, keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.close()
-        self.is_broken = not processes.is_first()
+        self._is_broken = not processes.is_first()
         self._spans, self._marks = None, []
 
     @harmless

@@ -54,7 +54,7 @@ class Tracker(Harmless, keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.close()
         self._handled = sys.exception()
-        self.is_broken = not processes.is_first()
+        self._is_broken = not processes.is_first()
         self._pending, self._sent, self._last_step = [], [], None
         self._read_at = 0.0
         self._status = "failed"

@@ -656,3 +656,30 @@ def test_what_is_no_run_is_refused(tmp_path):
         kpt.report(tmp_path, tmp_path / "x.html")
     with pytest.raises(ValueError, match="at least one"):
         kpt.report([], tmp_path / "x.html")
+
+
+@pytest.mark.full
+def test_overlapping_rollouts(tmp_path):
+    """Spans of the threads that sample, and the age of samples."""
+    grpo().fit(
+        PROMPTS,
+        batch_size=2,
+        epochs=3,
+        verbose=0,
+        max_staleness=1,
+        callbacks=[kpt.callbacks.Report(tmp_path)],
+    )
+    run = read(tmp_path)
+    assert max(values(run, "staleness/max")) == 1
+    names, spans = run["timeline"]["names"], run["timeline"]["spans"]
+    found = {(names[name], other) for name, _, _, _, other in spans}
+    assert {("rollout", 1), ("wait", 0), ("train", 0)} <= found
+    versions = {
+        version
+        for entry in run["samples"]["kept"]
+        for group in entry["groups"]
+        for item in group["items"]
+        for segment in item["segments"]
+        for version in segment["version"]
+    }
+    assert len(versions - {-1}) > 1
