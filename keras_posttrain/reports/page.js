@@ -518,7 +518,17 @@ function sampleCard(run, entry, group, item, isChosen) {
       span.about = [t, before];
       return span;
     });
-    add(box, shown);
+    // A long prompt is folded: what was written is of more interest.
+    const first = list.findIndex((t) => t.turn === undefined ? t.mask
+      : t.turn >= 0);
+    const hidden = first > 60 ? first - 24 : 0;
+    if (hidden) {
+      const fold = el("button", { class: "small", onclick: () =>
+        fold.replaceWith(...shown.slice(0, hidden)) },
+        num(hidden) + " tokens before: show");
+      add(box, fold, " ");
+    }
+    add(box, shown.slice(hidden));
     box.addEventListener("pointermove", (e) => e.target.about
       ? showTip(e, explain(...e.target.about)) : hideTip());
     box.addEventListener("pointerleave", hideTip);
@@ -539,8 +549,8 @@ function sampleCard(run, entry, group, item, isChosen) {
         ([k, v]) => el("span", {}, el("span", { class: "soft" }, k + " "),
           el("b", {}, num(v))))),
     item.rewards && el("div", { class: "row small soft" },
-      Object.entries(item.rewards).map(([k, v]) =>
-        el("span", {}, k + " " + num(v)))),
+      Object.entries(item.rewards).filter(([, v]) => v !== null).map(
+        ([k, v]) => el("span", {}, k + " " + num(v)))),
     item.error && el("p", { class: "error-text" }, item.error), texts);
 }
 function plainText(value) {
@@ -602,8 +612,8 @@ function samples() {
         style: { padding: "0 12px" } }, "None fits the filters."));
     if (!chosen) { beside.replaceChildren(); return; }
     let shown = [chosen];
-    if (state.view === "group") shown = items().filter((x) =>
-      x.group === chosen.group);
+    if (state.view === "group") shown = [chosen, ...items().filter((x) =>
+      x.group === chosen.group && x.key !== chosen.key)];
     if (state.view === "steps") {
       const seen = new Set();
       shown = items().filter((x) => String(x.group.row) ===
@@ -707,7 +717,7 @@ function timeline(run) {
   const redraw = () => {
     const from = begin(), to = from + span(), width = box.clientWidth - 28;
     if (width <= 0) return;
-    const left = width < 500 ? 92 : 150, high = 20;
+    const left = width < 500 ? 124 : 150, high = 20;
     const lanes = Object.keys(LANES).filter((n) => t.names.includes(n))
       .concat(t.names.filter((n) => !(n in LANES)));
     const X = (ms) => left + (ms - from) / (to - from) * (width - left - 4);

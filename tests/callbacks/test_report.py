@@ -12,6 +12,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain import _spans
+from keras_posttrain.callbacks import report
 from keras_posttrain.reports import page
 from keras_posttrain.reports.curves import Curves
 from keras_posttrain.reports.diagnoses import Diagnoses
@@ -659,8 +660,9 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.full
-def test_overlapping_rollouts(tmp_path):
+def test_overlapping_rollouts(tmp_path, monkeypatch):
     """Spans of the threads that sample, and the age of samples."""
+    monkeypatch.setattr(report, "BUDGET", 1.0)
     grpo().fit(
         PROMPTS,
         batch_size=2,
@@ -680,6 +682,6 @@ def test_overlapping_rollouts(tmp_path):
         for group in entry["groups"]
         for item in group["items"]
         for segment in item["segments"]
-        for version in segment["version"]
+        for version in np.ravel(segment["version"]).tolist()
     }
     assert len(versions - {-1}) > 1
