@@ -18,7 +18,9 @@ from keras_posttrain.reports.curves import Curves
 from keras_posttrain.reports.diagnoses import Diagnoses
 from keras_posttrain.reports.encoding import encode, per_token
 from keras_posttrain.reports.environment import command
+from keras_posttrain.reports.samples import Samples
 from keras_posttrain.reports.timeline import Timeline
+from keras_posttrain.reports.words import BROKEN, Words
 from tests.callbacks import browser
 from tests.support import (
     REFERENCE,
@@ -403,6 +405,49 @@ def test_values_of_tokens():
     assert per_token([np.nan]) is None
 
 
+def test_characters_of_several_tokens():
+    """Shown once: the tokens' texts make up that of all of them."""
+    tokenizer = kpt.Tokenizer.from_directory(MODEL)
+    words, text = Words(tokenizer), "a 🦙 é 雪!"
+    ids = tokenizer.encode(text)
+    words.add(ids)
+    shown = [words.texts[i] for i in ids]
+    assert any(BROKEN in x for x in shown)
+    for at, size, whole in words.whole(ids):
+        shown[at : at + size] = [whole] + [""] * (size - 1)
+    assert "".join(shown) == text
+    again = Words(tokenizer)
+    again.restore(json.loads(words.text()))
+    assert again.texts == words.texts
+
+
+def test_samples_are_bounded():
+    """Of many the first, the newest and some between are kept."""
+    samples = Samples(None, max_bytes=4000)
+    ids = np.arange(40)[None]
+    batch = {
+        "token_ids": ids,
+        "segment_ids": np.ones_like(ids),
+        "completion_mask": np.ones(ids.shape, np.float32),
+        "sequence_mask": np.ones((1, 1), np.float32),
+        "sequence_ids": np.zeros((1, 1), np.int32),
+    }
+    for step in range(1, 200):
+        samples.add_rows(step, batch)
+    data = json.loads(samples.text())
+    steps = [entry["step"] for entry in data["kept"]]
+    assert len(samples.text()) < 5000
+    assert steps[0] == 1 and steps[-1] == 199 and 5 < len(steps) < 100
+    assert steps == sorted(steps)
+
+
+def test_a_long_segment_loses_its_middle():
+    samples = Samples(None)
+    found = samples._tokens(np.arange(2000), {}, {"mask": np.ones(2000)})
+    assert found["ids"] == [*range(512), *range(976, 2000)]
+    assert (found["cut"], found["head"], found["mask"]) == (464, 512, 1000)
+
+
 def test_time_is_counted_once():
     """6 s of spans: an inner one lies in another, which ends later."""
     timeline = Timeline(0.0)
@@ -628,21 +673,31 @@ def test_the_policy_stops_scripts_and_requests(chromium, tmp_path):
     assert any("Content Security Policy" in x for x in chromium.errors)
 
 
-def test_several_runs_on_one_page(chromium, tmp_path):
-    names = ("a", "b")
-    for name in names:
+def two_runs(folder):
+    """A page of two runs that were the same; of one there is a log alone."""
+    for name in ("a", "b"):
         fit_rows(
-            kpt.callbacks.Report(tmp_path / name),
-            kpt.callbacks.MetricsLog(tmp_path / name),
+            kpt.callbacks.Report(folder / name),
+            kpt.callbacks.MetricsLog(folder / name),
         )
-    (tmp_path / "b" / "report.html").unlink()
-    path = kpt.report(
-        {f"run {x}": tmp_path / x for x in names}, tmp_path / "both.html"
-    )
+    (folder / "b" / "report.html").unlink()
+    runs = {f"run {x}": folder / x for x in ("a", "b")}
+    return kpt.report(runs, folder / "both.html")
+
+
+def test_several_runs_on_one_page(tmp_path):
+    path = two_runs(tmp_path)
     a, b = page.read(path)
+    assert (a["name"], b["name"]) == ("run a", "run b")
     np.testing.assert_allclose(values(a, "loss"), values(b, "loss"), 1e-4)
+    # A page of several runs is one of a run, too.
+    again = kpt.report([path], tmp_path / "again.html")
+    assert [x["name"] for x in page.read(again)] == ["run a", "run b"]
+
+
+def test_a_browser_lays_curves_over_each_other(chromium, tmp_path):
     chromium.errors.clear()
-    chromium.open(path)
+    chromium.open(two_runs(tmp_path))
     shown = chromium.run("document.body.innerText")
     assert "run a: loss" in shown and "run b: loss" in shown
     assert "This part cannot be shown" not in shown
