@@ -148,10 +148,13 @@ class Report(keras.callbacks.Callback):
             return
         try:
             (old,) = page.read(self.path)
-        except ValueError:
-            old = {}
-        is_same = old and step and self._record.restore(old, step)
-        if not is_same:
+            continues = step > 0 and self._record.restore(old, step)
+        except (ValueError, TypeError, KeyError, IndexError):
+            # A page of another version, or one that was changed.
+            continues = False
+            _spans.unlisten(self._record.timeline)
+            self._begin_record()
+        if not continues:
             os.replace(self.path, self.path.with_name("report.old.html"))
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -271,11 +274,15 @@ class Report(keras.callbacks.Callback):
             if self._ended is not None:
                 self._ended.set()
             _spans.unlisten(self._record.timeline)
-            self._end()
-        self._record = self._ended = self._seen = None
-        if self._is_locked:
-            self._is_locked = False
-            unlock(self.path.parent)
+        try:
+            if self._record is not None:
+                self._end()
+                self._note_error()
+        finally:
+            self._record = self._ended = self._seen = None
+            if self._is_locked:
+                self._is_locked = False
+                unlock(self.path.parent)
 
     @harmless
     def _end(self):

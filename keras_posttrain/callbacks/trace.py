@@ -99,6 +99,7 @@ class Trace(Harmless, keras.callbacks.Callback):
                 os.fspath(self.directory), profiler_options=options
             )
             self._is_profiling = True
+        self._own = threading.get_ident()
         self._start = time.perf_counter()
 
     def _add(self, span):
@@ -112,7 +113,7 @@ class Trace(Harmless, keras.callbacks.Callback):
         self._stop_profile()
         last = self._marks[-1][0] if self._marks else self._from
         name = f"steps_{self._from}_{last}"
-        text = json.dumps(events(spans, self._start, self._marks))
+        text = json.dumps(events(spans, self._start, self._marks, self._own))
         path = self.directory / f"{name}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
@@ -164,15 +165,15 @@ def _checked(steps):
     return int(first), int(last)
 
 
-def events(spans, start, marks):
+def events(spans, start, marks, own):
     """Returns spans in the format of Chrome's traces, a dict for JSON.
 
     Args:
         spans: list of `Span`s.
         start: float, the time of `time.perf_counter` that counts as 0.
         marks: list of `(step, time)`, the ends of steps.
+        own: int, the identifier of the run's thread.
     """
-    own = threading.main_thread().ident
     names = {own: "run"}
     found, free = [], {}
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):

@@ -160,8 +160,8 @@ function findings() {
   }
   return all.map(([d, i]) => el("div", { class: "finding " + d.level },
     el("p", {}, el("b", {}, MANY ? NAMES[i] + ": " + d.name : d.name), " ",
-      el("span", { class: "soft small" }, d.first === d.last
-        ? "step " + num(d.last) : "steps " + num(d.first) + " to " +
+      d.last === 0 ? null : el("span", { class: "soft small" },
+        d.first === d.last ? "step " + num(d.last) : "steps " + num(d.first) + " to " +
         num(d.last))),
     el("p", {}, d.text), el("p", {}, el("b", {}, "Try: "), d.advice)));
 }

@@ -360,6 +360,25 @@ def test_a_report_that_fails_never_stops_a_run(tmp_path, monkeypatch):
     assert read(tmp_path)["environment"]["run"]["preset"] == "<Unruly>"
 
 
+def test_a_page_that_cannot_be_continued_is_kept(tmp_path):
+    """That of another version, with a run that resumes."""
+    path = tmp_path / "report.html"
+    nothing = page.render(['{"curves":{"rows":[[1,0,2]]}}'])
+    for text in ("<html>", nothing):
+        task = sft()
+        task.step = 5
+        path.write_text(text)
+        settings = {"batch_size": 4, "verbose": 0}
+        task.fit(
+            random_rows(10),
+            callbacks=[kpt.callbacks.Report(tmp_path)],
+            **settings,
+        )
+        steps = [row[0] for row in read(tmp_path)["curves"]["rows"]]
+        assert steps == [6, 7, 8]
+        assert (tmp_path / "report.old.html").read_text() == text
+
+
 def test_it_leaves_nothing_behind(tmp_path):
     fit_rows(kpt.callbacks.Report(tmp_path))
     assert _spans._listeners == ()

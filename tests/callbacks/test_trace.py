@@ -78,7 +78,7 @@ def test_tools_that_overlap_have_rows_of_their_own():
     asyncio.run(both())
     _spans.unlisten(spans.append)
     spans = [s for s in spans if s.name == "tool"]
-    found = events(spans, spans[0].start, [])["traceEvents"]
+    found = events(spans, spans[0].start, [], 0)["traceEvents"]
     rows = [x["tid"] for x in found if x["ph"] == "X"]
     assert sorted(rows) == [1, 1, 2]
 
