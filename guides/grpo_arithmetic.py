@@ -2,7 +2,7 @@
 Title: From estimates to answers with GRPO
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/22
+Last modified: 2026/11/24
 Description: Reinforcement learning with custom rewards, on a laptop.
 Accelerator: None
 """
@@ -158,7 +158,10 @@ print(f"of samples: {sampled['pass@1']:.0%}")
 One step takes 30 prompts, samples 8 completions of each, scores these 240 and
 makes one update. `validation_data` is evaluated after every epoch.
 `CompletionsLog` writes the completions to a file; with `num_rows` it also
-prints some.
+prints some. `Report` writes a page, `report.html`, every 30 seconds. Open it
+in a browser while the run lives: it shows what may be wrong and what to try,
+curves of all metrics, completions with the log-probability and the advantage
+of each token, and where the time goes. It needs no server and no network.
 """
 
 history = task.fit(
@@ -169,6 +172,7 @@ history = task.fit(
     callbacks=[
         kpt.callbacks.MetricsLog(folder),
         kpt.callbacks.CompletionsLog(folder, every=50),
+        kpt.callbacks.Report(folder),
     ],
 )
 
@@ -181,7 +185,9 @@ print(task.generate(questions, temperature=0))
 """
 ## Plot the run
 
-The plot shows the reward of each step, and the accuracy on held-out questions.
+`kpt.report(["runs/a", "runs/b"], "both.html")` lays the curves of several runs
+over each other. For figures of your own there is `metrics.jsonl`. This plot
+shows the reward of each step, and the accuracy on held-out questions.
 """
 
 matplotlib.use("Agg")  # plot to a file, without a window

@@ -7,8 +7,9 @@ import numpy as np
 
 from keras_posttrain.distribution import processes
 
-# Attributes of EarlyStopping and ReduceLROnPlateau.
+# Attributes of EarlyStopping and ReduceLROnPlateau, and of trackers.
 COUNTERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
+COUNTERS += ("num_tokens",)
 
 
 def by_name(callbacks):

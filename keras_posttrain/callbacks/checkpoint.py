@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_posttrain import _console
+from keras_posttrain._spans import span
 from keras_posttrain.callbacks import callback_state
 from keras_posttrain.callbacks.directories import (
     advice,
@@ -282,15 +283,16 @@ class Checkpoint(keras.callbacks.Callback):
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
         meta["checksum"] = _checksum(meta)
-        self._checked(
-            self._manager.save,
-            task.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(arrays),
-                meta=ocp.args.JsonSave(meta),
-            ),
-            force=True,
-        )
+        with span("checkpoint"):
+            self._checked(
+                self._manager.save,
+                task.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(arrays),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+                force=True,
+            )
         self._saved = self._last = task.step
 
     def _restore(self):

@@ -2,6 +2,8 @@ import math
 
 import keras
 
+from keras_posttrain._spans import span
+
 # Logs are read behind the step that runs, so that nothing waits for it.
 BEHIND, READ_EVERY = 2, 16
 
@@ -45,8 +47,12 @@ class Divergence(keras.callbacks.Callback):
         """Reads the logs of all steps but the last `behind`."""
         count = max(len(self._pending) - behind, 0)
         read, self._pending = self._pending[:count], self._pending[count:]
-        for step, logs in read:
-            norm = float(logs.get("grad_norm", 0.0)) if logs else 0.0
+        with span("device"):
+            norms = [
+                float(logs.get("grad_norm", 0.0)) if logs else 0.0
+                for _, logs in read
+            ]
+        for (step, _), norm in zip(read, norms):
             self._lost = [] if math.isfinite(norm) else [*self._lost, step]
         if len(self._lost) >= self.patience:
             raise FloatingPointError(

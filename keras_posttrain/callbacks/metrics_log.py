@@ -6,6 +6,7 @@ import time
 
 import keras
 
+from keras_posttrain._spans import span
 from keras_posttrain.callbacks.directories import (
     as_path,
     lock,
@@ -109,13 +110,11 @@ class MetricsLog(keras.callbacks.Callback):
             return
         step, logs = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in logs.items()}
+        with span("device"):
+            values = {name: float(value) for name, value in logs.items()}
         now = time.perf_counter()
-        tokens = values.get("num_tokens", 0.0)
-        self._num_tokens += int(tokens)
-        values["num_tokens"] = self._num_tokens
-        values["tokens_per_second"] = tokens / max(now - self._clock, 1e-9)
-        self._clock = now
+        values = with_rates(values, self._num_tokens, now - self._clock)
+        self._num_tokens, self._clock = values["num_tokens"], now
         line = {"step": step}
         for name in sorted_names(values):
             value = values[name]
@@ -144,6 +143,21 @@ class MetricsLog(keras.callbacks.Callback):
         temporary.write_bytes(b"".join(kept))
         os.replace(temporary, self.path)
         self._file = open(self.path, "a")
+
+
+def with_rates(values, before, seconds):
+    """Returns the metrics of a step as they are logged, with all tokens.
+
+    Args:
+        values: dict of floats, those of the step.
+        before: int, tokens of the steps before.
+        seconds: float, what the step took.
+    """
+    tokens = values.get("num_tokens", 0.0)
+    return values | {
+        "num_tokens": before + int(tokens),
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+    }
 
 
 def sorted_names(names):

@@ -7,6 +7,7 @@ import jax
 import keras
 
 from keras_posttrain import _console
+from keras_posttrain._spans import span
 from keras_posttrain.callbacks import displays
 from keras_posttrain.callbacks.metrics_log import sorted_names
 from keras_posttrain.distribution import processes
@@ -175,7 +176,8 @@ class Progress(keras.callbacks.Callback):
             for _, logs in read
         ]
         # One transfer of all.
-        *counts, last = jax.device_get([*wanted, read[-1][1]])
+        with span("device"):
+            *counts, last = jax.device_get([*wanted, read[-1][1]])
         for (step, logs), found in zip(read, counts):
             self._tokens += float(found.get("num_tokens", 0.0))
             if float(found.get("skipped", 0.0)):

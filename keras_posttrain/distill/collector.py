@@ -94,7 +94,10 @@ class DistillCollector(Collector):
             self._put_logps(batches, trajectories)
             metrics |= self._put_log_ratios(batches, examples)
         arrays = [batch.arrays for batch in batches]
-        return Collection(arrays, metrics, _table(round.step, groups))
+        table = _table(round.step, groups)
+        # Without a policy loss sequences have no arrays of sampled tokens.
+        laid_out = batches if self.by_policy_loss else []
+        return Collection(arrays, metrics, table, groups, laid_out)
 
     def _split(self, prompts, step):
         """Splits prompts into those to sample from and those used as given."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 import time
 
+from keras_posttrain._spans import span
 from keras_posttrain.episodes import run_tool, schema
 from keras_posttrain.episodes.chat import as_messages
 from keras_posttrain.episodes.limits import Limits
@@ -171,9 +172,12 @@ class Tools:
             return f"error: there is no tool {name!r}. The tools are: {known}"
         start = time.perf_counter()
         try:
-            result = await run_tool.call(
-                by_name[name], call["arguments"], seconds=limits.tool_seconds
-            )
+            with span("tool", name):
+                result = await run_tool.call(
+                    by_name[name],
+                    call["arguments"],
+                    seconds=limits.tool_seconds,
+                )
         finally:
             chat.count("tools/seconds", time.perf_counter() - start)
         chat.count("tools/errors", result.failed)

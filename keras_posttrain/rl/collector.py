@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from keras_posttrain._spans import span
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
@@ -76,12 +77,16 @@ class Round:
 class Collection:
     """The batches of a rollout, one an optimizer step, and its metrics.
 
-    `table` holds the columns that `CompletionsLog` writes.
+    `table` holds the columns that `CompletionsLog` writes. `groups` are the
+    `Group`s whose trajectories its rows are, in order, and `laid_out` the
+    `Batch`es with these trajectories' segments.
     """
 
     batches: list
     metrics: dict
     table: dict
+    groups: list = dataclasses.field(default_factory=list)
+    laid_out: list = dataclasses.field(default_factory=list)
 
 
 class ForwardPass:
@@ -134,8 +139,9 @@ class ForwardPass:
             options = quantized.compiler_options(*models)
             self._programs[name] = jax.jit(program, compiler_options=options)
         batch = {k: batch[k] for k in LOGPS_INPUTS if k in batch}
-        found = self._programs[name](weights, processes.put_rows(batch))
-        return processes.fetch(found)
+        with span("log-probs", str(name)):
+            found = self._programs[name](weights, processes.put_rows(batch))
+            return processes.fetch(found)
 
 
 class Collector:
@@ -251,7 +257,8 @@ class Collector:
         if self.episodes:
             metrics |= round.sampler.results()
         table = self._table(round.step, groups, rewards, advantages)
-        return Collection([b.arrays for b in batches], metrics, table)
+        arrays = [b.arrays for b in batches]
+        return Collection(arrays, metrics, table, groups, batches)
 
     def _batches(self, groups):
         """Returns the batches of a rollout, one for each optimizer step.

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.episodes.opponents import Frozen
 from keras_posttrain.episodes.runner import Row, Runner
@@ -115,7 +116,10 @@ class EpisodeSampler:
         found = error = None
         try:
             with self.open_session(len(own) * many) as (session, progress):
-                with self.episodes.sessions(session) as sessions:
+                with (
+                    self.episodes.sessions(session) as sessions,
+                    span("rollout"),
+                ):
                     found = runner(sessions, own, many, seed, progress)
         except Exception as e:  # Any: other processes wait for a result.
             error = e
@@ -171,9 +175,10 @@ class EpisodeSampler:
             for player in self.episodes.trained
         ]
         own = processes.share(len(groups))
-        parts = processes.exchange_results(
-            lambda: [self._rewards(g, step).tolist() for g in groups[own]]
-        )
+        with span("reward"):
+            parts = processes.exchange_results(
+                lambda: [self._rewards(g, step).tolist() for g in groups[own]]
+            )
         rewards = [np.array(g, "float32") for part in parts for g in part]
         for group, values in zip(groups, rewards):
             group.rewards = values

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from keras_posttrain import _console
+from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
@@ -91,7 +92,7 @@ class RolloutRun:
         self.is_running = False
         # Whether a rollout is sampled or scored, which may be interrupted.
         self.is_waiting = False
-        self.async_sampler = self.last_rollout = None
+        self.async_sampler = self.last_rollout = self.collection = None
         self._means = Means()
         self._begin("sampling")
 
@@ -166,6 +167,7 @@ class RolloutRun:
         finally:
             self.is_running = False
             callback_lib.close(self.callbacks)
+            self.collection = None
 
     def _start_sampling(self):
         self.engine.sync_weights()
@@ -200,7 +202,8 @@ class RolloutRun:
         try:
             if self.async_sampler is not None:
                 self._begin("waiting for samples")
-                round = self.async_sampler.next()
+                with span("wait"):
+                    round = self.async_sampler.next()
             else:
                 self._begin("sampling")
                 round = self.sample(self.state.step)
@@ -275,7 +278,11 @@ class RolloutRun:
     def collect(self, round):
         """Builds the batches of a rollout, one for each optimizer step."""
         self._begin("preparing batches")
-        collection = self.collector.build(round)
+        # Its arrays are not needed any more.
+        self.collection = None
+        with span("batches"):
+            collection = self.collector.build(round)
+        self.collection = collection
         self.at_rest = False
         self.last_rollout = collection.table
         self._rollout_metrics = collection.metrics
@@ -290,14 +297,15 @@ class RolloutRun:
         changing = {k: [v.value for v in group] for k, group in groups.items()}
         changing |= counters(state.step + 1, state.seed)
         frozen = [v.value for v in self._saved.weights.frozen]
-        logs, new = self.model.compiled_train_step(
-            changing, self._step.held(frozen), processes.put_rows(batch)
-        )
-        for name, variables in groups.items():
-            for variable, value in zip(variables, new[name]):
-                variable.assign(value)
-        # One transfer, which waits for the step.
-        logs = {k: float(v) for k, v in jax.device_get(logs).items()}
+        with span("train"):
+            logs, new = self.model.compiled_train_step(
+                changing, self._step.held(frozen), processes.put_rows(batch)
+            )
+            for name, variables in groups.items():
+                for variable, value in zip(variables, new[name]):
+                    variable.assign(value)
+            # One transfer, which waits for the step.
+            logs = {k: float(v) for k, v in jax.device_get(logs).items()}
         state.step += 1
         logs |= self._rollout_metrics
         # Seconds are reported once, with the rollout's first step.
@@ -312,10 +320,11 @@ class RolloutRun:
         """Gives the engine the new weights after a rollout."""
         self._begin("sending weights")
         start = time.perf_counter()
-        if self.async_sampler is None:
-            self.engine.sync_weights()
-        else:
-            self.async_sampler.sync()
+        with span("sync"):
+            if self.async_sampler is None:
+                self.engine.sync_weights()
+            else:
+                self.async_sampler.sync()
         self.rollouts += 1
         for opponent in self.opponents.values():
             opponent.after(self.rollouts)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from keras_posttrain import _console
+from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.episodes.trajectory import of_completion
 from keras_posttrain.losses import advantages as advantage_lib
@@ -104,7 +105,8 @@ class Sampler:
             )
             for prompt in prompts
         ]
-        completions = self.generate(requests)
+        with span("rollout"):
+            completions = self.generate(requests)
         self.seconds["time/rollout"] += time.perf_counter() - start
         return completions
 
@@ -118,7 +120,8 @@ class Sampler:
             [self._text(prompt, c.token_ids) for c in group]
             for prompt, group in zip(prompts, completions)
         ]
-        rewards = self._rewards(prompts, completions, texts, step)
+        with span("reward"):
+            rewards = self._rewards(prompts, completions, texts, step)
         self.seconds["time/reward"] += time.perf_counter() - start
         masked = self.sampling.mask_truncated_completions
         return [

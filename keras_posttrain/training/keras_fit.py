@@ -7,6 +7,7 @@ import jax
 import keras
 
 from keras_posttrain import _console
+from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import TokenLoss
 from keras_posttrain.training import callbacks as callback_lib
@@ -38,6 +39,8 @@ class RowRun:
         trained = [tracker.name for tracker in step.train_trackers]
         monitors.prepare(settings.callbacks, trained, tests)
         self.callbacks = settings.ordered_callbacks()
+        # The arrays that the last step was trained on, for callbacks.
+        self.last_batch = None
         size = data.epoch_size
         checks.skipped_are_run(
             settings.skip_steps, size and size * settings.epochs
@@ -63,6 +66,7 @@ class RowRun:
                 )
         finally:
             callback_lib.close(self.callbacks)
+            self.last_batch = None
 
     def train_function(self, program):
         """Returns the function that Keras calls for each batch.
@@ -77,7 +81,8 @@ class RowRun:
             # The weights are not lost if anything raises from here on.
             hand_back(model, values)
             try:
-                batch = next(iterator)
+                with span("data"):
+                    batch = next(iterator)
             except StopIteration:
                 if state.consumed or not state.resumed:
                     raise
@@ -94,7 +99,9 @@ class RowRun:
                 **counters(number, state.seed),
             }
             held = self._step.held(frozen)
-            logs, new = program(changing, held, batch)
+            self.last_batch = batch
+            with span("train"):
+                logs, new = program(changing, held, batch)
             state.consumed, state.step, state.logs = consumed, number, logs
             values = (
                 new["trainable"],

@@ -227,6 +227,19 @@ class Batch:
                 array[place.row, columns] = given[at : at + count]
         self.arrays[name] = array
 
+    def tokens(self, name, number):
+        """Returns what an array `(rows, length)` holds for a sequence.
+
+        A float array with a value for each token of sequence `number`, NaN
+        for those of a prefix that is not its own.
+        """
+        size = len(self.sequences[number].token_ids)
+        found = np.full(size, np.nan, np.float32)
+        for place in self.parts[number]:
+            stop = place.position + place.stop - place.start
+            found[place.position : stop] = self.arrays[name][place.tokens]
+        return found
+
     def put_sequences(self, name, values, dtype=np.float32):
         """Adds an array of shape `(rows, max_sequences)`.
 

@@ -1,0 +1,104 @@
+"""One page on several runs."""
+
+import collections.abc
+import json
+import os
+import pathlib
+
+from keras_posttrain.reports import page
+from keras_posttrain.reports.curves import Curves
+from keras_posttrain.reports.diagnoses import Diagnoses
+from keras_posttrain.reports.encoding import encode
+
+PAGE, LOG = "report.html", "metrics.jsonl"
+
+
+def report(runs, path):
+    """Writes a page on one or several runs, with their curves in one plot.
+
+    Args:
+        runs: list of directories that runs wrote to with
+            `kpt.callbacks.Report`, or else with `kpt.callbacks.MetricsLog`
+            (the page then has curves and diagnoses alone), or of pages; a
+            dict of these by name; or one of them.
+        path: str or path of the page to write, such as `"both.html"`.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        ValueError: for a directory without either file, or a page that
+            `Report` did not write.
+
+    Example:
+
+    ```python
+    kpt.report({"1e-4": "runs/a", "1e-5": "runs/b"}, "both.html")
+    ```
+    """
+    if isinstance(runs, (str, os.PathLike)):
+        runs = [runs]
+    if not isinstance(runs, collections.abc.Mapping):
+        paths = [pathlib.Path(run) for run in runs]
+        names = [str(run) for run in paths]
+        runs = dict(zip(names, paths))
+    if not runs:
+        raise ValueError(
+            "`runs` must name at least one run. Received: runs=[]"
+        )
+    found = []
+    for name, run in runs.items():
+        for data in _read(pathlib.Path(run)):
+            found.append(encode(data | {"name": data.get("name") or name}))
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.write(path, page.render(found))
+    return path
+
+
+def _read(path):
+    """Returns the runs of a page or of a directory, a list of dicts."""
+    if path.is_file():
+        return page.read(path)
+    if (path / PAGE).exists():
+        return page.read(path / PAGE)
+    if (path / LOG).exists():
+        return [_of_log(path / LOG)]
+    raise ValueError(
+        f"A run's directory must have a {PAGE!r} of `kpt.callbacks.Report` or "
+        f"a {LOG!r} of `kpt.callbacks.MetricsLog`. "
+        f"Received: {str(path)!r}"
+    )
+
+
+def _of_log(path):
+    """Returns what a log of metrics tells of a run."""
+    curves, diagnoses, step = Curves(), Diagnoses(), 0
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                step = row.pop("step")
+            except (ValueError, KeyError):
+                # A line that a crash has cut off.
+                continue
+            values = {k: float("nan") if v is None else v
+                      for k, v in row.items()}  # fmt: skip
+            curves.add(step, 0.0, values)
+            diagnoses.add(step, values)
+    written = path.stat().st_mtime
+    nothing = {"names": [], "stride": 1, "rows": []}
+    return {
+        "about": {
+            "status": "log", "step": step, "started": written,
+            "written": written, "every": 0,
+        },
+        "environment": {},
+        "diagnoses": diagnoses.data(),
+        "curves": json.loads(curves.text()),
+        "validation": nothing,
+        "samples": {"kept": [], "seen": 0, "skipped": 0, "words": {}},
+        "timeline": None,
+        "memory": None,
+        "data": None,
+    }  # fmt: skip
