@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.losses.router import routing_sums
 from keras_posttrain.models import sharding
+from keras_posttrain.models.expert_parallel import compute_elsewhere
 from keras_posttrain.models.grouped_matmul import (
     add_bias,
     block_size,
@@ -130,16 +131,8 @@ class Expert:
         Args:
             x: float array of shape `(tokens, hidden)`.
             logits: float array of shape `(tokens, experts)`, the router's.
-            kernels: dict of `expand`, a list of one or two arrays of shape
-                `(experts, hidden, width)`, and `contract`, an array of shape
-                `(experts, width, hidden)`; where outputs have factors also
-                `scales`, a float32 array of shape `(experts,)`. They may be
-                those of some experts only; the others then contribute
-                nothing. With LoRA also
-                `lora`, for both of these names a list of pairs of arrays of
-                shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
-                With biases also `biases`, for both names an array of shape
-                `(experts, out)`.
+            kernels: as in `compute`. They may be those of some experts only;
+                the others then contribute nothing.
             used: bool array of shape `(tokens,)` or `None`, see
                 `used_tokens`.
             first: int scalar, the expert that the first kernels belong to.
@@ -148,15 +141,45 @@ class Expert:
         Returns:
             A float32 array of shape `(tokens, hidden)`.
         """
+        weights, experts = self.choose(logits, used)
+        return self.compute(x, weights, experts - first, kernels, block)
+
+    def choose(self, logits, used=None):
+        """Chooses experts as `choose_experts`, of unused tokens none.
+
+        Their experts are beyond the last one.
+        """
         weights, experts = choose_experts(logits, self.top_k, self.normalize)
+        if used is not None:
+            experts = jnp.where(used[:, None], experts, logits.shape[-1])
+        return weights, experts
+
+    def compute(self, x, weights, experts, kernels, block=1):
+        """Computes the weighted sum of given experts' outputs.
+
+        Args:
+            x: float array of shape `(tokens, hidden)`.
+            weights: float32 array of shape `(tokens, choices)`.
+            experts: int array of that shape. An index that is out of the
+                kernels' range contributes nothing.
+            kernels: dict of `expand`, a list of one or two arrays of shape
+                `(experts, hidden, width)`, and `contract`, an array of shape
+                `(experts, width, hidden)`; where outputs have factors also
+                `scales`, a float32 array of shape `(experts,)`. With LoRA
+                also `lora`, for both of these names a list of pairs of arrays
+                of shape `(experts, in, rank)` and `(experts, rank, out)`,
+                scaled. With biases also `biases`, for both names an array of
+                shape `(experts, out)`.
+            block: int, see `sort_by_expert`.
+
+        Returns:
+            A float32 array of shape `(tokens, hidden)`.
+        """
         count = kernels["contract"].shape[0]
-        experts = experts - first
         local = (experts >= 0) & (experts < count)
         if "scales" in kernels:
             own = jnp.clip(experts, 0, count - 1)
             weights = weights * kernels["scales"][own]
-        if used is not None:
-            local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
         rows = dispatch(x, slots)
         lora = kernels.get("lora", {})
@@ -400,7 +423,8 @@ def chosen_experts(expert, x, logits, bank):
     is KerasHub's layer of the experts' weights. Returns an array like `x`.
 
     If the experts are split over the mesh's other axis, each device computes
-    those that it has, and the results are added up.
+    those that it has, and the results are added up. If they are split over
+    devices with rows of their own, tokens are sent to them.
     """
     _record(expert, logits)
     kernels = _arrays(bank, x.dtype)
@@ -413,6 +437,9 @@ def chosen_experts(expert, x, logits, bank):
     if used is None:
         used = jnp.ones(x.shape[0], bool)
     split = sharding.split_of(_variables(bank)[1][0])
+    if split.mesh is sharding.expert_mesh():
+        out = _sent(expert, x, logits, used, kernels, split.mesh)
+        return checkpoint_name(out, sharding.SUMMED)
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 
@@ -437,6 +464,30 @@ def chosen_experts(expert, x, logits, bank):
         check_vma=False,
     )(x, logits, used, kernels)
     return checkpoint_name(out, sharding.SUMMED) if model else out
+
+
+def _sent(expert, x, logits, used, kernels, mesh):
+    """Computes experts that devices with other rows have."""
+    names = mesh.axis_names
+
+    def compute(x, weights, experts, kernels):
+        own = kernels["contract"].shape[0]
+        block = _block(x.shape[0], own)
+        return expert.compute(x, weights, experts, kernels, block)
+
+    def local(x, logits, used, kernels):
+        weights, experts = expert.choose(logits, used)
+        out = compute_elsewhere(compute, x, weights, experts, kernels, names)
+        return out.astype(x.dtype)
+
+    rows = P(names)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, P(names[-1])),
+        out_specs=rows,
+        check_vma=False,
+    )(x, logits, used, kernels)
 
 
 def _block(choices, experts):
