@@ -54,9 +54,12 @@ class Measurement:
         return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
 
-def measure(compiled, num_devices, data_dependent_trips):
-    """Reads the `Measurement` of a compiled program."""
-    counts = hlo.count(compiled.as_text(), num_devices, data_dependent_trips)
+def measure(compiled, num_devices, *trips):
+    """Reads the `Measurement` of a compiled program.
+
+    `trips` are as in `hlo.count`.
+    """
+    counts = hlo.count(compiled.as_text(), num_devices, *trips)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
     cost = cost[0] if isinstance(cost, list) else cost

@@ -280,12 +280,15 @@ def _call_gpt_oss(block, hidden_states):
 def chosen_share(backbone):
     """Returns the share of a backbone's experts that compute a token."""
     count = getattr(backbone, "num_experts", None)
-    if not count:
-        return 1
+    return (num_choices(backbone) or count) / count if count else 1
+
+
+def num_choices(backbone):
+    """Returns the experts that a token of a backbone chooses, 0 if unknown."""
     for name in ("top_k", "num_experts_per_token"):
         if hasattr(backbone, name):
-            return getattr(backbone, name) / count
-    return 1
+            return getattr(backbone, name) or 0
+    return 0
 
 
 def has_experts(layer):

@@ -41,6 +41,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
                 topology.compile(program, hardware.is_present),
                 len(hardware.devices),
                 decoding.STEPS,
+                formulas.EXPERT_TRIPS,
             )
 
         return depths.assemble(

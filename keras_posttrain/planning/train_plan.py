@@ -47,7 +47,8 @@ def make_plan(
         def one(layers, others):
             lowered = every.with_layers(layers, others).lower(batch)
             program = topology.compile(lowered, hardware.is_present)
-            return measure(program, len(hardware.devices), trips)
+            count = len(hardware.devices)
+            return measure(program, count, trips, formulas.EXPERT_TRIPS)
 
         def compiled(layers):
             others = of_companions[layers]
