@@ -156,9 +156,9 @@ def fsdp(data=None, *, experts=1, devices=None):
     Args:
         data: int, the number of devices, or with `experts` the number of
             their groups; `None` for all of `devices`.
-        experts: int, the devices that hold all experts of a layer together.
-            It must divide the number of experts. Rows are split over all
-            `data * experts` devices.
+        experts: int, the devices that hold all experts of a layer together,
+            or `None` to compute it from `data`. It must divide the number of
+            experts. Rows are split over all `data * experts` devices.
         devices: as in `data_parallel`.
 
     Returns:
@@ -178,9 +178,9 @@ def fsdp(data=None, *, experts=1, devices=None):
     if experts == 1:
         return ShardedWeights(make_mesh({DATA: data}, devices), True)
     # Raises an error for sizes that do not fit.
-    size = math.prod(make_mesh({DATA: data, EXPERT: experts}, devices).shape)
-    mesh = make_mesh({DATA: size}, devices)
-    return ShardedWeights(mesh, True, num_expert_shards=int(experts))
+    data, experts = make_mesh({DATA: data, EXPERT: experts}, devices).shape
+    mesh = make_mesh({DATA: data * experts}, devices)
+    return ShardedWeights(mesh, True, num_expert_shards=experts)
 
 
 def tensor_parallel(model=None, *, devices=None):

@@ -26,6 +26,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
     checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
+    checks.expert_axis(task.policy, distribution)
     with planned(task, distribution) as every:
         _, weights, cache, _ = _arguments(every, num_slots, num_tokens)
         optimizer = shapes_of(every.step.optimizer.variables)

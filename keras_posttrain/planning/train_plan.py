@@ -36,6 +36,7 @@ def make_plan(
     checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
+    checks.expert_axis(task.policy, distribution)
     with planned(task, distribution, **settings) as every:
         batch = every.task.example_batch(
             batch_size, prompt_length=prompt_length, **layout
