@@ -36,8 +36,8 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             shallow = every.with_layers(layers)
             decoder, *given = _arguments(shallow, num_slots, num_tokens)
             limits = np.array([0, decoding.STEPS], "int32")
-            adapted = task.adapter is not None
-            program = decoder._decode.lower(adapted, *given, limits)
+            mode = (task.adapter is not None, False)
+            program = decoder._decode.lower(mode, *given, limits)
             return measure(
                 topology.compile(program, hardware.is_present),
                 len(hardware.devices),
