@@ -21,8 +21,9 @@ PROMPTS = [{"prompt_ids": [5, 6, 7, 8]}, {"prompt_ids": [9, 4, 3]}]
 STOP = range(3, 20)
 
 
-def make(kind=kpt.GRPOTask, **settings):
-    task = kind(make_mixture("Qwen3Moe", **SIZES), sequence_length=48)
+def make(kind=kpt.GRPOTask, remat="none", **settings):
+    model = make_mixture("Qwen3Moe", **SIZES)
+    task = kind(model, sequence_length=48, remat=remat)
     settings = {
         "rewards": [odd],
         "num_generations": 4,
@@ -183,6 +184,14 @@ def test_the_experts_that_sampled_are_trained(monkeypatch):
     size = max(np.abs(x).max() for x in other)
     gap = max(np.abs(x - y).max() for x, y in zip(want[1], other))
     assert gap > 0.1 * size
+
+
+@pytest.mark.full
+def test_eight_devices_are_one(eight_devices):
+    """With rematerialised layers, and experts that tokens are sent to."""
+    want = plain()
+    keras.distribution.set_distribution(kpt.distribution.fsdp(experts=4))
+    assert_same(want, one_step(routing_replay=True, remat="full"))
 
 
 @pytest.mark.full
