@@ -11,6 +11,7 @@ kept.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -97,6 +98,32 @@ MODELS = {
         "num_attention_heads": 64,
     },
 }
+# Mixtures.
+MODELS |= {
+    "qwen3-30b-a3b": {
+        **MODELS["qwen3-8b"],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+MODELS["qwen3-235b-a22b"] = {
+    **MODELS["qwen3-30b-a3b"],
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+}
 V5E = ("v5e:4x4", "v5e:8x8", "v5e:16x16")
 V5P = ("v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8")
 
@@ -127,7 +154,15 @@ def all_runs():
         "qwen3-32b/int4/v5e:2x4/exact",
         "llama3-70b/int4/v5e:4x4/exact",
     ]
-    return runs + exact + quantized
+    # Experts over groups of chips, and as FSDP alone has them.
+    mixtures = [
+        "qwen3-30b-a3b/full/v5p:2x4x4",
+        "qwen3-30b-a3b/full-experts8/v5p:2x4x4",
+        "qwen3-30b-a3b/full-experts8/v6e:4x8",
+        "qwen3-235b-a22b/full-experts16/v5p:4x4x8",
+        "qwen3-235b-a22b/full-experts16/v6e:16x16",
+    ]
+    return runs + exact + quantized + mixtures
 
 
 def chips(topology):
@@ -149,6 +184,10 @@ def plan(name):
     import keras_posttrain as kpt
 
     model, mode, topology, *exact = name.split("/")
+    mode, _, experts = mode.partition("-experts")
+    strategy = functools.partial(
+        kpt.distribution.fsdp, experts=int(experts or 1)
+    )
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "config.json"
@@ -164,7 +203,9 @@ def plan(name):
                 quantize=None if mode in ("full", "lora") else mode,
             )
     task.compile(keras.optimizers.AdamW(1e-5))
-    found = task.plan(topology, batch_size=chips(topology), exact=bool(exact))
+    found = task.plan(
+        topology, strategy, batch_size=chips(topology), exact=bool(exact)
+    )
     print(found, file=sys.stderr)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {

@@ -345,6 +345,7 @@ each("grpo_compile", grpo_compile, "top_k", [50], "temperature")
 each("grpo_compile", grpo_compile, "top_p", [0.9], "temperature")
 each("grpo_compile", grpo_compile, "max_completion_length", [64], "prompt")
 each("grpo_compile", grpo_compile, "mask_truncated_completions", ["no"])
+each("grpo_compile", grpo_compile, "routing_replay", ["no", True])
 each("grpo_compile", grpo_compile, "stop_token_ids", ["eos", 5, [1.5], [-1]])
 bad(
     "grpo_compile-one-generation",

@@ -19,12 +19,15 @@ class Weight:
         itemsize: int, bytes of an entry in the compute dtype.
         axes: tuple of the mesh axis, or `None`, that each axis is split over.
         trainable: bool.
+        data: str, the mesh axis whose devices have different rows and the
+            same part of the weight, if it is not split over it.
     """
 
     shape: tuple
     itemsize: int
     axes: tuple
     trainable: bool
+    data: str
 
     def num_bytes(self, sizes):
         """Returns the bytes on a device, for mesh axes of these sizes."""
@@ -35,11 +38,11 @@ class Weight:
 def ideal_bytes(
     weights,
     sizes,
-    data,
     *,
     micro_batches,
     num_layers,
     activation_bytes,
+    expert_bytes=0.0,
     passes=2,
 ):
     """Computes the bytes that a device ideally receives in a step.
@@ -50,28 +53,30 @@ def ideal_bytes(
     ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054)). Other
     gradients are summed over the data axis once a step. In each micro-batch,
     the activations are summed over the model axis twice per layer and pass
-    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)).
+    ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). Tokens that
+    are sent to their experts are sent in each pass.
 
     Args:
         weights: list of `Weight`.
         sizes: dict of ints, the mesh axes' sizes by name.
-        data: str, the name of the data axis.
         micro_batches: int, the number of micro-batches in a step.
         num_layers: int, the number of decoder layers.
         activation_bytes: float, bytes that one layer passes to the next on a
             device in a micro-batch.
+        expert_bytes: float, bytes that a device receives of other devices'
+            tokens, for its experts, and of its own tokens' outputs, in all
+            layers and passes of a micro-batch.
         passes: int, the passes of a micro-batch through the model: forward,
             backward, and another one for a reference's forward pass.
 
     Returns:
         Dict of floats by purpose.
     """
-    n = sizes[data]
-    other_sizes = {name: size for name, size in sizes.items() if name != data}
     gathered = scattered = summed = 0.0
     for weight in weights:
-        received = weight.num_bytes(other_sizes) * (n - 1) / n
-        if data in weight.axes:
+        n = sizes[weight.data]
+        received = weight.num_bytes(sizes | {weight.data: 1}) * (n - 1) / n
+        if weight.data in weight.axes:
             gathered += passes * received * micro_batches
             if weight.trainable:
                 scattered += received * micro_batches
@@ -84,4 +89,5 @@ def ideal_bytes(
         "gradient reduce-scatter": scattered,
         "gradient all-reduce": summed,
         "activation all-reduce": activations * (2 * (m - 1) / m),
+        "expert all-to-all": expert_bytes * micro_batches,
     }

@@ -85,7 +85,7 @@ class _Instruction:
     in_memory: float
 
 
-def count(text, num_devices, data_dependent_trips=1):
+def count(text, num_devices, data_dependent_trips=1, trips_by_name=None):
     """Counts the work of a program.
 
     Args:
@@ -93,12 +93,15 @@ def count(text, num_devices, data_dependent_trips=1):
         num_devices: int, the devices that it was compiled for.
         data_dependent_trips: int, iterations to assume for a loop whose
             number of iterations depends on data.
+        trips_by_name: dict from the name of a `jax.named_scope` right around
+            such loops to the iterations to assume for them.
 
     Returns:
         `Counts`.
     """
     module = _Module(text)
-    walk = _Walk(module, num_devices, data_dependent_trips)
+    trips = trips_by_name or {}
+    walk = _Walk(module, num_devices, data_dependent_trips, trips)
     walk.computation(module.entry, 1, 1)
     by_kind = [
         Collective(kind, round(times), num_bytes)
@@ -195,8 +198,9 @@ def _itemsize(dtype):
 class _Walk:
     """Walks through a program and counts each instruction as it runs."""
 
-    def __init__(self, module, num_devices, trips):
-        self.module, self.num_devices, self.trips = module, num_devices, trips
+    def __init__(self, module, num_devices, trips, by_name):
+        self.module, self.num_devices = module, num_devices
+        self.trips, self.trips_by_name = trips, by_name
         self.flops = self.flops_once = 0.0
         self.traffic = self.traffic_once = 0.0
         self.unknown = 0
@@ -232,9 +236,16 @@ class _Walk:
         trips = _trips(self.module, inside, instruction)
         if trips is None:
             self.unknown += 1
-            trips = self.trips
+            trips = self._assumed(instruction)
         body = _attribute(instruction, "body")
         self.computation(body, times * trips, once)
+
+    def _assumed(self, loop):
+        """Returns the iterations to assume for a loop."""
+        for name, trips in self.trips_by_name.items():
+            if re.search(rf'op_name="[^"]*/{name}/while"', loop.rest):
+                return trips
+        return self.trips
 
     def _collective(self, inside, instruction, kind, times):
         group = _group(instruction.rest, self.num_devices)

@@ -11,6 +11,8 @@ from jax.experimental import mesh_utils
 # "batch" is Keras's name for the data axis. On TPUs the attention of Keras and
 # KerasHub expects the name "model".
 DATA, MODEL = "batch", "model"
+# The data axis divided into two, for the weights of experts.
+REPLICA, EXPERT = "replica", "expert"
 
 
 def make_mesh(sizes, devices=None):
@@ -57,6 +59,24 @@ def make_mesh(sizes, devices=None):
     )
 
 
+def divide(mesh, experts):
+    """Divides the data axis of a mesh of one axis for experts.
+
+    Args:
+        mesh: `keras.distribution.DeviceMesh` with the axis `"batch"` alone.
+        experts: int, the devices that hold all experts together.
+
+    Returns:
+        A `keras.distribution.DeviceMesh` of the same devices in the same
+        order, with the axes `"replica"` and `"expert"`.
+    """
+    count = math.prod(mesh.shape)
+    shape = (count // experts, experts)
+    return keras.distribution.DeviceMesh(
+        shape, [REPLICA, EXPERT], mesh.devices.reshape(shape)
+    )
+
+
 def _checked(devices, known):
     unknown = [d for d in devices if d not in known]
     if not devices or unknown or len(set(devices)) < len(devices):
@@ -94,4 +114,4 @@ def _filled(sizes, count):
 
 
 def _argument(name):
-    return "data" if name == DATA else name
+    return {DATA: "data", EXPERT: "experts"}.get(name, name)

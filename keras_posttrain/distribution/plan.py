@@ -54,9 +54,12 @@ class Measurement:
         return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
 
-def measure(program, num_devices, data_dependent_trips):
-    """Reads the `Measurement` of a `programs.Program`."""
-    counts = hlo.count(program.text, num_devices, data_dependent_trips)
+def measure(program, num_devices, *trips):
+    """Reads the `Measurement` of a `programs.Program`.
+
+    `trips` are as in `hlo.count`.
+    """
+    counts = hlo.count(program.text, num_devices, *trips)
     # XLA counts a loop's body once.
     elementwise = max(program.flops - counts.flops_once, 0.0)
     in_use = program.peak - program.arguments

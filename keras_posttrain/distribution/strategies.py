@@ -6,7 +6,14 @@ import jax.numpy as jnp
 import keras
 
 from keras_posttrain.distribution import layouts
-from keras_posttrain.distribution.mesh import DATA, MODEL, make_mesh
+from keras_posttrain.distribution.mesh import (
+    DATA,
+    EXPERT,
+    MODEL,
+    REPLICA,
+    divide,
+    make_mesh,
+)
 
 
 class ShardedWeights(keras.distribution.ModelParallel):
@@ -20,17 +27,25 @@ class ShardedWeights(keras.distribution.ModelParallel):
     replicated. LoRA factors, float32 copies and the optimizer's state have
     the layout of the weight they belong to.
 
+    With `num_expert_shards` the weights of experts lie on `expert_mesh`,
+    which has the same devices in the same order and two axes for `"batch"`:
+    experts are split over `"expert"`, and another axis of their weights over
+    `"replica"`.
+
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`
             and, if weights are split over it, an axis `"model"`.
         shard_over_data: bool, whether to split weights over `"batch"` too.
+        num_expert_shards: int, the devices that hold all experts together,
+            or 1 for experts that are split as other weights are.
 
     Raises:
         ValueError: while a model is made, if a weight of more than a
-            megabyte has no axis that can be split.
+            megabyte has no axis that can be split, or if
+            `num_expert_shards` does not divide the number of experts.
     """
 
-    def __init__(self, device_mesh, shard_over_data):
+    def __init__(self, device_mesh, shard_over_data, num_expert_shards=1):
         super().__init__(
             layout_map=keras.distribution.LayoutMap(device_mesh),
             batch_dim_name=DATA,
@@ -43,19 +58,40 @@ class ShardedWeights(keras.distribution.ModelParallel):
             "model": sizes.get(MODEL, 1),
             "data": sizes[DATA] if shard_over_data else 1,
         }
+        self.num_expert_shards = num_expert_shards
+        self.expert_mesh = None
+        if num_expert_shards > 1:
+            self.expert_mesh = divide(device_mesh, num_expert_shards)
 
     def get_variable_layout(self, variable):
         """Returns the `TensorLayout` of a `keras.Variable`."""
         if getattr(variable, "_layout", None) is not None:
             return variable._layout
         path, shape = variable.path, tuple(variable.shape)
-        axes = layouts.spread(path, shape, **self._sizes)
-        num_bytes = math.prod(shape) * jnp.dtype(variable.dtype).itemsize
-        layouts.check(path, shape, num_bytes, axes, **self._sizes)
+        mesh, sizes = self.device_mesh, self._sizes
         names = {"model": MODEL, "data": DATA, None: None}
-        return keras.distribution.TensorLayout(
-            [names[a] for a in axes], self.device_mesh
-        )
+        if self._is_of_experts(path, shape):
+            mesh = self.expert_mesh
+            sizes = dict(zip(("data", "model"), mesh.shape))
+            names = {"model": EXPERT, "data": REPLICA, None: None}
+        axes = layouts.spread(path, shape, **sizes)
+        num_bytes = math.prod(shape) * jnp.dtype(variable.dtype).itemsize
+        layouts.check(path, shape, num_bytes, axes, **sizes)
+        return keras.distribution.TensorLayout([names[a] for a in axes], mesh)
+
+    def _is_of_experts(self, path, shape):
+        """Returns whether a variable is split by expert on `expert_mesh`."""
+        names = layouts.meanings(path, len(shape)) or ()
+        if self.expert_mesh is None or names[:1] != ("experts",):
+            return False
+        if shape[0] % self.num_expert_shards:
+            raise ValueError(
+                "`experts` must divide the number of experts of a layer. "
+                f"Received: experts={self.num_expert_shards}, and {path!r} "
+                f"of {shape[0]} experts. Use a number of devices that "
+                f"divides {shape[0]}."
+            )
+        return True
 
     def gathered_axes(self, variable):
         """Returns the mesh axes over which a weight is gathered before use.
@@ -64,11 +100,15 @@ class ShardedWeights(keras.distribution.ModelParallel):
             variable: `keras.Variable`.
 
         Returns:
-            A set of names: the data axis; and the model axis if it splits an
-            axis that tensor parallelism does not, such as the inputs of a
-            key's kernel with fewer heads than devices.
+            A set of names: the data axis, or that of the expert mesh; and
+            the model axis if it splits an axis that tensor parallelism does
+            not, such as the inputs of a key's kernel with fewer heads than
+            devices.
         """
-        axes = self.get_variable_layout(variable).axes
+        layout = self.get_variable_layout(variable)
+        if REPLICA in layout.device_mesh.axis_names:
+            return {REPLICA}
+        axes = layout.axes
         names = layouts.meanings(variable.path, len(axes))
         found = {DATA}
         if names and MODEL in axes:
@@ -99,15 +139,26 @@ def data_parallel(*, devices=None):
     )
 
 
-def fsdp(data=None, *, devices=None):
+def fsdp(data=None, *, experts=1, devices=None):
     """Fully sharded data parallelism: splits rows and every matrix.
 
     Weights, gradients and the optimizer's state are split over the devices;
     a layer's weights are gathered when it runs
     ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054), stage 3).
 
+    With `experts`, that many devices hold the experts of a mixture together:
+    tokens are sent to the devices of their experts and back
+    ([Lepikhin et al., 2020](https://arxiv.org/abs/2006.16668)), and experts
+    are gathered only from the devices that have the same ones. No token is
+    dropped; `models/expert_parallel.py` says how. This sends less than FSDP
+    alone where a layer's experts weigh more than the tokens that they get.
+
     Args:
-        data: int, the number of devices, or `None` for all of `devices`.
+        data: int, the number of devices, or with `experts` the number of
+            their groups; `None` for all of `devices`.
+        experts: int, the devices that hold all experts of a layer together,
+            or `None` to compute it from `data`. It must divide the number of
+            experts. Rows are split over all `data * experts` devices.
         devices: as in `data_parallel`.
 
     Returns:
@@ -115,7 +166,7 @@ def fsdp(data=None, *, devices=None):
         made.
 
     Raises:
-        ValueError: if `data` is not the number of devices.
+        ValueError: if `data * experts` is not the number of devices.
 
     Example:
 
@@ -124,8 +175,12 @@ def fsdp(data=None, *, devices=None):
     task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
     ```
     """
-    mesh = make_mesh({DATA: data}, devices)
-    return ShardedWeights(mesh, shard_over_data=True)
+    if experts == 1:
+        return ShardedWeights(make_mesh({DATA: data}, devices), True)
+    # Raises an error for sizes that do not fit.
+    data, experts = make_mesh({DATA: data, EXPERT: experts}, devices).shape
+    mesh = make_mesh({DATA: data * experts}, devices)
+    return ShardedWeights(mesh, True, num_expert_shards=experts)
 
 
 def tensor_parallel(model=None, *, devices=None):

@@ -21,6 +21,8 @@ class Segment:
             token, -1 for what was not sampled.
         turns: int32, the turn of the trajectory in which each was sampled, -1
             for what was not sampled.
+        routed_experts: int16 array of shape `(tokens - 1, mixtures, top_k)`,
+            as of `kpt.rollout.Completion`, or `None`.
     """
 
     token_ids: np.ndarray
@@ -28,6 +30,7 @@ class Segment:
     per_token_logps: np.ndarray
     token_versions: np.ndarray
     turns: np.ndarray
+    routed_experts: np.ndarray | None = None
 
     def without_loss(self):
         """Returns a copy whose mask is 0."""
@@ -115,5 +118,6 @@ def of_completion(prompt_ids, completion, row=0, mask_truncated=False):
         array(0, logps, np.float32),
         array(-1, completion.token_versions, np.int32),
         array(-1, np.zeros(count), np.int32),
+        completion.routed_experts,
     )
     return Trajectory([segment], completion.finish_reason, [0.0], row=row)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.losses.router import routing_sums
 from keras_posttrain.models import sharding
+from keras_posttrain.models.expert_parallel import compute_elsewhere
 from keras_posttrain.models.grouped_matmul import (
     add_bias,
     block_size,
@@ -28,8 +29,44 @@ from keras_posttrain.models.grouped_matmul import (
 )
 
 _USED_TOKENS = contextvars.ContextVar("used_tokens", default=None)
-# The weights of tokens, and the list of the layers' `RoutingSums`.
-_ROUTING = contextvars.ContextVar("routing", default=(None, []))
+
+
+@dataclasses.dataclass
+class Recorder:
+    """What is recorded of each mixture that is called, in order.
+
+    Attributes:
+        weights: float array, how often each token counts, or `None` to
+            record no sums.
+        sums: list of `RoutingSums`.
+        choices: list of int32 arrays of shape `(tokens, top_k)`, the experts
+            of each token; `None` to record none.
+    """
+
+    weights: jax.Array | None = None
+    sums: list = dataclasses.field(default_factory=list)
+    choices: list | None = None
+
+    def empty(self):
+        """Returns one for the same things that has none yet."""
+        choices = None if self.choices is None else []
+        return Recorder(self.weights, [], choices)
+
+    def found(self):
+        """Returns what was recorded, a pytree for `add`."""
+        return self.sums, self.choices
+
+    def add(self, found):
+        """Adds what another one has `found`."""
+        sums, choices = found
+        self.sums.extend(sums)
+        if choices is not None:
+            self.choices.extend(choices)
+
+
+_RECORDER = contextvars.ContextVar("recorder", default=None)
+# An iterator over the choices that the next mixtures are given, or `None`.
+_GIVEN = contextvars.ContextVar("given", default=None)
 
 
 @contextlib.contextmanager
@@ -58,12 +95,23 @@ def recorded_routing(weights):
     Yields:
         A list of the layers' `RoutingSums`, filled by the calls.
     """
-    layers = []
-    token = _ROUTING.set((weights, layers))
-    try:
-        yield layers
-    finally:
-        _ROUTING.reset(token)
+    with _recording(Recorder(weights)) as recorder:
+        yield recorder.sums
+
+
+@contextlib.contextmanager
+def recorded_choices(is_recorded=True):
+    """Records the experts that tokens choose in each mixture called inside.
+
+    Yields:
+        A list of int32 arrays of shape `(tokens, top_k)`, filled by the
+        calls.
+    """
+    if not is_recorded:
+        yield []
+        return
+    with _recording(Recorder(choices=[])) as recorder:
+        yield recorder.choices
 
 
 @contextlib.contextmanager
@@ -71,18 +119,53 @@ def routing_of_layer():
     """Records what is called inside apart from the scope around it.
 
     A transformation such as `jax.checkpoint` has to return what is computed
-    in it. The list that is yielded is for `add_routing` outside.
+    in it. The `Recorder` that is yielded has it; see `add_routing`.
     """
-    with recorded_routing(_ROUTING.get()[0]) as layers:
-        yield layers
+    with _recording((_RECORDER.get() or Recorder()).empty()) as recorder:
+        yield recorder
 
 
-def add_routing(layers):
-    """Adds a list of `RoutingSums` to those of the scope around."""
-    _ROUTING.get()[1].extend(layers)
+def add_routing(found):
+    """Adds what a `Recorder` has `found` to that of the scope around."""
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.add(found)
 
 
-def choose_experts(logits, top_k, normalize):
+@contextlib.contextmanager
+def _recording(recorder):
+    token = _RECORDER.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _RECORDER.reset(token)
+
+
+@contextlib.contextmanager
+def given_choices(choices):
+    """Gives the mixtures called inside the experts of their tokens.
+
+    Routing replay ([Ma et al., 2025](https://arxiv.org/abs/2510.11370)): the
+    weights of these experts are of the router's own logits, and its gradient
+    is that of the weights.
+
+    Args:
+        choices: int array of shape `(tokens, mixtures, top_k)`, in the order
+            of the calls; tokens with -1 choose themselves. `None` to give
+            none.
+    """
+    layers = None
+    if choices is not None:
+        choices = choices.astype("int32")
+        layers = iter([choices[:, i] for i in range(choices.shape[1])])
+    token = _GIVEN.set(layers)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def choose_experts(logits, top_k, normalize, given=None):
     """Chooses the experts of each token, in float32.
 
     Args:
@@ -90,13 +173,18 @@ def choose_experts(logits, top_k, normalize):
         top_k: int, the experts of a token.
         normalize: bool, whether a token's weights add up to 1. If not, they
             are the probabilities among all experts.
+        given: int array of shape `(tokens, top_k)`, experts to take in place
+            of the best ones; of tokens with -1 the best. Or `None`.
 
     Returns:
         `(weights, experts)`: a float32 and an int32 array of shape
-        `(tokens, top_k)`, best first.
+        `(tokens, top_k)`, best or as given first.
     """
     probs = jax.nn.softmax(logits.astype("float32"), axis=-1)
     weights, experts = jax.lax.top_k(probs, top_k)
+    if given is not None:
+        experts = jnp.where(given < 0, experts, given)
+        weights = jnp.take_along_axis(probs, experts, axis=-1)
     if normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, experts
@@ -124,39 +212,66 @@ class Expert:
     is_interleaved: bool = False
     limit: float | None = None
 
-    def __call__(self, x, logits, kernels, used=None, first=0, block=1):
+    def __call__(
+        self, x, logits, kernels, used=None, first=0, block=1, given=None
+    ):
         """Computes the weighted sum of the chosen experts' outputs.
 
         Args:
             x: float array of shape `(tokens, hidden)`.
             logits: float array of shape `(tokens, experts)`, the router's.
-            kernels: dict of `expand`, a list of one or two arrays of shape
-                `(experts, hidden, width)`, and `contract`, an array of shape
-                `(experts, width, hidden)`; where outputs have factors also
-                `scales`, a float32 array of shape `(experts,)`. They may be
-                those of some experts only; the others then contribute
-                nothing. With LoRA also
-                `lora`, for both of these names a list of pairs of arrays of
-                shape `(experts, in, rank)` and `(experts, rank, out)`, scaled.
-                With biases also `biases`, for both names an array of shape
-                `(experts, out)`.
+            kernels: as in `compute`. They may be those of some experts only;
+                the others then contribute nothing.
             used: bool array of shape `(tokens,)` or `None`, see
                 `used_tokens`.
             first: int scalar, the expert that the first kernels belong to.
+            block: int, see `sort_by_expert`.
+            given: as in `choose_experts`.
+
+        Returns:
+            A float32 array of shape `(tokens, hidden)`.
+        """
+        weights, experts = self.choose(logits, used, given)
+        return self.compute(x, weights, experts - first, kernels, block)
+
+    def choose(self, logits, used=None, given=None):
+        """Chooses experts as `choose_experts`, of unused tokens none.
+
+        Their experts are beyond the last one.
+        """
+        weights, experts = choose_experts(
+            logits, self.top_k, self.normalize, given
+        )
+        if used is not None:
+            experts = jnp.where(used[:, None], experts, logits.shape[-1])
+        return weights, experts
+
+    def compute(self, x, weights, experts, kernels, block=1):
+        """Computes the weighted sum of given experts' outputs.
+
+        Args:
+            x: float array of shape `(tokens, hidden)`.
+            weights: float32 array of shape `(tokens, choices)`.
+            experts: int array of that shape. An index that is out of the
+                kernels' range contributes nothing.
+            kernels: dict of `expand`, a list of one or two arrays of shape
+                `(experts, hidden, width)`, and `contract`, an array of shape
+                `(experts, width, hidden)`; where outputs have factors also
+                `scales`, a float32 array of shape `(experts,)`. With LoRA
+                also `lora`, for both of these names a list of pairs of arrays
+                of shape `(experts, in, rank)` and `(experts, rank, out)`,
+                scaled. With biases also `biases`, for both names an array of
+                shape `(experts, out)`.
             block: int, see `sort_by_expert`.
 
         Returns:
             A float32 array of shape `(tokens, hidden)`.
         """
-        weights, experts = choose_experts(logits, self.top_k, self.normalize)
         count = kernels["contract"].shape[0]
-        experts = experts - first
         local = (experts >= 0) & (experts < count)
         if "scales" in kernels:
             own = jnp.clip(experts, 0, count - 1)
             weights = weights * kernels["scales"][own]
-        if used is not None:
-            local &= used[:, None]
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
         rows = dispatch(x, slots)
         lora = kernels.get("lora", {})
@@ -257,12 +372,15 @@ def _call_gpt_oss(block, hidden_states):
 def chosen_share(backbone):
     """Returns the share of a backbone's experts that compute a token."""
     count = getattr(backbone, "num_experts", None)
-    if not count:
-        return 1
+    return (num_choices(backbone) or count) / count if count else 1
+
+
+def num_choices(backbone):
+    """Returns the experts that a token of a backbone chooses, 0 if unknown."""
     for name in ("top_k", "num_experts_per_token"):
         if hasattr(backbone, name):
-            return getattr(backbone, name) / count
-    return 1
+            return getattr(backbone, name) or 0
+    return 0
 
 
 def is_recorded(layer):
@@ -271,19 +389,35 @@ def is_recorded(layer):
     return hasattr(block, "kpt_chosen") or hasattr(layer, "moe_expert_bank")
 
 
-def _record(expert, logits):
-    """Adds the routing of a layer to that of `recorded_routing`."""
-    weights, layers = _ROUTING.get()
-    if weights is None:
+def _record(expert, logits, given):
+    """Adds the routing of a layer to what is recorded."""
+    recorder = _RECORDER.get() or Recorder()
+    mesh, data, size, *_ = sharding.axes()
+    is_whole = mesh is None or logits.shape[0] % size
+
+    def choose(logits, given):
+        return expert.choose(logits, given=given)[1]
+
+    if recorder.choices is not None:
+        each = choose
+        if not is_whole:
+            each = jax.shard_map(
+                choose,
+                mesh=mesh,
+                in_specs=P(data),
+                out_specs=P(data),
+                check_vma=False,
+            )
+        recorder.choices.append(each(logits, given))
+    if recorder.weights is None:
         return
 
-    def sums(logits, weights):
-        _, experts = choose_experts(logits, expert.top_k, expert.normalize)
-        return routing_sums(logits, experts, weights)
+    def sums(logits, given, weights):
+        return routing_sums(logits, choose(logits, given), weights)
 
-    mesh, data, size, *_ = sharding.axes()
-    if mesh is None or logits.shape[0] % size:
-        layers.append(sums(logits, weights.reshape(-1)))
+    layers, weights = recorder.sums, recorder.weights.reshape(-1)
+    if is_whole:
+        layers.append(sums(logits, given, weights))
         return
 
     # XLA would gather the logits of all tokens to find the best.
@@ -293,10 +427,10 @@ def _record(expert, logits):
     parts = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(P(data), P(data)),
+        in_specs=P(data),
         out_specs=P(data),
         check_vma=False,
-    )(logits, weights.reshape(-1))
+    )(logits, given, weights)
     layers.append(jax.tree.map(lambda x: x.sum(axis=0), parts))
 
 
@@ -400,27 +534,34 @@ def chosen_experts(expert, x, logits, bank):
     is KerasHub's layer of the experts' weights. Returns an array like `x`.
 
     If the experts are split over the mesh's other axis, each device computes
-    those that it has, and the results are added up.
+    those that it has, and the results are added up. If they are split over
+    devices with rows of their own, tokens are sent to them.
     """
-    _record(expert, logits)
+    layers = _GIVEN.get()
+    given = None if layers is None else next(layers)
+    _record(expert, logits, given)
     kernels = _arrays(bank, x.dtype)
     used = _USED_TOKENS.get()
     mesh, data, size, model, _ = sharding.axes()
     count = kernels["contract"].shape[0]
     if mesh is None or x.shape[0] % size:
         block = _block(x.shape[0] * expert.top_k, count)
-        return expert(x, logits, kernels, used, block=block).astype(x.dtype)
+        out = expert(x, logits, kernels, used, block=block, given=given)
+        return out.astype(x.dtype)
     if used is None:
         used = jnp.ones(x.shape[0], bool)
     split = sharding.split_of(_variables(bank)[1][0])
+    if split.mesh is sharding.expert_mesh():
+        out = _sent(expert, x, logits, used, given, kernels, split.mesh)
+        return checkpoint_name(out, sharding.SUMMED)
     if split.axes[0] != model or model in split.to_save_memory:
         model = None
 
-    def local(x, logits, used, kernels):
+    def local(x, logits, used, given, kernels):
         own = kernels["contract"].shape[0]
         first = jax.lax.axis_index(model) * own if model else 0
         block = _block(x.shape[0] * expert.top_k, count)
-        out = expert(x, logits, kernels, used, first, block)
+        out = expert(x, logits, kernels, used, first, block, given)
         if model is None:
             return out.astype(x.dtype)
         # XLA's CPU backend cannot add up bfloat16.
@@ -432,11 +573,35 @@ def chosen_experts(expert, x, logits, bank):
     out = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(rows, rows, rows, P(model)),
+        in_specs=(rows, rows, rows, rows, P(model)),
         out_specs=rows,
         check_vma=False,
-    )(x, logits, used, kernels)
+    )(x, logits, used, given, kernels)
     return checkpoint_name(out, sharding.SUMMED) if model else out
+
+
+def _sent(expert, x, logits, used, given, kernels, mesh):
+    """Computes experts that devices with other rows have."""
+    names = mesh.axis_names
+
+    def compute(x, weights, experts, kernels):
+        own = kernels["contract"].shape[0]
+        block = _block(x.shape[0], own)
+        return expert.compute(x, weights, experts, kernels, block)
+
+    def local(x, logits, used, given, kernels):
+        weights, experts = expert.choose(logits, used, given)
+        out = compute_elsewhere(compute, x, weights, experts, kernels, names)
+        return out.astype(x.dtype)
+
+    rows = P(names)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, rows, P(names[-1])),
+        out_specs=rows,
+        check_vma=False,
+    )(x, logits, used, given, kernels)
 
 
 def _block(choices, experts):

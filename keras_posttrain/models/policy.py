@@ -139,6 +139,12 @@ class Policy:
         """Bool, whether a layer has experts whose routing is recorded."""
         return self.packable and any(map(experts.is_recorded, self.layers))
 
+    @property
+    def choices_shape(self):
+        """Tuple, the mixtures and the experts that a token chooses in each."""
+        mixtures = sum(map(experts.has_experts, self.layers))
+        return mixtures, experts.num_choices(self.backbone)
+
     @contextlib.contextmanager
     def recorded_routing(self, is_recorded=True):
         """Records the routing of all calls of `hidden_states` inside.
@@ -184,7 +190,9 @@ class Policy:
                 `(rows, num_sequences)` where an adapter drops inputs;
                 `prefix_segments` of that shape where segments continue
                 others: see `attention.py:subtree_ends`; then also
-                `shared_by` where routing is recorded.
+                `shared_by` where routing is recorded; `routed_experts`
+                where it is replayed, as of `experts.py:given_choices`, of
+                shape `(rows, length, mixtures, top_k)`.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -220,8 +228,12 @@ class Policy:
             return out
 
         weights = None if self._routing is None else token_counts(batch)
+        given = batch.get("routed_experts")
+        if given is not None:
+            given = given.reshape(ids.size, *given.shape[2:])
         with (
             experts.used_tokens(batch["segment_ids"] > 0),
+            experts.given_choices(given),
             experts.recorded_routing(weights) as routing,
         ):
             x = self._run_layers(ids.reshape(-1), scope, run)
@@ -334,7 +346,8 @@ class Policy:
                 sharding.name_outputs(summed),
                 experts.routing_of_layer() as routing,
             ):
-                return layer(x, **more), routing
+                out = layer(x, **more)
+            return out, routing.found()
 
         # Sums over devices are stored, so that recomputing a layer does not
         # repeat their communication; they take as much memory as the layer's

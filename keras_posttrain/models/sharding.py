@@ -98,6 +98,18 @@ def axes():
     return mesh, data, mesh.shape[data], model, mesh.shape.get(model, 1)
 
 
+def expert_mesh():
+    """Returns the jax mesh that experts are split over, or `None`.
+
+    It has the devices of `data_axis()` in the same order, along two axes:
+    over the first one experts are split to save memory, over the second one
+    each device has some of them.
+    """
+    distribution = keras.distribution.distribution()
+    mesh = getattr(distribution, "expert_mesh", None)
+    return None if mesh is None else mesh.backend_mesh
+
+
 def platform():
     """Returns the platform that a program is compiled for.
 
@@ -182,11 +194,14 @@ class Split:
     """The layout of a weight: for each axis, an axis of the mesh or `None`.
 
     The weight is split over the axes `to_save_memory` only for that purpose:
-    it is gathered along them for use.
+    it is gathered along them for use. `rows` is the axis of `mesh` whose
+    devices have different rows and the same weights.
     """
 
+    mesh: jax.sharding.Mesh
     axes: tuple
     to_save_memory: frozenset
+    rows: str
 
 
 def split_of(variable):
@@ -198,12 +213,15 @@ def split_of(variable):
     distribution = keras.distribution.distribution()
     if distribution is None:
         return None
-    mesh = distribution.device_mesh.backend_mesh
-    axes = tuple(layout_of(variable).axes)
+    layout, rows = layout_of(variable), distribution.batch_dim_name
+    mesh, axes = layout.device_mesh.backend_mesh, tuple(layout.axes)
+    if rows not in mesh.axis_names:
+        # The mesh of experts.
+        rows = mesh.axis_names[0]
     ask = getattr(distribution, "gathered_axes", None)
-    names = ask(variable) if ask else {distribution.batch_dim_name}
+    names = ask(variable) if ask else {rows}
     names = {name for name in names if mesh.shape[name] > 1}
-    return Split(axes, frozenset(names & set(axes)))
+    return Split(mesh, axes, frozenset(names & set(axes)), rows)
 
 
 def gather(variables, dtype):
@@ -264,9 +282,7 @@ _gradients_together.defvjp(
 def _gather(split, dtype):
     if split is None or not split.to_save_memory:
         return None
-    distribution = keras.distribution.distribution()
-    mesh = distribution.device_mesh.backend_mesh
-    rows = distribution.batch_dim_name
+    mesh, rows = split.mesh, split.rows
     names, axes = split.to_save_memory, split.axes
     whole = P(*(None if axis in names else axis for axis in axes))
     summed = P(*(None if a in names and a != rows else a for a in axes))

@@ -82,6 +82,8 @@ class ValueHead(keras.layers.Layer):
             sequence.
         """
         if self.policy is not None:
+            # Its experts are not those of the policy.
+            batch = {k: x for k, x in batch.items() if k != "routed_experts"}
             hidden = self.policy.hidden_states(batch, dropout_key)
         kernel = self.kernel.value
         values = jnp.einsum("rth,h->rt", hidden.astype("float32"), kernel)

@@ -26,6 +26,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
     checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
+    checks.expert_axis(task.policy, distribution)
     with planned(task, distribution) as every:
         _, weights, cache, _ = _arguments(every, num_slots, num_tokens)
         optimizer = shapes_of(every.step.optimizer.variables)
@@ -35,12 +36,13 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             shallow = every.with_layers(layers)
             decoder, *given = _arguments(shallow, num_slots, num_tokens)
             limits = np.array([0, decoding.STEPS], "int32")
-            adapted = task.adapter is not None
-            program = decoder._decode.lower(adapted, *given, limits)
+            mode = (task.adapter is not None, False)
+            program = decoder._decode.lower(mode, *given, limits)
             return measure(
                 programs.compile(program, hardware),
                 len(hardware.devices),
                 decoding.STEPS,
+                formulas.EXPERT_TRIPS,
             )
 
         return depths.assemble(

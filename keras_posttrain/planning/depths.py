@@ -23,6 +23,9 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
     layout = ", ".join(
         f"{n} along {axis!r}" for axis, n in zip(mesh.axis_names, mesh.shape)
     )
+    experts = getattr(distribution, "num_expert_shards", 1)
+    if experts > 1:
+        layout += f", experts over {experts} of them"
     return Plan(
         name=name,
         topology=hardware,

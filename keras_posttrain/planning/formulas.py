@@ -9,8 +9,17 @@ import numpy as np
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.models.experts import chosen_share
+from keras_posttrain.distribution.mesh import EXPERT
+from keras_posttrain.models import expert_parallel
+from keras_posttrain.models.experts import (
+    chosen_share,
+    is_recorded,
+    num_choices,
+)
 from keras_posttrain.models.sharding import split_of
+
+# Iterations of the loop over rounds of rows that are sent to experts.
+EXPERT_TRIPS = {expert_parallel.LOOP: expert_parallel.EVEN_ROUNDS}
 
 
 def model_flops(planned, batch):
@@ -68,7 +77,7 @@ def ideal(planned, batch):
 
     The model is passed forward and backward, companions forward.
     """
-    data, sizes = mesh_sizes()
+    _, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
     models = [(planned.policy, planned.weights_of(), trained, 2)]
     for model in planned.companions:
@@ -81,10 +90,10 @@ def ideal(planned, batch):
             ideal_bytes(
                 [_weight(v, dtype, id(v) in trained) for v in variables],
                 sizes,
-                data,
                 micro_batches=planned.step.micro_batches.count(batch),
                 num_layers=len(policy.layers),
                 activation_bytes=layer_input_bytes(planned, policy, batch),
+                expert_bytes=expert_bytes(planned, policy, batch, passes),
                 passes=passes,
             )
         )
@@ -104,10 +113,31 @@ def layer_input_bytes(planned, policy, batch):
     return tokens * backbone.hidden_dim * itemsize
 
 
+def expert_bytes(planned, policy, batch, passes):
+    """Counts a device's bytes of rows sent to experts, in a micro-batch.
+
+    A choice of an expert is a row. Choices that are distributed evenly stay
+    on their device as often as on any other one.
+    """
+    data, sizes = mesh_sizes()
+    shards = sizes.get(EXPERT, 1)
+    tokens = int((np.asarray(batch["segment_ids"]) > 0).sum()) / sizes[data]
+    tokens /= planned.step.micro_batches.count(batch)
+    backbone = policy.backbone
+    row = backbone.hidden_dim * jnp.dtype(backbone.compute_dtype).itemsize
+    each = tokens * num_choices(backbone) * row * (shards - 1) / shards
+    times = expert_parallel.SENT_FORWARD
+    times += expert_parallel.SENT_BACKWARD * (passes - 1)
+    return each * times * sum(map(is_recorded, policy.layers))
+
+
 def mesh_sizes():
     """Returns the data axis's name, and the devices along each axis."""
     distribution = keras.distribution.distribution()
     sizes = dict(distribution.device_mesh.backend_mesh.shape)
+    experts = getattr(distribution, "expert_mesh", None)
+    if experts is not None:
+        sizes |= experts.backend_mesh.shape
     return distribution.batch_dim_name, sizes
 
 
@@ -116,7 +146,8 @@ def _weight(variable, dtype, trainable):
     # Of a quantized kernel, codes are sent.
     sizes.append(getattr(variable, "itemsize", sizes[0]))
     split = split_of(variable)
-    return Weight(tuple(variable.shape), min(sizes), split.axes, trainable)
+    shape = tuple(variable.shape)
+    return Weight(shape, min(sizes), split.axes, trainable, split.rows)
 
 
 def _lookups(policy):

@@ -263,12 +263,13 @@ def _placing(distribution):
     It is returned with a dict by the id of a variable, to be filled: its
     layouts go before all others.
     """
-    mesh, layouts = distribution.device_mesh, {}
+    meshes, layouts = [distribution.device_mesh], {}
+    meshes.append(getattr(distribution, "expert_mesh", None))
     copied = copy.copy(distribution)
 
     def get_variable_layout(variable):
         own = layouts.get(id(variable), getattr(variable, "_layout", None))
-        if getattr(own, "device_mesh", None) is mesh:
+        if own is not None and any(own.device_mesh is m for m in meshes):
             return own
         return distribution.get_variable_layout(_shape_alone(variable))
 

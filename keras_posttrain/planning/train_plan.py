@@ -36,6 +36,7 @@ def make_plan(
     checks.strategy(strategy)
     hardware = topology.get(hardware)
     distribution = strategy(devices=list(hardware.devices))
+    checks.expert_axis(task.policy, distribution)
     with planned(task, distribution, **settings) as every:
         batch = every.task.example_batch(
             batch_size, prompt_length=prompt_length, **layout
@@ -47,7 +48,8 @@ def make_plan(
         def one(layers, others):
             lowered = every.with_layers(layers, others).lower(batch)
             program = programs.compile(lowered, hardware, every.options)
-            return measure(program, len(hardware.devices), trips)
+            count = len(hardware.devices)
+            return measure(program, count, trips, formulas.EXPERT_TRIPS)
 
         def compiled(layers):
             others = of_companions[layers]

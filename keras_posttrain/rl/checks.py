@@ -26,6 +26,7 @@ from keras_posttrain.rewards import reward as reward_lib
 from keras_posttrain.rl.episode_sampler import Episodes
 from keras_posttrain.rl.sampling import Sampling, Scoring
 from keras_posttrain.rollout import NativeRollout, Rollout
+from keras_posttrain.rollout.rollout import need_routed_experts
 from keras_posttrain.training import checks
 
 OLD_LOG_PROBS = ("trainer", "rollout")
@@ -64,6 +65,30 @@ def staleness(max_staleness):
             "would not agree on which weights draw a token. Use "
             f"max_staleness=0. Received: max_staleness={max_staleness}, "
             f"{processes.count()} processes"
+        )
+
+
+def routing_replay(is_on, engine, policy, episode):
+    """Raises a `ValueError` for what cannot report the experts of tokens."""
+    if not is_on:
+        return
+    need_routed_experts(engine, policy)
+    if episode is not None:
+        raise ValueError(
+            "`routing_replay` is for completions of prompts: the turns of an "
+            "episode do not have their experts. Leave one of the two out. "
+            f"Received: routing_replay=True, episode={episode.name!r}"
+        )
+
+
+def replay_in_turn(is_on, max_staleness):
+    """Raises a `ValueError` for the replay of samples of several weights."""
+    if is_on and max_staleness:
+        raise ValueError(
+            "`routing_replay` is for rollouts that take turns with training: "
+            "a sample that goes on with new weights has experts of both. Use "
+            f"max_staleness=0. Received: max_staleness={max_staleness}, "
+            "routing_replay=True"
         )
 
 
@@ -371,6 +396,7 @@ def sampling(*, tokenizer, vocabulary_size, **settings):
     masked = settings["mask_truncated_completions"]
     checks.flag("mask_truncated_completions", masked)
     settings["mask_truncated_completions"] = bool(masked)
+    checks.flag("routing_replay", settings.get("routing_replay", False))
     settings["stop_token_ids"] = stop_token_ids(
         settings["stop_token_ids"], tokenizer, vocabulary_size
     )

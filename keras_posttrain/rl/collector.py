@@ -23,6 +23,7 @@ LOGPS_INPUTS = (
     "completion_mask",
     "predicted_by",
     "prefix_segments",
+    "routed_experts",
 )
 # Metrics of every rollout, some only with `max_staleness`.
 METRICS = (
@@ -92,12 +93,15 @@ class Collection:
 class ForwardPass:
     """Outputs of the policy and of the reference for complete batches.
 
-    `temperature` divides the reference's logits.
+    `temperature` divides the reference's logits, and `policy_model` is the
+    `Policy` that is trained.
     """
 
-    def __init__(self, step, reference=None, temperature=1.0):
+    def __init__(
+        self, step, reference=None, temperature=1.0, policy_model=None
+    ):
         self.step, self.reference = step, reference
-        self.temperature = temperature
+        self.temperature, self.policy_model = temperature, policy_model
         self._programs = {}
 
     def policy(self, batch, needs=("per_token_logps",)):
@@ -120,8 +124,12 @@ class ForwardPass:
         return self._run(needs, program, step.weights.values(), batch)
 
     def reference_logps(self, batch):
-        """Returns the reference's log-probabilities, `(rows, length)`."""
+        """Returns the reference's log-probabilities, `(rows, length)`.
+
+        Its tokens choose their experts themselves.
+        """
         step, reference = self.step, self.reference
+        batch = {k: x for k, x in batch.items() if k != "routed_experts"}
 
         def program(weights, batch):
             def of_rows(rows):
@@ -285,6 +293,8 @@ class Collector:
     def _put_logps(self, batches, trajectories):
         source, forward = self.sampling.old_log_probs, self.forward
         engine = [s.per_token_logps for t in trajectories for s in t.segments]
+        if self.sampling.routing_replay:
+            self._put_routing(batches, trajectories)
         for batch in batches:
             batch.put_tokens("rollout_per_token_logps", engine)
             several = len(batches) * self.sampling.num_iterations > 1
@@ -295,6 +305,18 @@ class Collector:
             if forward.reference is not None:
                 logps = forward.reference_logps(batch.arrays)
                 batch.arrays["ref_per_token_logps"] = logps
+
+    def _put_routing(self, batches, trajectories):
+        """Adds the experts that the engine's tokens chose."""
+        chosen = [s.routed_experts for t in trajectories for s in t.segments]
+        for batch in batches:
+            batch.put_all_tokens(
+                "routed_experts",
+                chosen,
+                self.forward.policy_model.choices_shape,
+                np.int16,
+                -1,
+            )
 
     def _old_outputs(self, batch):
         """Returns outputs of the policy that sampled, for a batch: a dict."""

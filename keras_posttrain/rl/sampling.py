@@ -28,6 +28,7 @@ class Sampling:
     num_iterations: int = 1
     old_log_probs: str = "trainer"
     mask_truncated_completions: bool = False
+    routing_replay: bool = False
 
     def fingerprint(self):
         """Returns the settings that must match for a run to be resumed."""
@@ -102,6 +103,7 @@ class Sampler:
                 temperature=sampling.temperature,
                 stop_token_ids=sampling.stop_token_ids,
                 seed=seed,
+                return_routed_experts=sampling.routing_replay,
             )
             for prompt in prompts
         ]

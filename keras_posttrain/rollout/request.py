@@ -34,6 +34,9 @@ class Request:
             sampled before an interruption; 0 for a new sample.
         first_sample: int or `None`, the index of the first sample among those
             of its prompt. By default equal requests of a call are counted.
+        return_routed_experts: bool, whether completions have the experts of
+            their tokens. The built-in engine records them in mixtures of
+            experts; other engines refuse it.
     """
 
     token_ids: tuple
@@ -47,6 +50,7 @@ class Request:
     seed: int | None = None
     drawn: int = 0
     first_sample: int | None = None
+    return_routed_experts: bool = False
 
     def __post_init__(self):
         for name in ("token_ids", "stop_token_ids"):
@@ -82,6 +86,10 @@ class Completion:
             token.
         token_versions: int32 array of shape `(tokens,)`, the version of the
             weights that sampled each token.
+        routed_experts: int16 array of shape
+            `(prompt and completion tokens - 1, mixtures, top_k)`, the experts
+            that each token but the last chose in each layer that has some;
+            or `None`.
     """
 
     token_ids: list
@@ -89,6 +97,7 @@ class Completion:
     finish_reason: str
     weight_version: int
     token_versions: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     def __post_init__(self):
         if self.token_versions is None:

@@ -27,6 +27,20 @@ from keras_posttrain.rollout.request import (
 from keras_posttrain.rollout.session import Session
 
 
+def need_routed_experts(engine, policy):
+    """Raises a `ValueError` where no experts of tokens can be reported."""
+    if not (engine.returns_routed_experts and policy.has_experts):
+        name = type(policy.backbone).__name__
+        raise ValueError(
+            "The experts that tokens choose are reported by "
+            "`kpt.rollout.NativeRollout` alone, of a mixture of experts "
+            "whose layers run one by one, such as Mixtral, Qwen3-MoE or "
+            "gpt-oss. Leave out `routing_replay` (of requests, "
+            f"`return_routed_experts`). Received: {type(engine).__name__} "
+            f"for a {name}"
+        )
+
+
 class Rollout(keras.callbacks.Callback):
     """A source of samples from the policy that a task trains.
 
@@ -47,9 +61,11 @@ class Rollout(keras.callbacks.Callback):
         needs_weights: bool, whether the engine cannot sample before the next
             `sync_weights`.
         turn: lock that is held by each call of `generate` and `score`.
+        returns_routed_experts: bool, whether completions of mixtures can have
+            the experts of their tokens.
     """
 
-    overlaps = needs_weights = False
+    overlaps = needs_weights = returns_routed_experts = False
 
     def __init__(self):
         super().__init__()
@@ -107,9 +123,12 @@ class Rollout(keras.callbacks.Callback):
     def checked(self, requests):
         """Returns requests as a list; a `ValueError` names an invalid one."""
         self._need_task()
-        return check_requests(
+        requests = check_requests(
             requests, self._vocabulary_size(), self._max_length()
         )
+        if any(r.return_routed_experts for r in requests):
+            need_routed_experts(self, self.model.policy)
+        return requests
 
     def interrupt(self):
         """Makes calls of `generate` end early, also in another thread.

@@ -103,6 +103,7 @@ class RolloutTask(Task):
         num_iterations=1,
         old_log_probs="trainer",
         mask_truncated_completions=False,
+        routing_replay=False,
         max_resamples=0,
         reward_timeout=None,
         on_reward_error="raise",
@@ -146,6 +147,14 @@ class RolloutTask(Task):
                 them.
             mask_truncated_completions: bool, whether completions that reached
                 `max_completion_length` are excluded from the loss.
+            routing_replay: bool, whether tokens are trained with the experts
+                that they chose when they were sampled
+                ([Ma et al., 2025](https://arxiv.org/abs/2510.11370)). In
+                bfloat16 routers of engine and trainer may differ, which
+                changes log-probabilities much. The router's gradient is that
+                of the weights of these experts. A reference chooses for
+                itself. For mixtures of experts with the built-in engine,
+                without `episode` and with `max_staleness=0`.
             max_resamples: int, how often zero-variance groups are replaced by
                 groups of further prompts (dynamic sampling); 0 for never.
                 When the bound is reached, or the epoch has no more prompts,
@@ -178,6 +187,7 @@ class RolloutTask(Task):
             num_iterations=num_iterations,
             old_log_probs=old_log_probs,
             mask_truncated_completions=mask_truncated_completions,
+            routing_replay=routing_replay,
         )
         rl_checks.room(
             self.sequence_length, self.max_length, max_completion_length
@@ -194,6 +204,9 @@ class RolloutTask(Task):
             on_error=on_reward_error,
         )
         self.rollout = rl_checks.engine(rollout)
+        rl_checks.routing_replay(
+            routing_replay, self.rollout, self.policy, episode
+        )
         self.sampling, self.scoring = sampling, scoring
         self.episode = episode
         self.temperature, self.reference = sampling.temperature, None
@@ -321,6 +334,7 @@ class RolloutTask(Task):
         batch_size = checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)
+        rl_checks.replay_in_turn(self.sampling.routing_replay, max_staleness)
         checks.flag("shuffle", shuffle)
         checks.packing(packing)
         checks.flag("share_prefix", share_prefix)
@@ -400,7 +414,10 @@ class RolloutTask(Task):
                     tokenizer=self.tokenizer,
                     layout=layout,
                     forward=ForwardPass(
-                        self._step, self.reference, self.temperature
+                        self._step,
+                        self.reference,
+                        self.temperature,
+                        self.policy,
                     ),
                     order=order,
                     seed=seed,
@@ -542,6 +559,7 @@ class RolloutTask(Task):
             self.sampling,
             num_generations=num_generations,
             temperature=temperature,
+            routing_replay=False,
         )
         running = self.run is not None and self.run.is_running
         generate = self.run.generate if running else self.rollout.generate

@@ -139,6 +139,7 @@ class Task(keras.Model):
         flatten_linear_layers(causal_lm.backbone)
         self.adapter = adapter_of(causal_lm, lora)
         self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
+        checks.expert_axis(self.policy)
         self._engine = NativeRollout()
         self._engine.set_model(self)
         self.run_state = run_state.RunState()

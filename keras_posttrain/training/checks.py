@@ -286,6 +286,24 @@ def own_adapter(policy):
         adapter.check_layers()
 
 
+def expert_axis(policy, distribution=None):
+    """Raises a `ValueError` for an axis of experts and a model without any.
+
+    `distribution` is by default Keras's.
+    """
+    if distribution is None:
+        distribution = keras.distribution.distribution()
+    shards = getattr(distribution, "num_expert_shards", 1)
+    if shards > 1 and not policy.has_experts:
+        raise ValueError(
+            "`kpt.distribution.fsdp(experts=...)` splits the experts of a "
+            "mixture whose layers run one by one, such as Mixtral, Qwen3-MoE "
+            "or gpt-oss. Use `kpt.distribution.fsdp()`, which splits all "
+            f"models. Received: experts={shards} for a "
+            f"{type(policy.backbone).__name__}"
+        )
+
+
 def placed(causal_lm):
     """Raises a `ValueError` for a model that was made before the mesh was."""
     distribution = keras.distribution.distribution()

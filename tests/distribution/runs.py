@@ -33,12 +33,14 @@ def mesh(name):
 
     `8x1` is FSDP over eight devices, `4x2` FSDP over four times tensor
     parallelism over two, `tp2` tensor parallelism alone, `dp` data
-    parallelism.
+    parallelism, `ep4` FSDP with experts over groups of four.
     """
     if name is None:
         return None
     if name == "dp":
         return kpt.distribution.data_parallel()
+    if name.startswith("ep"):
+        return kpt.distribution.fsdp(experts=int(name[2:]))
     if name.startswith("tp"):
         return kpt.distribution.tensor_parallel(model=int(name[2:]))
     data, model = map(int, name.split("x"))

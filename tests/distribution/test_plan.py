@@ -284,11 +284,11 @@ def test_ideal_bytes():
     once, 2 * 12. Activations of 100 bytes add up 4 times a layer of 5, each
     time 2 * 50.
     """
-    matrix = Weight((20, 25), 2, ("batch", "model"), True)
-    norm = Weight((8,), 2, (None,), True)
-    frozen = Weight((20, 25), 2, ("batch", None), False)
+    matrix = Weight((20, 25), 2, ("batch", "model"), True, "batch")
+    norm = Weight((8,), 2, (None,), True, "batch")
+    frozen = Weight((20, 25), 2, ("batch", None), False, "batch")
     found = ideal_bytes(
-        [matrix, norm], {"batch": 4, "model": 2}, "batch",
+        [matrix, norm], {"batch": 4, "model": 2},
         micro_batches=3, num_layers=5, activation_bytes=100,
     )  # fmt: skip
     assert found == {
@@ -296,12 +296,25 @@ def test_ideal_bytes():
         "gradient reduce-scatter": 3 * 375,
         "gradient all-reduce": 24,
         "activation all-reduce": 3 * 4 * 5 * 100,
+        "expert all-to-all": 0,
     }
     found = ideal_bytes(
-        [frozen], {"batch": 4}, "batch",
+        [frozen], {"batch": 4},
         micro_batches=1, num_layers=5, activation_bytes=100, passes=3,
     )  # fmt: skip
     assert sum(found.values()) == found["weight all-gather"] == 3 * 750
+    # Experts over 2 of 4 devices: 500 bytes on each pair, half of them on
+    # each device, are gathered from one other device.
+    experts = Weight((20, 25), 2, ("expert", "replica"), True, "replica")
+    found = ideal_bytes(
+        [experts], {"batch": 4, "replica": 2, "expert": 2},
+        micro_batches=3, num_layers=5, activation_bytes=100, expert_bytes=70,
+    )  # fmt: skip
+    assert {x: n for x, n in found.items() if n} == {
+        "weight all-gather": 3 * 2 * 250,
+        "gradient reduce-scatter": 3 * 250,
+        "expert all-to-all": 3 * 70,
+    }
 
 
 # --- Plans -------------------------------------------------------------------

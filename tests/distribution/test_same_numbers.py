@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # for keys and values: over 4 and 8 devices other axes take their place.
 PAIRS = [
     "sft:llama3:full:4x2,dp",
-    "sft:qwen3_moe:full:8x1",
+    "sft:qwen3_moe:full:8x1,ep4",
     "packed:qwen2:lora:tp2",
 ]
 # Each task under FSDP, tensor parallelism and both or data parallelism, each
@@ -20,7 +20,8 @@ PAIRS = [
 MORE_PAIRS = [
     "sft:mixtral:full:2x4",
     "sft:mixtral:experts:4x2",
-    "sft:qwen3_moe:experts:8x1,1x8",
+    "sft:qwen3_moe:experts:8x1,1x8,ep4",
+    "sft:mixtral:experts:ep2",
     "packed:gemma2:lora:1x8",
     "shared:qwen3:lora:4x2",
     "uneven:llama3:full:8x1",
@@ -79,12 +80,13 @@ def test_what_is_sent_on_other_meshes(task, family, meshes):
 
 
 EVERY_MESH = "8x1,4x2,2x4,1x8"
+OF_EXPERTS = "ep2,ep4"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_mixtures_on_every_mesh(family):
-    check(f"sft:{family}:full:{EVERY_MESH}")
+    check(f"sft:{family}:full:{EVERY_MESH},{OF_EXPERTS}")
 
 
 @pytest.mark.full

@@ -40,6 +40,11 @@ def test_axes_and_sizes(eight):
     assert made.device_mesh.devices.tolist() == [
         devices[i : i + 2] for i in range(0, 8, 2)
     ]
+    for sizes in ({"experts": 4}, {"data": 2, "experts": None}):
+        made = kpt.distribution.fsdp(**sizes, devices=devices)
+        assert shape(made) == {"batch": 8}
+        assert made.expert_mesh.axis_names == ["replica", "expert"]
+        assert made.expert_mesh.devices.tolist() == [devices[:4], devices[4:]]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,18 @@ def test_axes_and_sizes(eight):
         (lambda d: d.fsdp(4, devices=DEVICES), ["batch=4", "[:4]"]),
         (lambda d: d.fsdp(0, devices=DEVICES), ["data=0", "positive"]),
         (lambda d: d.fsdp(2.0, devices=DEVICES), ["data=2.0", "positive"]),
+        (
+            lambda d: d.fsdp(experts=3, devices=DEVICES),
+            ["experts=3", "8 devices", "not a divisor"],
+        ),
+        (
+            lambda d: d.fsdp(2, experts=2, devices=DEVICES),
+            ["batch=2 * expert=2", "which is 4", "[:4]"],
+        ),
+        (
+            lambda d: d.fsdp(experts=0, devices=DEVICES),
+            ["experts=0", "positive"],
+        ),
         (lambda d: d.fsdp(devices=[]), ["devices=[]", "list_devices()"]),
         (lambda d: d.fsdp(devices=["cpu:0"] * 2), ["different"]),
         (lambda d: d.fsdp(devices=["tpu:9"]), ["tpu:9"]),

@@ -37,7 +37,9 @@ MIXTURES = tuple(OWN)
 def make_mixture(family, seed=0, **changes):
     """Makes a `CausalLM` of `MIXTURES` with random weights."""
     # KerasHub numbers the names of the blocks of experts.
+    distribution = keras.distribution.distribution()
     keras.utils.clear_session(free_memory=False)
+    keras.distribution.set_distribution(distribution)
     settings = {**SIZES, **OWN[family], **changes}
     backbone = getattr(keras_hub.models, f"{family}Backbone")(**settings)
     model_class = getattr(keras_hub.models, f"{family}CausalLM")

@@ -251,10 +251,21 @@ def test_what_is_exported_is_the_model(family, directories, tmp_path):
 
 @by_dense_family
 def test_eight_devices_are_one(family, directories, eight_devices):
-    want = steps(directories(family))
-    keras.distribution.set_distribution(
-        kpt.distribution.fsdp_tensor_parallel(2)
+    check_devices(
+        family, directories, kpt.distribution.fsdp_tensor_parallel(2)
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text_moe", "qwen2_moe"])
+def test_experts_of_eight_devices_are_one(family, directories, eight_devices):
+    """Experts over two of them, to which tokens are sent."""
+    check_devices(family, directories, kpt.distribution.fsdp(experts=2))
+
+
+def check_devices(family, directories, distribution):
+    want = steps(directories(family))
+    keras.distribution.set_distribution(distribution)
     got = steps(directories(family))
     np.testing.assert_allclose(got[0]["loss"], want[0]["loss"], rtol=1e-5)
     largest = max(np.abs(x).max() for x in want[1].values())

@@ -12,6 +12,7 @@ import transformers
 import keras_posttrain as kpt
 from keras_posttrain.training.frozen import frozen_policy
 from keras_posttrain.training.weights import ModelWeights
+from tests.distribution import runs
 from tests.models.mixtures import make_mixture
 from tests.models.tiny_checkpoints import GEMMA4_EXPERTS, make_checkpoint
 from tests.support import (
@@ -168,11 +169,14 @@ def test_what_a_frozen_model_computes_is_not_recorded():
     assert found == [0, 2]
 
 
-def test_eight_devices_are_one(eight_devices):
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("4x2", marks=pytest.mark.full), "ep4"]
+)
+def test_eight_devices_are_one(mesh, eight_devices):
     plain = plain_step("sft")
-    layout = kpt.distribution.fsdp_tensor_parallel(4, 2)
-    keras.distribution.set_distribution(layout)
+    keras.distribution.set_distribution(runs.mesh(mesh))
     found = one_step("sft", micro_batch_size=4)
+    assert keras.distribution.distribution() is not None
     assert_same_step(plain, found, 1e-4)
 
 

@@ -240,6 +240,31 @@ class Batch:
             found[place.position : stop] = self.arrays[name][place.tokens]
         return found
 
+    def put_all_tokens(self, name, values, shape, dtype, fill):
+        """Adds an array of shape `(rows, length, *shape)`.
+
+        Args:
+            name: str, its key.
+            values: list or dict by number, the values of the first tokens of
+                each sequence, prefixes that it shares included. Of several
+                sequences that share a prefix the last one's are taken.
+            shape: tuple of ints, of the value of a token.
+            dtype: the array's.
+            fill: number, the value of all other tokens.
+        """
+        ids, positions = self.arrays["segment_ids"], self.arrays["positions"]
+        prefixes = self.arrays.get("prefix_segments")
+        array = np.full((*ids.shape, *shape), fill, dtype)
+        for i, place in self.places.items():
+            row, segment = place.row, place.slot + 1
+            while segment:
+                columns = np.flatnonzero(ids[row] == segment)
+                at = positions[row, columns]
+                known = at < len(values[i])
+                array[row, columns[known]] = values[i][at[known]]
+                segment = 0 if prefixes is None else prefixes[row, segment - 1]
+        self.arrays[name] = array
+
     def put_sequences(self, name, values, dtype=np.float32):
         """Adds an array of shape `(rows, max_sequences)`.
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.packing import pack
+from keras_posttrain.models import experts
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.sampling import sample
@@ -137,6 +138,10 @@ class SlotDecoder:
     There is a pair `(kv_heads, head_dim)` in `kv_shapes` for each layer, and
     `dtype` is that of keys and values. `note(text)` is called with a
     description of every program used.
+
+    Methods with an argument `routes` also return the experts of the tokens
+    that they compute if it is true, int16 arrays of shape
+    `(tokens, mixtures, top_k)`.
     """
 
     def __init__(self, policy, using_weights, kv_shapes, dtype, note):
@@ -197,15 +202,21 @@ class SlotDecoder:
 
     # Prompts
 
-    def prefill(self, weights, prompts, slots):
-        """Computes prompts and writes each to the slots of its list."""
+    def prefill(self, weights, prompts, slots, routes=False):
+        """Computes prompts and writes each to the slots of its list.
+
+        Returns:
+            A list with the experts of each prompt's tokens, or with `None`s.
+        """
         longest = max(map(len, prompts))
         room = power_of_two(max(longest, PREFILL_TOKENS))
-        rows = self.placement.shards
+        rows, found = self.placement.shards, [None] * len(prompts)
         for part in self._parts(prompts, room, rows):
-            self._prefill_part(
-                weights, [(prompts[i], slots[i]) for i in part], rows
-            )
+            pairs = [(prompts[i], slots[i]) for i in part]
+            chosen = self._prefill_part(weights, pairs, rows, routes)
+            for i, x in zip(part, chosen):
+                found[i] = x
+        return found
 
     @staticmethod
     def _parts(prompts, room, rows):
@@ -214,7 +225,7 @@ class SlotDecoder:
         for i in range(0, len(packed), rows):
             yield [p for row in packed[i : i + rows] for p in row]
 
-    def _prefill_part(self, weights, part, num_rows):
+    def _prefill_part(self, weights, part, num_rows, routes):
         lengths = [len(p) for p, _ in part]
         total = -(-sum(lengths) // num_rows)
         length = power_of_two(max(total, *lengths), 64)
@@ -224,19 +235,26 @@ class SlotDecoder:
             rows = pack(lengths, length, max_sequences=2**30)
         ids = [[part[i][0] for i in row] for row in rows]
         batch = model_inputs(ids, length, num_rows)
-        starts, targets = [], []
+        starts, targets, places = [], [], [None] * len(part)
         for r, row in enumerate(rows):
             at = r * length
             for i in row:
                 starts += [at] * len(part[i][1])
                 targets += part[i][1]
+                places[i] = slice(at, at + lengths[i])
                 at += lengths[i]
         width = min(power_of_two(max(lengths), 64), self.tokens)
         self._note(f"prefill of {num_rows} x {length} tokens")
-        kept = self._prefill(weights.adapted, weights[:2], batch)
+        kept, chosen = self._prefill(
+            (weights.adapted, routes), weights[:2], batch
+        )
         starts, targets = self._padded(starts, targets)
         self._note(f"fill of {len(starts)} of {self.slots} slots")
         self.cache = self._fill(self.cache, kept, starts, targets, width)
+        if not routes:
+            return [None] * len(part)
+        chosen = np.asarray(chosen)
+        return [chosen[place] for place in places]
 
     def _padded(self, sources, targets):
         """Pads both to one of few sizes, with a slot out of range."""
@@ -245,10 +263,25 @@ class SlotDecoder:
         sources = np.array(sources + [0] * more, "int32")
         return sources, np.array(targets + [self.slots] * more, "int32")
 
-    def _prefill(self, adapted, weights, batch):
+    def _prefill(self, mode, weights, batch):
+        adapted, routes = mode
         batch = self.placement.rows(batch)
-        with using(self.policy, self._using_weights, adapted, weights):
-            return self.policy.prefill(batch)
+        with (
+            using(self.policy, self._using_weights, adapted, weights),
+            experts.recorded_choices(routes) as chosen,
+        ):
+            kept = self.policy.prefill(batch)
+        return kept, self._routes(chosen)
+
+    def _routes(self, chosen):
+        """Returns recorded choices as one array, `None` if there are none.
+
+        Its shape is `(tokens, mixtures, top_k)`.
+        """
+        if not chosen:
+            return None
+        chosen = jnp.stack(chosen, axis=1).astype("int16")
+        return self.placement.replicated(chosen)
 
     def _fill(self, cache, kept, starts, slots, width):
         places = starts[:, None] + jnp.arange(width)
@@ -277,25 +310,32 @@ class SlotDecoder:
 
     # Conversations that continue
 
-    def extend(self, weights, slots, lengths, tokens):
+    def extend(self, weights, slots, lengths, tokens, routes=False):
         """Computes tokens behind those that slots hold.
+
+        Returns as `prefill`.
 
         Args:
             slots: list of ints.
             lengths: list of ints, the tokens that each of them holds.
             tokens: list of int arrays, those that follow.
         """
-        rows = list(zip(slots, lengths, tokens))
+        rows, found = list(zip(slots, lengths, tokens)), {}
         while rows:
             part = [(i, n, ids[:EXTEND_TOKENS]) for i, n, ids in rows]
-            self._extend_part(weights, part)
+            chosen = self._extend_part(weights, part, routes)
+            for (i, *_), x in zip(part, chosen):
+                found.setdefault(i, []).append(x)
             rows = [
                 (i, n + EXTEND_TOKENS, ids[EXTEND_TOKENS:])
                 for i, n, ids in rows
                 if len(ids) > EXTEND_TOKENS
             ]
+        if not routes:
+            return [None] * len(slots)
+        return [np.concatenate(found[i]) for i in slots]
 
-    def _extend_part(self, weights, part):
+    def _extend_part(self, weights, part, routes):
         longest = max(len(ids) for *_, ids in part)
         width = min(power_of_two(longest, 16), self.tokens)
         shards = self.placement.shards
@@ -307,27 +347,34 @@ class SlotDecoder:
             token_ids[row, : len(ids)] = ids
             slots[row], lengths[row], counts[row] = slot, length, len(ids)
         self._note(f"extension of {count} slots by {width} tokens")
-        self.cache = self._extend(
-            weights.adapted, weights[:2], self.cache, token_ids, slots,
-            lengths, counts,
+        self.cache, chosen = self._extend(
+            (weights.adapted, routes), weights[:2], self.cache, token_ids,
+            slots, lengths, counts,
         )  # fmt: skip
+        if not routes:
+            return [None] * len(part)
+        chosen = np.asarray(chosen).reshape(count, width, *chosen.shape[1:])
+        return [row[: len(ids)] for row, (*_, ids) in zip(chosen, part)]
 
-    def _extend(
-        self, adapted, weights, cache, token_ids, slots, lengths, counts
-    ):
+    def _extend(self, mode, weights, cache, token_ids, slots, lengths, counts):
+        adapted, routes = mode
         token_ids = self.placement.rows(token_ids)
         positions = lengths[:, None] + jnp.arange(token_ids.shape[1])
         past = [self.placement.cache(layer.select(slots)) for layer in cache]
-        with using(self.policy, self._using_weights, adapted, weights):
+        with (
+            using(self.policy, self._using_weights, adapted, weights),
+            experts.recorded_choices(routes) as chosen,
+        ):
             kept = self.policy.extend(token_ids, positions, past)
-        return [
+        cache = [
             self.placement.cache(layer.extend(slots, lengths, counts, *new))
             for layer, new in zip(cache, kept)
         ]
+        return cache, self._routes(chosen)
 
     # Steps
 
-    def decode(self, weights, state, floor, steps=STEPS):
+    def decode(self, weights, state, floor, steps=STEPS, routes=False):
         """Decodes until at most `floor` slots are active, or for `steps`.
 
         Args:
@@ -340,7 +387,9 @@ class SlotDecoder:
         Returns:
             A dict of numpy arrays: `tokens` and `logps` of shape
             `(STEPS, slots)`; `taken` (the number of new tokens), `active`
-            and `stopped` of shape `(slots,)`.
+            and `stopped` of shape `(slots,)`. With `routes` also `routes` of
+            shape `(STEPS, slots, mixtures, top_k)`, the experts of the last
+            token and of all new ones but the last.
         """
         self._note(
             f"decode of {self.slots} slots x {self.tokens} tokens"
@@ -349,11 +398,16 @@ class SlotDecoder:
         )
         limits = np.array([floor, min(steps, STEPS)], "int32")
         self.cache, out = self._decode(
-            weights.adapted, weights[:2], self.cache, state, limits
+            (weights.adapted, routes),
+            weights[:2],
+            self.cache,
+            state,
+            limits,
         )
         return jax.tree.map(np.asarray, out)
 
-    def _decode(self, adapted, weights, cache, state, limits):
+    def _decode(self, mode, weights, cache, state, limits):
+        adapted, routes = mode
         slots = state["token"].shape[0]
         state = self.placement.rows(state)
         cuts = {k: state[k] for k in ("top_k", "top_p", "min_p") if k in state}
@@ -371,6 +425,9 @@ class SlotDecoder:
             "logps": jnp.zeros((STEPS, slots), "float32"),
             "recent": self.placement.cache(recent),
         }
+        if routes:
+            shape = (STEPS, slots, *self.policy.choices_shape)
+            carry["routes"] = jnp.zeros(shape, "int16")
 
         def is_unfinished(carry):
             active = jnp.sum(carry["active"], dtype="int32")
@@ -378,9 +435,14 @@ class SlotDecoder:
 
         def body(carry):
             step, active = carry["step"], carry["active"]
-            logits, recent = self.policy.decode(
-                carry["token"], state["length"], step, cache, carry["recent"]
-            )
+            with experts.recorded_choices(routes) as chosen:
+                logits, recent = self.policy.decode(
+                    carry["token"],
+                    state["length"],
+                    step,
+                    cache,
+                    carry["recent"],
+                )
             place = state["length"] + step + 1
             token, logps = sample(
                 logits, state["keys"], place, state["temperature"], **cuts
@@ -391,7 +453,11 @@ class SlotDecoder:
             taken = carry["taken"] + active
             stop = jnp.any(token[:, None] == state["stop"], axis=1) & active
             write = jax.lax.dynamic_update_slice_in_dim
-            return {
+            more = {}
+            if routes:
+                chosen = self._routes(chosen)[None]
+                more["routes"] = write(carry["routes"], chosen, step, 0)
+            return more | {
                 "step": step + 1,
                 "token": token,
                 "active": active & ~stop & (taken < state["remaining"]),
@@ -408,5 +474,6 @@ class SlotDecoder:
             self.placement.cache(old.append(state["length"], new))
             for old, new in zip(cache, carry["recent"])
         ]
-        names = ("tokens", "logps", "taken", "active", "stopped")
+        names = ["tokens", "logps", "taken", "active", "stopped"]
+        names += ["routes"] if routes else []
         return cache, self.placement.replicated({n: carry[n] for n in names})

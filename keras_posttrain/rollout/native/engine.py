@@ -57,6 +57,8 @@ class NativeRollout(Rollout):
     ```
     """
 
+    returns_routed_experts = True
+
     def __init__(
         self, num_slots=128, *, cache_bytes="auto", merge_adapter="auto"
     ):

@@ -32,6 +32,8 @@ class Sample:
     logps: list = dataclasses.field(default_factory=list)
     # The version of the weights that sampled each.
     versions: list = dataclasses.field(default_factory=list)
+    # The experts of all tokens but the last, where they are recorded.
+    routes: np.ndarray | None = None
     # Of a session, whose sample it is.
     turn: object = None
     # The reason that holds if the call ends before the sample does.
@@ -67,6 +69,7 @@ class Sample:
             self.finish_reason,
             self.versions[-1] if self.versions else version,
             np.array(self.versions, "int32"),
+            self.routes if self.settings.return_routed_experts else None,
         )
 
     def finish(self, stopped):

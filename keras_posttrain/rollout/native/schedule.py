@@ -88,6 +88,8 @@ class Schedule:
         self.most_tokens = 0
         # Fixed once they have grown, so that few programs are compiled.
         self.num_stop_ids, self.truncated = 1, False
+        # Whether the experts of tokens are recorded.
+        self.records_routes = False
         # The contents of slots that were overwritten, where they are counted.
         self._lost = [] if least_shared == 1 else None
         self._clock = 0
@@ -100,6 +102,8 @@ class Schedule:
         # sampled are added when the sample ends.
         self.held = np.zeros((0, 0), np.int32)
         self.lengths = np.zeros(0, np.int64)
+        # The experts of the tokens in each slot, where they are recorded.
+        self.routes = []
         # Whether a conversation may continue, and when a slot was last used.
         self.kept = np.zeros(0, bool)
         self.used = np.zeros(0, np.int64)
@@ -112,6 +116,11 @@ class Schedule:
         self.most_tokens = max(self.most_tokens, tokens)
         self.num_stop_ids = max(self.num_stop_ids, samples.num_stop_ids)
         self.truncated |= samples.truncated
+        wanted = any(s.settings.return_routed_experts for s in samples)
+        if wanted and not self.records_routes and self.occupants:
+            # Nothing is known of the tokens that are here.
+            self.clear()
+        self.records_routes |= wanted
 
     @property
     def active(self):
@@ -272,6 +281,7 @@ class Schedule:
         if more <= 0:
             return set()
         self.occupants += [None] * more
+        self.routes += [None] * more
         pad = (0, more)
         self.held = np.pad(self.held, (pad, (0, 0)), constant_values=-1)
         self.lengths, self.kept, self.used = (
@@ -308,6 +318,7 @@ class Schedule:
         # A new slot has anything in it.
         decoder.resize([i if i < decoder.slots else 0 for i in index], tokens)
         self.occupants = [self.occupants[i] for i in index]
+        self.routes = [self.routes[i] for i in index]
         self.held, self.lengths = self.held[index], self.lengths[index]
         self.kept, self.used = self.kept[index], self.used[index]
         return index
@@ -334,33 +345,46 @@ class Schedule:
             part = [a for a in admitted if a in rest and a.stage == stage]
             copied = [a for a in part if a.source is not None]
             if copied:
-                self.decoder.copy(
-                    [place.get(a.source, a.source) for a in copied],
-                    [place.get(a.slot, a.slot) for a in copied],
-                    max(a.start for a in copied),
-                )
+                sources = [place.get(a.source, a.source) for a in copied]
+                slots = [place.get(a.slot, a.slot) for a in copied]
+                longest = max(a.start for a in copied)
+                self.decoder.copy(sources, slots, longest)
+                for source, slot in zip(sources, slots):
+                    self.routes[slot] = self.routes[source]
             part = [a for a in part if a.start < len(a.tokens)]
             whole = [a for a in part if not a.start]
             if whole:
-                self.decoder.prefill(
+                slots = [
+                    [place.get(b.slot, b.slot) for b in (a, *twins[a.slot])]
+                    for a in whole
+                ]
+                found = self.decoder.prefill(
                     weights,
                     [tuple(a.tokens.tolist()) for a in whole],
-                    [
-                        [
-                            place.get(b.slot, b.slot)
-                            for b in (a, *twins[a.slot])
-                        ]
-                        for a in whole
-                    ],
+                    slots,
+                    self.records_routes,
                 )
+                for many, routes in zip(slots, found):
+                    for slot in many:
+                        self.routes[slot] = routes
             longer = [a for a in part if a.start]
             if longer:
-                self.decoder.extend(
+                slots = [place.get(a.slot, a.slot) for a in longer]
+                found = self.decoder.extend(
                     weights,
-                    [place.get(a.slot, a.slot) for a in longer],
+                    slots,
                     [a.start for a in longer],
                     [a.tokens[a.start :] for a in longer],
+                    self.records_routes,
                 )
+                for a, slot, routes in zip(longer, slots, found):
+                    self._add_routes(slot, a.start, routes)
+
+    def _add_routes(self, slot, start, routes):
+        """Records the experts of a slot's tokens from `start` on."""
+        if self.records_routes:
+            before = self.routes[slot][:start]
+            self.routes[slot] = np.concatenate([before, routes])
 
     # Steps
 
@@ -392,7 +416,9 @@ class Schedule:
             floor = slots // SHRINK if slots > self.least_slots else 0
             floor = floor if floor < len(active) else 0
         steps = STREAMED_STEPS if self.on_tokens else decoding.STEPS
-        out = self.decoder.decode(weights, self._state(), floor, steps)
+        out = self.decoder.decode(
+            weights, self._state(), floor, steps, self.records_routes
+        )
         samples = [self.occupants[i] for i in active]
         return [
             s
@@ -415,6 +441,10 @@ class Schedule:
         ids = out["tokens"][:count, slot].tolist()
         logps = out["logps"][:count, slot]
         check_finite(sample.request, logps)
+        if self.records_routes:
+            routes = out["routes"][:count, slot]
+            self._add_routes(slot, sample.length - 1, routes)
+            sample.routes = self.routes[slot]
         sample.token_ids += ids
         sample.logps += logps.tolist()
         sample.versions += [version] * len(ids)
