@@ -25,6 +25,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.models.vision import freeze_tower
 from keras_posttrain.planning import decode_plan, suggestion, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
@@ -137,6 +138,7 @@ class Task(keras.Model):
         # Divides the logits: that of the samples in a task that samples.
         self.temperature = 1.0
         flatten_linear_layers(causal_lm.backbone)
+        freeze_tower(causal_lm)
         self.adapter = adapter_of(causal_lm, lora)
         self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
         self._engine = NativeRollout()
@@ -167,6 +169,7 @@ class Task(keras.Model):
         load_weights=True,
         quantize=None,
         trainable=True,
+        vision=False,
         **kwargs,
     ):
         """Creates a task from a preset.
@@ -191,6 +194,9 @@ class Task(keras.Model):
             trainable: bool, `False` for a task that samples and evaluates
                 only, or serves as a teacher or a reference: weights may be
                 quantized without `lora`.
+            vision: bool, `True` to load a Hugging Face directory of Gemma 3
+                with its vision tower, for rows with images. The tower stays
+                frozen. A KerasHub preset has its own tower in any case.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
@@ -207,6 +213,7 @@ class Task(keras.Model):
             load_weights=load_weights,
             quantization=quantized.as_quantization(quantize),
             is_trained=trainable and lora is None,
+            vision=vision,
         )
         task = cls(
             causal_lm,
