@@ -393,7 +393,8 @@ def _attend_block(
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = _masked_scores(
         q, k, q_segments, q_positions, k_segments, k_positions, k_ends,
-        k_images, q_images, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        k_images, q_images, scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )  # fmt: skip
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:

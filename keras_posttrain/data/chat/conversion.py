@@ -120,7 +120,7 @@ def from_keras_hub(tokenizer):
             names.setdefault("pad_token", model.pieces[pad][0])
         backend = sentencepiece.convert(
             model,
-            special_tokens=_GEMMA_CONTROL if "Gemma" in family else (),
+            special_tokens=_gemma_control(tokenizer, family),
             bos_token=names.get("bos_token"),
         )
     elif getattr(tokenizer, "merges", None) is not None:
@@ -135,6 +135,15 @@ def from_keras_hub(tokenizer):
         )
     stops = [vocabulary[token] for token in _STOPS if token in vocabulary]
     return backend, names, _builtin_template(family, vocabulary), stops
+
+
+def _gemma_control(tokenizer, family):
+    if "Gemma" not in family:
+        return ()
+    if getattr(tokenizer, "has_vision_tokens", False):
+        # A tag of HTML to models without images.
+        return (*_GEMMA_CONTROL, "<img>")
+    return _GEMMA_CONTROL
 
 
 def _names(tokenizer, vocabulary):

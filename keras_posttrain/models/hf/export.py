@@ -163,7 +163,9 @@ def export(
     dtypes = {n: dtype or t.dtype for n, t in table.items()}
     shards = checkpoint_files.plan_shards(shapes, dtypes, max_shard_bytes)
     order = [name for names in shards.values() for name in names]
-    found = arrays_of((table[n] for n in order), values or (lambda variable: variable.value))
+    found = arrays_of(
+        (table[n] for n in order), values or (lambda variable: variable.value)
+    )
     arrays = (array for _, array in found)
 
     def write():

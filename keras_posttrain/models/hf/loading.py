@@ -746,6 +746,8 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
+    if (tower := tower_of(backbone)) is not None:
+        notes += vision_tower.repair_tower(tower)
     _remember(causal_lm, None, notes)
     return notes
 

@@ -95,11 +95,24 @@ def build(config, dtype):
         # In bfloat16 KerasHub computes images in float32.
         dtype="float32" if _name(dtype) == "bfloat16" else dtype,
     )
-    # KerasHub 0.32 does not pass it on to the layers of the tower.
-    for layer in tower.get_layer("image_encoder").resblocks:
-        layer.layer_norm_1.epsilon = found["layer_norm_eps"]
-        layer.layer_norm_2.epsilon = found["layer_norm_eps"]
+    repair_tower(tower)
     return tower
+
+
+def repair_tower(tower):
+    """Sets the epsilon of norms, which KerasHub 0.32 does not pass on.
+
+    Returns a list of notes, empty where all norms had it.
+    """
+    encoder = tower.get_layer("image_encoder")
+    norms = [encoder.encoder_layer_norm]
+    for layer in encoder.resblocks:
+        norms += [layer.layer_norm_1, layer.layer_norm_2]
+    epsilon = tower.layer_norm_epsilon
+    wrong = [norm for norm in norms if norm.epsilon != epsilon]
+    for norm in wrong:
+        norm.epsilon = epsilon
+    return [f"layer_norm_epsilon set to {epsilon} in the tower"] * bool(wrong)
 
 
 def tokens_of(config):
@@ -124,10 +137,14 @@ def check_processor(directory, config):
 
     `config` is that of the model.
     """
-    path = directory / PROCESSOR
-    if not path.is_file():
-        return
-    found = read_json(path)
+    found = {}
+    for name in PROCESSOR_FILES:
+        path = directory / name
+        if not found and path.is_file():
+            found = read_json(path)
+            # transformers 5 saves one file.
+            if name != PROCESSOR:
+                found = found.get("image_processor", {})
     size = (_DEFAULTS | config["vision_config"])["image_size"]
     expected = {**_ONLY_PROCESSOR, "size": {"height": size, "width": size}}
     for name, value in expected.items():
@@ -138,7 +155,7 @@ def check_processor(directory, config):
                 f"Images are resized to {size} x {size} pixels, bilinearly, "
                 "and normalized to [-1, 1], as published models of Gemma 3 "
                 f"want them: `{name}` must be {value!r}. Received: "
-                f"{name}={given!r} in {str(path)!r}."
+                f"{name}={given!r} in {str(directory)!r}."
             )
 
 
