@@ -186,11 +186,10 @@ def export(
 
 def _processor_files(causal_lm):
     """Returns those of the model's source, or new ones: dicts by name."""
-    source = getattr(causal_lm, "kpt_source", None)
-    files = [pathlib.Path(source["path"]) / n for n in PROCESSOR_FILES] * bool(
-        source
-    )
-    found = {x.name: read_json(x) for x in files if x.is_file()}
+    found = {}
+    if source := getattr(causal_lm, "kpt_source", None):
+        files = [pathlib.Path(source["path"]) / n for n in PROCESSOR_FILES]
+        found = {x.name: read_json(x) for x in files if x.is_file()}
     return found or processor_configs(tower_of(causal_lm.backbone))
 
 
