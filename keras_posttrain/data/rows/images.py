@@ -152,7 +152,7 @@ class ImageReader:
             return None
         found = np.flatnonzero(token_ids == self.token_id)
         needed = len(pixels) * self.num_tokens
-        places = found[:needed].reshape(-1, self.num_tokens)
+        places = np.resize(found[:needed], (len(pixels), self.num_tokens))
         if len(found) < needed or np.any(np.diff(places, axis=1) != 1):
             raise ValueError(
                 f"Each image must have {self.num_tokens} adjacent tokens of "

@@ -6,7 +6,11 @@ from collections.abc import Callable
 import numpy as np
 
 from keras_posttrain.data.rows import columns, datasets, known_formats
-from keras_posttrain.data.rows.images import ImageReader, refuse_images
+from keras_posttrain.data.rows.images import (
+    COLUMNS,
+    ImageReader,
+    refuse_images,
+)
 
 TRUNCATIONS = ("error", "drop", "cut")
 NO_LOSS = "no token with loss"
@@ -190,10 +194,13 @@ class Preparation:
             columns.check_characters(row, where)
             raise
         if encoded.read is not None:
+            read = set(encoded.read)
+            if self.settings.images is None:
+                read -= set(COLUMNS)
             report.unused.update(
                 column
                 for column, value in new.items()
-                if column not in encoded.read and value is not None
+                if column not in read and value is not None
             )
         return encoded
 
