@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import keras_hub
 
+from keras_posttrain.data.rows.images import ImageReader
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageBlocks:
@@ -43,6 +45,23 @@ def freeze_tower(causal_lm):
     tower = tower_of(causal_lm.backbone)
     for variable in tower.variables if tower is not None else ():
         variable.trainable = False
+
+
+def image_reader(causal_lm, tokenizer):
+    """Makes the `ImageReader` of a model, `None` without a vision tower.
+
+    `tokenizer` is a `Tokenizer` or `None`.
+    """
+    tower = tower_of(causal_lm.backbone)
+    if tower is None:
+        return None
+    config = getattr(causal_lm, "kpt_outer_config", None) or {}
+    return ImageReader.of_model(
+        tokenizer,
+        tower.image_size,
+        tower.num_vision_tokens_per_image,
+        config.get("image_token_index"),
+    )
 
 
 def image_blocks(backbone, batch):

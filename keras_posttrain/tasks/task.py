@@ -9,7 +9,6 @@ from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
-from keras_posttrain.data.rows.images import ImageReader
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
@@ -26,7 +25,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
-from keras_posttrain.models.vision import freeze_tower, tower_of
+from keras_posttrain.models.vision import freeze_tower, image_reader
 from keras_posttrain.planning import decode_plan, suggestion, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
@@ -840,21 +839,11 @@ class Task(keras.Model):
             "truncation": self.truncation,
             "chat_template_kwargs": self.chat_template_kwargs,
             "name": name,
-            "images": self._image_reader(),
+            "images": image_reader(self.causal_lm, self.tokenizer)
+            if self.takes_images
+            else None,
         }
         return RowSettings(**settings | overrides)
-
-    def _image_reader(self):
-        tower = tower_of(self.causal_lm.backbone)
-        if tower is None or not self.takes_images:
-            return None
-        config = getattr(self.causal_lm, "kpt_outer_config", None) or {}
-        return ImageReader.of_model(
-            self.tokenizer,
-            tower.image_size,
-            tower.num_vision_tokens_per_image,
-            config.get("image_token_index"),
-        )
 
     def log_probs(self, rows, batch_size=8):
         """Computes the log-probability of every token given those before it.

@@ -208,6 +208,9 @@ def test_other_images_are_other_data(directory):
 def pairs(counts=(1, 2, 0, 1), seed=5):
     """Preferences with the images in the prompt."""
     others = vision.random_rows(counts, seed + 1)
+    for other in others:
+        # A pair of equal sides is dropped.
+        other["messages"][1]["content"] += " no"
     return [
         {
             "prompt": row["messages"][:1],
