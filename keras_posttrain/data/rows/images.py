@@ -236,7 +236,12 @@ def with_parts(messages, count, where):
     Raises:
         ValueError: there are not as many image parts as images.
     """
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    if not isinstance(messages, (list, tuple)) or not all(
+        isinstance(message, dict) for message in messages
+    ):
+        # What reads messages says so.
+        return messages
+    contents = [m.get("content") for m in messages]
     parts = count_parts(messages)
     users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
     strings = all(isinstance(x, (str, type(None))) for x in contents)
@@ -262,7 +267,7 @@ def count_parts(messages):
     """Counts the image parts in the contents of messages."""
     found = 0
     for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else ()
         for part in content if isinstance(content, (list, tuple)) else ():
             found += isinstance(part, dict) and part.get("type") == "image"
     return found
