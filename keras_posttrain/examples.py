@@ -15,10 +15,21 @@ __all__ = ["tiny_preset"]
 
 VOCABULARY_SIZE = 512
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+GEMMA_TOKENS = (
+    "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>",
+    "<image_soft_token>", "<start_of_image>", "<end_of_image>",
+)  # fmt: skip
 
 
 def tiny_preset(
-    directory, rows, *, epochs=0, num_layers=2, hidden_dim=64, seed=0
+    directory,
+    rows,
+    *,
+    epochs=0,
+    num_layers=2,
+    hidden_dim=64,
+    vision=False,
+    seed=0,
 ):
     """Writes a preset that is small enough for a laptop and for a test.
 
@@ -48,6 +59,9 @@ def tiny_preset(
         num_layers: int, decoder layers.
         hidden_dim: int, a multiple of 32. The number of heads and the size
             of the feed-forward layers are in proportion to it.
+        vision: bool, `True` for a Gemma 3 with a vision tower in place of
+            the Qwen3, which reads images of 32 x 32 pixels as four tokens.
+            Load it with `from_preset(..., vision=True)`.
         seed: int, for the weights and the order of the rows.
 
     Returns:
@@ -76,8 +90,9 @@ def tiny_preset(
             "`hidden_dim` must be a multiple of 32, so that it splits into "
             f"heads. Received: hidden_dim={hidden_dim}"
         )
-    tokenizer = _train_tokenizer(rows)
-    causal_lm = _make_model(tokenizer, num_layers, hidden_dim, seed)
+    tokenizer = _train_tokenizer(rows, vision)
+    make = _make_vision_model if vision else _make_model
+    causal_lm = make(tokenizer, num_layers, hidden_dim, seed)
     task = SFTTask(causal_lm, tokenizer)
     if epochs:
         rows = [{"text": r} if isinstance(r, str) else r for r in rows]
@@ -91,7 +106,7 @@ def tiny_preset(
     return directory
 
 
-def _train_tokenizer(rows):
+def _train_tokenizer(rows, vision):
     """A `Tokenizer` whose words are those of the rows."""
     texts = list(_strings(rows))
     if not texts:
@@ -111,6 +126,14 @@ def _train_tokenizer(rows):
             show_progress=False,
         ),
     )
+    if vision:
+        backend.add_special_tokens(list(GEMMA_TOKENS))
+        names = ("pad", "eos", "bos")
+        return Tokenizer(
+            backend,
+            {f"{name}_token": f"<{name}>" for name in names},
+            chat_template=conversion.read_template("gemma3"),
+        )
     backend.add_special_tokens(list(CONTROL_TOKENS))
     return Tokenizer(
         backend,
@@ -143,11 +166,44 @@ def _make_model(tokenizer, num_layers, hidden_dim, seed):
         intermediate_dim=4 * hidden_dim,
         tie_word_embeddings=True,
     )
-    # The backbone's own initializers depend on Keras's global random state,
-    # and their small weights would make a model of this size learn slowly.
+    _initialize(backbone.trainable_variables, hidden_dim, seed)
+    return keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)
+
+
+def _make_vision_model(tokenizer, num_layers, hidden_dim, seed):
+    """A `Gemma3CausalLM` with a tower, as `_make_model` makes one."""
+    tower = keras_hub.models.Gemma3VisionEncoder(
+        image_size=32,
+        patch_size=8,
+        num_heads=2,
+        hidden_dim=hidden_dim,
+        num_layers=1,
+        intermediate_dim=2 * hidden_dim,
+        output_dim=hidden_dim,
+        pool_size=2,
+    )
+    backbone = keras_hub.models.Gemma3Backbone(
+        vocabulary_size=tokenizer.vocabulary_size,
+        image_size=32,
+        num_layers=num_layers,
+        num_query_heads=hidden_dim // 16,
+        num_key_value_heads=hidden_dim // 32,
+        head_dim=32,
+        hidden_dim=hidden_dim,
+        intermediate_dim=4 * hidden_dim,
+        use_post_ffw_norm=True,
+        use_post_attention_norm=True,
+        vision_encoder=tower,
+    )
+    _initialize(backbone.trainable_variables, hidden_dim, seed)
+    return keras_hub.models.Gemma3CausalLM(None, backbone)
+
+
+def _initialize(variables, hidden_dim, seed):
+    # KerasHub's own initializers depend on Keras's global random state, and
+    # their small weights would make a model of this size learn slowly.
     rng = np.random.default_rng(seed)
-    for variable in backbone.trainable_variables:
+    for variable in variables:
         if len(variable.shape) > 1:
             values = rng.normal(0, hidden_dim**-0.5, variable.shape)
             variable.assign(values.astype("float32"))
-    return keras_hub.models.Qwen3CausalLM(backbone, preprocessor=None)

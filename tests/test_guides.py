@@ -358,6 +358,15 @@ def test_self_play(run):
         assert steps == [1, 2]
 
 
+def test_vision_sft(run):
+    folder, text = run("vision_sft")
+    assert has_files(folder / "model", MODEL)
+    assert text.count("<image_soft_token>") == 4
+    # A model that sees nothing has a quarter of both.
+    results = json.loads((folder / "results.json").read_text())
+    assert results["right"] > 0.85 and results["mirrored"] < 0.15
+
+
 def test_qlora(run):
     folder, text = run("qlora")
     results = json.loads((folder / "results.json").read_text())

@@ -45,7 +45,12 @@ class StudentPrompts:
         if before is not None:
             theirs, source = teacher_view(before, new, len(ids))
         return DistillationExample(
-            ids, mask, prompt.row, theirs, source, index
+            ids,
+            mask,
+            prompt.row,
+            teacher_ids=theirs,
+            teacher_source=source,
+            teacher_index=index,
         )
 
 

@@ -33,7 +33,13 @@ MAX_GROUPS = 8
 
 @contextlib.contextmanager
 def attention_scope(
-    segment_ids, positions, subtree_ends=None, *, kept=None, capture=None
+    segment_ids,
+    positions,
+    subtree_ends=None,
+    *,
+    images=None,
+    kept=None,
+    capture=None,
 ):
     """Makes decoder layers called inside attend within segments.
 
@@ -48,6 +54,8 @@ def attention_scope(
             directly or not, from `subtree_ends` below; `None` where no
             segment continues another. A token also attends to the tokens of
             all segments that its own one continues.
+        images: `ImageBlocks` or `None`. A token of an image also attends to
+            the later tokens of that image.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
             layer that uses those of another one appends none.
@@ -71,6 +79,7 @@ def attention_scope(
             "sliding_window": sliding_window,
             "soft_cap": soft_cap,
             "sinks": sinks,
+            "images": images,
         }
         layer = next(layers)
         if capture is not None and layer in capture.attention_layers:
@@ -252,7 +261,7 @@ def subtree_ends(prefix_segments, segment_ids):
 
 def segment_attention(
     query, key, value, segment_ids, positions, subtree_ends=None, *, scale,
-    sliding_window=None, soft_cap=None, sinks=None,
+    sliding_window=None, soft_cap=None, sinks=None, images=None,
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
@@ -269,8 +278,9 @@ def segment_attention(
         soft_cap: float or `None`; scores `s` become `cap * tanh(s / cap)`.
         sinks: float array of shape `(heads,)` or `None`, one more score in
             the softmax of each head; neither scaled nor capped.
+        images: as in `attention_scope`.
     """
-    if tpu_attention.is_supported(query, subtree_ends):
+    if images is None and tpu_attention.is_supported(query, subtree_ends):
         return tpu_attention.splash_attention(
             query,
             key,
@@ -293,6 +303,7 @@ def segment_attention(
     )
     if 4 * rows * heads * length**2 > KEEP_SCORES:
         attend = jax.checkpoint(attend)
+    image_ids = None if images is None else images.ids
     group = max(-(-length // MAX_GROUPS), BLOCK)
     group = -(-group // BLOCK) * BLOCK if length > BLOCK else length
     out = []
@@ -304,17 +315,18 @@ def segment_attention(
         first = 0
         if sliding_window is not None and subtree_ends is None:
             first = max(0, start - sliding_window + 1)
-        keys = slice(first, stop)
+        # An image may go on behind the queries.
+        last = stop if images is None else min(stop + images.size - 1, length)
+        keys = slice(first, last)
         k, v = key[:, keys], value[:, keys]
-        seen = [segment_ids[:, keys], positions[:, keys]]
-        if subtree_ends is not None:
-            seen.append(subtree_ends[:, keys])
+        seen = (segment_ids, positions, subtree_ends, image_ids)
+        seen = [None if x is None else x[:, keys] for x in seen]
 
-        def block(q, ids, places, k=k, v=v, seen=seen):
-            return attend(q, k, v, ids, places, *seen)
+        def block(q, ids, places, pictures=None, k=k, v=v, seen=seen):
+            return attend(q, k, v, ids, places, *seen, pictures)
 
-        part = (query, segment_ids, positions)
-        part = tuple(x[:, start:stop] for x in part)
+        part = (query, segment_ids, positions, image_ids)
+        part = tuple(x[:, start:stop] for x in part if x is not None)
         size = stop - start
         if size > BLOCK and size % BLOCK == 0:
             cut = jax.tree.map(lambda x: _split(x, BLOCK), part)
@@ -333,7 +345,7 @@ def _by_group(sinks, kv_heads):
 
 def attention_weights(
     query, key, segment_ids, positions, subtree_ends=None, *, sinks=None,
-    **settings,
+    images=None, **settings,
 ):  # fmt: skip
     """Computes the attention weights of `segment_attention`.
 
@@ -351,6 +363,7 @@ def attention_weights(
         *tokens,
         *tokens,
         subtree_ends,
+        *(() if images is None else (images.ids, images.ids)),
         **settings,
     ).reshape(rows, heads, length, length)
     if sinks is not None:
@@ -369,8 +382,9 @@ def _split(x, size):
 
 
 def _attend_block(
-    q, k, v, q_segments, q_positions, k_segments, k_positions, k_ends=None, *,
-    scale, sliding_window, soft_cap, sinks=None,
+    q, k, v, q_segments, q_positions, k_segments, k_positions, k_ends=None,
+    k_images=None, q_images=None, *, scale, sliding_window, soft_cap,
+    sinks=None,
 ):  # fmt: skip
     rows, length, kv_heads, group, head_dim = q.shape
     # The heads that share a key become rows of one matrix product. On a CPU
@@ -379,7 +393,8 @@ def _attend_block(
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
     scores = _masked_scores(
         q, k, q_segments, q_positions, k_segments, k_positions, k_ends,
-        scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        k_images, q_images, scale=scale, sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )  # fmt: skip
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
@@ -400,8 +415,8 @@ def _attend_block(
 
 
 def _masked_scores(
-    q, k, q_segments, q_positions, k_segments, k_positions, k_ends, *,
-    scale, sliding_window, soft_cap,
+    q, k, q_segments, q_positions, k_segments, k_positions, k_ends,
+    k_images=None, q_images=None, *, scale, sliding_window, soft_cap,
 ):  # fmt: skip
     """Computes scores of shape `(rows, kv_heads, group, queries, keys)`.
 
@@ -424,7 +439,11 @@ def _masked_scores(
         after = q_segments >= k_segments
         same = after & (q_segments <= k_ends[:, None, :])
     ahead = q_positions[:, :, None] - k_positions[:, None, :]
-    visible = same & (ahead >= 0)
+    seen = ahead >= 0
+    if k_images is not None:
+        of_image = q_images[:, :, None] == k_images[:, None, :]
+        seen |= of_image & (k_images > 0)[:, None, :]
+    visible = same & seen
     if sliding_window is not None:
         visible &= ahead < sliding_window
     # Padding is segment 0 at position 0. It attends to itself, so that every

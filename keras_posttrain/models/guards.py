@@ -5,6 +5,7 @@ import inspect
 import keras_hub
 
 from keras_posttrain.models.quantized import quantization_of
+from keras_posttrain.models.vision import tower_of
 
 DTYPES = ("float32", "bfloat16", "mixed_bfloat16")
 
@@ -20,6 +21,16 @@ def check_dtype(dtype):
             f"`dtype` must be one of {DTYPES}, or None for that of the "
             "preset. float16 would need scaled losses; use bfloat16, which "
             f"has the range of float32. Received: dtype={dtype!r}"
+        )
+
+
+def refuse_tower(causal_lm, what):
+    """Rejects a model with a vision tower for `what` does not take images."""
+    if tower_of(getattr(causal_lm, "backbone", None)) is not None:
+        raise ValueError(
+            f"{what} takes no model with a vision tower. Load it without "
+            "`vision=True`, which gives its text model. Received: a "
+            f"{type(causal_lm).__name__} with a vision tower"
         )
 
 

@@ -22,6 +22,7 @@ from keras_posttrain.models.experts import expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
     PREFIX,
+    TEXT_MODEL,
     WEIGHTS_FILE,
     lora_settings,
     module_name,
@@ -39,6 +40,7 @@ from keras_posttrain.models.hf.tensors import (
 )
 from keras_posttrain.models.lora_pairs import ExpertPair, FusedPair, Pair
 from keras_posttrain.models.quantized import check_not_quantized
+from keras_posttrain.models.vision import freeze_tower, tower_of
 
 
 def _is_number(x):
@@ -231,6 +233,7 @@ class Adapter(keras.layers.Layer):
             if _adapts_experts(lora, name)
         ]
         self.names = [*layers, *stacks]
+        self.has_tower = tower_of(causal_lm.backbone) is not None
         for pattern in lora.patterns:
             one = dataclasses.replace(lora, targets=pattern)
             found = any(map(one.matches, layers))
@@ -369,6 +372,7 @@ class Adapter(keras.layers.Layer):
         for pair in self.pairs:
             pair.detach()
         (self.below or causal_lm).trainable = True
+        freeze_tower(causal_lm)
 
     @property
     def is_zero(self):
@@ -546,7 +550,7 @@ class Adapter(keras.layers.Layer):
         one outermost.
         """
         if not isinstance(pair, ExpertPair):
-            return pair.name
+            return self._peft_name(pair.name)
         module = pair.name.rsplit(".", 1)[0]
         own = [
             p.name
@@ -557,6 +561,15 @@ class Adapter(keras.layers.Layer):
         depth = sum(not name.endswith(pair.name) for name in set(own))
         inner = pair.name.endswith("gate_up_proj")
         return module + ".base_layer" * (depth if inner else 0)
+
+    def _peft_name(self, name):
+        """Returns a layer's name in PEFT, which loads the whole model.
+
+        The decoder of a model with a vision tower is a part of it.
+        """
+        if not self.has_tower:
+            return name
+        return name.replace("model.", TEXT_MODEL, 1)
 
     @property
     def saved_lora(self):
@@ -616,6 +629,9 @@ class Adapter(keras.layers.Layer):
         }
         lasts = {name.rsplit(".", 1)[-1] for name in adapted}
         named = {n for n in self.names if n.rsplit(".", 1)[-1] in lasts}
+        if self.has_tower:
+            # The tower has layers of the same names.
+            return sorted(map(self._peft_name, adapted))
         return sorted(lasts if named == adapted else adapted)
 
     def _target_parameters(self):
@@ -681,7 +697,7 @@ class Adapter(keras.layers.Layer):
                 )
         more = stored.names - wanted
         if more:
-            known = {f"{PREFIX}{name}" for name in self.names}
+            known = {f"{PREFIX}{self._peft_name(n)}" for n in self.names}
             if all(module_name(name) in known for name in more):
                 why = "the task's `targets` leaves out"
             else:

@@ -15,6 +15,7 @@ from keras_posttrain.models import (
     experts,
     gemma4,
     sharding,
+    vision,
 )
 from keras_posttrain.models import head as heads
 from keras_posttrain.models.attention import (
@@ -96,11 +97,9 @@ class Policy:
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
-        # Subclasses (with vision towers or experts) override parts of these
+        # Subclasses (with experts or other inputs) override parts of these
         # layers: only these exact classes are supported.
-        self.packable = type(self.backbone) in PACKABLE and not getattr(
-            self.backbone, "vision_encoder", None
-        )
+        self.packable = type(self.backbone) in PACKABLE
         self._per_layer_inputs = None
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
             self.packable = is_gemma4_text(self.backbone)
@@ -192,7 +191,8 @@ class Policy:
                 others: see `attention.py:subtree_ends`; then also
                 `shared_by` where routing is recorded; `routed_experts`
                 where it is replayed, as of `experts.py:given_choices`, of
-                shape `(rows, length, mixtures, top_k)`.
+                shape `(rows, length, mixtures, top_k)`; `pixels` and
+                `image_tokens` where there are images: see `vision.py`.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -216,6 +216,7 @@ class Policy:
             batch["segment_ids"],
             batch["positions"],
             _subtree_ends(batch),
+            images=vision.image_blocks(self.backbone, batch),
             capture=capture,
         )
         layers = itertools.count()
@@ -236,15 +237,22 @@ class Policy:
             experts.given_choices(given),
             experts.recorded_routing(weights) as routing,
         ):
-            x = self._run_layers(ids.reshape(-1), scope, run)
+            x = self._run_layers(ids.reshape(-1), scope, run, batch)
         if self._routing is not None:
             self._routing.extend(routing)
         return x.reshape(*ids.shape, -1)
 
-    def _run_layers(self, ids, scope, run=lambda f, x, **more: f(x, **more)):
+    def _run_layers(
+        self,
+        ids,
+        scope,
+        run=lambda f, x, **more: f(x, **more),
+        batch=None,
+    ):
         """Computes hidden states `(tokens, 1, hidden)` of `(tokens,)` ids.
 
-        `run` calls a layer with hidden states and keyword arguments.
+        `run` calls a layer with hidden states and keyword arguments. `batch`
+        is as in `hidden_states`, where the tokens are of one with images.
         """
         embedding = self.backbone.token_embedding
         x = sharding.shard_embedded(
@@ -252,6 +260,10 @@ class Policy:
         )
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
+        if batch is not None and "pixels" in batch:
+            rows = x.reshape(*batch["token_ids"].shape, -1)
+            rows = vision.put_images(self.backbone, rows, batch)
+            x = rows.reshape(x.shape)
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
             inputs = self._inputs_by_layer(ids, x)
             with scope:
@@ -284,10 +296,12 @@ class Policy:
             batch["segment_ids"],
             batch["positions"],
             _subtree_ends(batch),
+            images=vision.image_blocks(self.backbone, batch),
             kept=kept,
         )
         with experts.used_tokens(batch["segment_ids"] > 0):
-            self._run_layers(batch["token_ids"].reshape(-1), scope)
+            ids = batch["token_ids"].reshape(-1)
+            self._run_layers(ids, scope, batch=batch)
         return kept
 
     def extend(self, token_ids, positions, past):

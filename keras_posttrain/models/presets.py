@@ -19,7 +19,9 @@ from keras_posttrain.models.hf.checkpoint_files import (
 )
 from keras_posttrain.models.hf.export import hf_config
 from keras_posttrain.models.hf.families import family_of
+from keras_posttrain.models.hf.vision_tower import outer_config
 from keras_posttrain.models.quantized import check_not_quantized
+from keras_posttrain.models.vision import tower_of
 
 # This folder inside a preset holds what KerasHub's format has no place for:
 # the model's Hugging Face config and the tokenizer's files.
@@ -38,6 +40,7 @@ def load_causal_lm(
     load_weights=True,
     quantization=None,
     is_trained=False,
+    vision=False,
 ):
     """Loads what `hf/loading.py` does, and what `save_to_preset` wrote."""
     own = _own_folder(preset)
@@ -46,6 +49,7 @@ def load_causal_lm(
         "load_weights": load_weights,
         "quantization": quantization,
         "is_trained": is_trained,
+        "vision": vision,
     }
     if own is not None and (own / CONFIG).exists():
         config = read_json(own / CONFIG)
@@ -152,6 +156,8 @@ def save_to_preset(causal_lm, directory, adapter=None, tokenizer=None):
             write_json(own / "generation_config.json", stop)
         if family_of(causal_lm) is not None:
             config = hf_config(causal_lm)
+            if tower_of(causal_lm.backbone) is not None:
+                config = outer_config(causal_lm, config, tokenizer)
             write_json(own / CONFIG, config)
 
     device_transfer.on_first(write, arrays)

@@ -32,7 +32,8 @@ class DPOTask(PreferenceTask):
     each side a string or a list of messages; or tokenised as
     `{"prompt_ids", "chosen_ids", "rejected_ids"}` (`prompt_ids` may be left
     out) or `{"prompt_ids", "completion_ids", "label"}`. A pair with
-    equal sides is dropped and reported.
+    equal sides is dropped and reported. Prompts may have `images`, as in
+    `kpt.SFTTask`.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.
@@ -65,6 +66,7 @@ class DPOTask(PreferenceTask):
     """
 
     auto_learning_rates = (1e-5, 1e-6)
+    takes_images = True
 
     def __init__(self, causal_lm, tokenizer=None, *, reference=None, **kwargs):
         super().__init__(causal_lm, tokenizer, **kwargs)

@@ -3,7 +3,7 @@ import tempfile
 import jax
 
 from keras_posttrain.losses import BradleyTerryLoss
-from keras_posttrain.models import device_transfer, score_head
+from keras_posttrain.models import device_transfer, guards, score_head
 from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.training import checks, keras_words
@@ -49,6 +49,7 @@ class RewardTask(PreferenceTask):
     shares_prompt = False
 
     def __init__(self, causal_lm, tokenizer=None, **kwargs):
+        guards.refuse_tower(causal_lm, "RewardTask")
         super().__init__(causal_lm, tokenizer, **kwargs)
         backbone = causal_lm.backbone
         self.score_head = score_head.ScoreHead(backbone.hidden_dim)

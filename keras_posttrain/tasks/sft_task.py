@@ -14,6 +14,11 @@ class SFTTask(Task):
     the assistant's turns of a chat, the completion after a prompt, and all
     tokens of a text; the token that ends a turn is among them.
 
+    Of a model with a vision tower (`from_preset(..., vision=True)`), rows of
+    messages may have a column `images`, Pillow images or uint8 arrays of
+    shape `(height, width, 3)`: one for each part `{"type": "image"}` of the
+    messages' contents, or before the text of the first user message.
+
     Args:
         causal_lm: a KerasHub `CausalLM`.
         tokenizer: `kpt.Tokenizer`, or `None` where all rows are tokenised.
@@ -32,6 +37,8 @@ class SFTTask(Task):
     task.generate("2 + 2 =", temperature=0)
     ```
     """
+
+    takes_images = True
 
     def __init__(
         self, causal_lm, tokenizer=None, *, train_on="auto", **kwargs

@@ -25,6 +25,7 @@ from keras_posttrain.models.lora import (
     lora_from_config,
 )
 from keras_posttrain.models.policy import Policy
+from keras_posttrain.models.vision import freeze_tower, image_reader
 from keras_posttrain.planning import decode_plan, suggestion, train_plan
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
@@ -92,6 +93,8 @@ class Task(keras.Model):
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
     can_share_prefix = False
+    # Whether rows may have images, for a model with a vision tower.
+    takes_images = False
     # Whether the step reads layers by their number: a plan then compiles all.
     needs_all_layers = False
 
@@ -137,6 +140,7 @@ class Task(keras.Model):
         # Divides the logits: that of the samples in a task that samples.
         self.temperature = 1.0
         flatten_linear_layers(causal_lm.backbone)
+        freeze_tower(causal_lm)
         self.adapter = adapter_of(causal_lm, lora)
         self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
         checks.expert_axis(self.policy)
@@ -168,6 +172,7 @@ class Task(keras.Model):
         load_weights=True,
         quantize=None,
         trainable=True,
+        vision=False,
         **kwargs,
     ):
         """Creates a task from a preset.
@@ -192,6 +197,9 @@ class Task(keras.Model):
             trainable: bool, `False` for a task that samples and evaluates
                 only, or serves as a teacher or a reference: weights may be
                 quantized without `lora`.
+            vision: bool, `True` to load a Hugging Face directory of Gemma 3
+                with its vision tower, for rows with images. The tower stays
+                frozen. A KerasHub preset has its own tower in any case.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, **kwargs: see the class.
 
@@ -208,6 +216,7 @@ class Task(keras.Model):
             load_weights=load_weights,
             quantization=quantized.as_quantization(quantize),
             is_trained=trainable and lora is None,
+            vision=vision,
         )
         task = cls(
             causal_lm,
@@ -831,6 +840,9 @@ class Task(keras.Model):
             "truncation": self.truncation,
             "chat_template_kwargs": self.chat_template_kwargs,
             "name": name,
+            "images": image_reader(self.causal_lm, self.tokenizer)
+            if self.takes_images
+            else None,
         }
         return RowSettings(**settings | overrides)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
+from keras_posttrain.models.hf import directories
 from keras_posttrain.models.hf.loading import repair
 from keras_posttrain.models.hf.rope import (
     sequence_length_of,
@@ -18,6 +19,7 @@ from keras_posttrain.models.hf.rope import (
 from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import PACKABLE_MODELS, Policy
 from keras_posttrain.models.quantized import values_of
+from keras_posttrain.models.vision import tower_of
 from keras_posttrain.training.run_state import weights_digest
 from keras_posttrain.training.weights import TRACING
 
@@ -222,7 +224,8 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
     """
     if isinstance(model, (str, os.PathLike)):
         dtype = policy.backbone.dtype_policy
-        model = presets.load_companion(model, dtype)
+        vision = role == "reference" and _has_tower(policy.causal_lm, model)
+        model = presets.load_companion(model, dtype, vision=vision)
     if model is policy.causal_lm:
         raise ValueError(
             f"`{role}` must be another model than the one in training: it "
@@ -233,6 +236,7 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
         _check_vocabulary(model.backbone, policy.backbone, role)
     repair(model)
     if role == "reference":
+        _check_tower(model, policy)
         set_sequence_length(model, sequence_length_of(policy.causal_lm))
     variables = model_variables(model)
     return FrozenPolicy(
@@ -242,6 +246,31 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
         variables=variables,
         values=[v.value for v in variables],
     )
+
+
+def _has_tower(causal_lm, preset):
+    """Returns whether a companion's preset is to be loaded with its tower."""
+    tower = tower_of(causal_lm.backbone)
+    return tower is not None and directories.resolve(preset) is not None
+
+
+def _check_tower(reference, policy):
+    """Raises where the policy sees images and its reference does not."""
+    tower = tower_of(policy.backbone)
+    theirs = tower_of(reference.backbone)
+    if tower is None:
+        return
+    if theirs is None or (
+        theirs.image_size != tower.image_size
+        or theirs.num_vision_tokens_per_image
+        != tower.num_vision_tokens_per_image
+    ):
+        raise ValueError(
+            "The reference of a policy with a vision tower must have a tower "
+            "that reads the same images. Received: a reference "
+            f"{'without one' if theirs is None else 'with another'}. Load it "
+            "with `vision=True`."
+        )
 
 
 def frozen_shapes(model, policy, weights, *, role="reference"):
@@ -262,8 +291,9 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
         with shapes_only():
             if isinstance(model, (str, os.PathLike)):
                 dtype = policy.backbone.dtype_policy
+                vision = _has_tower(policy.causal_lm, model)
                 model = presets.load_companion(
-                    model, dtype, load_weights=False
+                    model, dtype, load_weights=False, vision=vision
                 )
             repair(model)
             own = Policy(model, chunk_size=policy.chunk_size)

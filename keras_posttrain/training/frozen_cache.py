@@ -85,6 +85,7 @@ class Span:
 
     token_ids: np.ndarray
     start: int
+    images: object = None
 
     @property
     def stop(self):
@@ -95,14 +96,17 @@ class Span:
         """Returns the sequence as an `Example`, with loss in this part."""
         mask = np.zeros(self.stop, np.float32)
         mask[self.start :] = 1.0
-        return Example(np.asarray(self.token_ids, np.int32), mask, 0)
+        ids = np.asarray(self.token_ids, np.int32)
+        return Example(ids, mask, 0, self.images)
 
 
 def completions_by_key(examples):
     """Returns the completions of `Preference`s as `Span`s, by key."""
     return {
         completion_key(example, i): Span(
-            np.concatenate([example.prompt, completion]), len(example.prompt)
+            np.concatenate([example.prompt, completion]),
+            len(example.prompt),
+            example.images,
         )
         for example in examples
         for i, completion in enumerate(example.completions)

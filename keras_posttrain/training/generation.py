@@ -66,6 +66,11 @@ def complete_rows(engine, tokenizer, examples, max_tokens):
     """
     cut = []
     for example in examples:
+        if example.images is not None:
+            raise ValueError(
+                "Rows with images cannot be completed. Received: row "
+                f"{example.row} with images. Leave `num_samples` out."
+            )
         trained = example.completion_mask != 0
         first = int(np.argmax(trained))
         # Only the first answer, because a chat may continue after it.

@@ -40,6 +40,7 @@ class Segment:
         sequence: int, the number of the sequence that the segment belongs
             to, or `None` of a prefix without loss that several share.
         shared_by: int, how many sequences the tokens are part of.
+        images: `Images` with places among the tokens, or `None`.
     """
 
     token_ids: np.ndarray
@@ -48,6 +49,7 @@ class Segment:
     prefix: int | None = None
     sequence: int | None = 0
     shared_by: int = 1
+    images: object = None
 
 
 def assemble(
@@ -72,7 +74,8 @@ def assemble(
         (int32, the dataset rows, 0 where unused) of shape
         `(num_rows, max_sequences)`; with `share_prefix` also
         `predicted_by` of shape `(num_rows, length)`, and `prefix_segments`
-        and `shared_by` of shape `(num_rows, max_sequences)`, all int32. A
+        and `shared_by` of shape `(num_rows, max_sequences)`, all int32; with
+        images `pixels` and `image_tokens`: see `models/vision.py`. A
         prefix has a slot, whose `sequence_mask` is 0. And a list of the
         `Place`s of the segments that belong to a sequence, row by row.
 
@@ -98,7 +101,7 @@ def assemble(
         batch["predicted_by"] = np.broadcast_to(before, tokens).copy()
         batch["prefix_segments"] = np.zeros(slots, np.int32)
         batch["shared_by"] = np.zeros(slots, np.int32)
-    places = []
+    places, images = [], [[] for _ in rows]
     for r, row in enumerate(rows):
         total = sum(len(segment.token_ids) for segment in row)
         if total > length or len(row) > max_sequences:
@@ -130,10 +133,42 @@ def assemble(
             batch["sequence_ids"][r, s] = segment.row
             if share_prefix:
                 batch["shared_by"][r, s] = segment.shared_by
+            if segment.images is not None:
+                images[r].append((start, segment.images))
             if segment.sequence is not None:
                 batch["sequence_mask"][r, s] = 1.0
                 places.append(place)
+    if any(images):
+        _put_images(batch, images)
     return batch, places
+
+
+def _put_images(batch, images):
+    """Adds the images of rows to a batch: `pixels` and `image_tokens`.
+
+    All rows have room for as many images as the one with the most, rounded
+    up to a power of two, so that few programs are compiled.
+
+    Args:
+        images: a list for each row of `(column, Images)`, the column of the
+            first token of their segment.
+    """
+    most = max(sum(len(x.pixels) for _, x in row) for row in images)
+    room = 1 << (most - 1).bit_length()
+    size = next(x.pixels.shape[1:] for row in images for _, x in row)
+    tokens = batch["token_ids"].shape
+    batch["pixels"] = np.zeros((tokens[0], room, *size), np.uint8)
+    batch["image_tokens"] = np.zeros(tokens, np.int32)
+    for r, row in enumerate(images):
+        first = 0
+        for column, found in row:
+            stop = first + len(found.pixels)
+            batch["pixels"][r, first:stop] = found.pixels
+            count = found.places.shape[1]
+            numbers = np.arange(first * count, stop * count) + 1
+            places = column + found.places.reshape(-1)
+            batch["image_tokens"][r, places] = numbers
+            first = stop
 
 
 @dataclasses.dataclass

@@ -89,10 +89,17 @@ class Group:
         sequences = [self.sequences[i] for i in piece]
         numbers = [number + i for i in piece]
         if self.prefix_length is None:
+            _refuse_images(sequences)
             return tree_segments(sequences, by_sequence, numbers, slot)
         start, row = self.prefix_length, self.sequences[0].row
         tokens = self.sequences[0].token_ids[:start]
-        prefix = Segment(tokens, row=row, sequence=None, shared_by=len(piece))
+        prefix = Segment(
+            tokens,
+            row=row,
+            sequence=None,
+            shared_by=len(piece),
+            images=self.sequences[0].images,
+        )
         return [prefix] + [
             Segment(
                 x.token_ids[start:], x.completion_mask[start:], x.row, slot, i
@@ -109,6 +116,14 @@ class Group:
             return sum(len(x.token_ids) for x in segments), len(segments)
         tails = sum(len(self.sequences[i].token_ids) - prefix for i in piece)
         return prefix + tails, 1 + len(piece)
+
+
+def _refuse_images(sequences):
+    if any(x.images is not None for x in sequences):
+        raise ValueError(
+            "Sequences that share more than one prompt cannot have images. "
+            f"Received: row {sequences[0].row} of the dataset, with images."
+        )
 
 
 def number_units(groups, first=0):

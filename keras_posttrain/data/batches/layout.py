@@ -256,7 +256,9 @@ class BatchLayout:
             for i in piece:
                 x = groups[g].sequences[i]
                 tokens = (x.token_ids, x.completion_mask, x.row)
-                segments.append(Segment(*tokens, sequence=numbers[g] + i))
+                segments.append(
+                    Segment(*tokens, sequence=numbers[g] + i, images=x.images)
+                )
         return segments
 
 

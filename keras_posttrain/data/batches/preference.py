@@ -138,4 +138,4 @@ def row_length(layout, examples):
 def completion_key(example, i):
     """Returns what a completion is found by in a `RowCache`."""
     tokens = np.concatenate([example.prompt, example.completions[i]])
-    return row_key(tokens, len(example.prompt))
+    return row_key(tokens, len(example.prompt), example.images)

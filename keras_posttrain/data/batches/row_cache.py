@@ -18,16 +18,19 @@ KEYS, LENGTHS, CHECKSUMS = "row keys", "row lengths", "row checksums"
 KEY_BYTES = 16
 
 
-def row_key(token_ids, start):
+def row_key(token_ids, start, images=None):
     """Makes the key of a row: a digest of its tokens and prompt length.
 
     Args:
         token_ids: int array of shape `(tokens,)`.
         start: int, tokens before the completion.
+        images: `Images` of the row, or `None`.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES)
     digest.update(np.int64(start).tobytes())
     digest.update(np.asarray(token_ids, np.int32).tobytes())
+    if images is not None:
+        digest.update(images.digest)
     return digest.digest()
 
 

@@ -9,13 +9,15 @@ import numpy as np
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.rows.distillation_example import DistillationExample
 from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.rows.images import Images
 from keras_posttrain.data.rows.preference import Preference
 
 # How many positions are kept; more than are ever prefetched.
 KEPT = 64
 # The examples that a position may hold.
 EXAMPLES = {
-    kind.__name__: kind for kind in (Example, DistillationExample, Preference)
+    kind.__name__: kind
+    for kind in (Example, DistillationExample, Preference, Images)
 }
 
 
@@ -202,7 +204,8 @@ def _to_json(value):
         }
     if isinstance(value, np.ndarray):
         data = base64.b64encode(value.tobytes()).decode("ascii")
-        return {"dtype": value.dtype.name, "data": data}
+        shape = {} if value.ndim == 1 else {"shape": list(value.shape)}
+        return {"dtype": value.dtype.name, "data": data, **shape}
     if isinstance(value, (list, tuple)):
         return [_to_json(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
@@ -215,7 +218,10 @@ def _from_json(value):
     if not isinstance(value, dict):
         return value
     if "dtype" in value:
-        return np.frombuffer(base64.b64decode(value["data"]), value["dtype"])
+        data = base64.b64decode(value["data"])
+        array = np.frombuffer(data, value["dtype"])
+        return array.reshape(value.get("shape", -1))
     kind = EXAMPLES[value["kind"]]
     names = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: _from_json(value[name]) for name in names})
+    given = {name: value[name] for name in names if name in value}
+    return kind(**{name: _from_json(x) for name, x in given.items()})

@@ -5,6 +5,7 @@ never parsed as one, while those that the template writes are.
 """
 
 from keras_posttrain.data.chat.control_tokens import quoted_places
+from keras_posttrain.data.chat.image_marks import expand_images
 from keras_posttrain.data.chat.spans import text_and_spans
 from keras_posttrain.data.chat.template import (
     Conversation,
@@ -40,12 +41,19 @@ def render(
 
 
 def render_ids(
-    tokenizer, messages, *, add_generation_prompt=False, tools=None, **kwargs
+    tokenizer,
+    messages,
+    *,
+    add_generation_prompt=False,
+    tools=None,
+    image_text=None,
+    **kwargs,
 ):
     """Encodes rendered messages.
 
     Control tokens inside the messages are encoded as text. Takes what
-    `render` takes.
+    `render` takes, and `image_text`, the text of an image's tokens, or `None`
+    where images are refused.
 
     Returns:
         List of ints.
@@ -54,6 +62,7 @@ def render_ids(
         tokenizer, messages, tools, kwargs, add_generation_prompt
     )
     plain = quoted_places(conversation, text)
+    text, plain, _ = expand_images(conversation, text, plain, image_text)
     return tokenizer.encode_mixed(text, plain)[0]
 
 
@@ -72,10 +81,12 @@ def _rendered(*settings):
     return conversation, text
 
 
-def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
+def encode_with_spans(
+    tokenizer, messages, *, tools=None, image_text=None, **kwargs
+):
     """Encodes a conversation and finds the assistant's text in it.
 
-    Takes what `render` takes, but for a generation prompt.
+    Takes what `render_ids` takes, but for a generation prompt.
 
     Returns:
         Tuple `(ids, offsets, text, spans)`: a list of ints, a list of
@@ -89,4 +100,6 @@ def encode_with_spans(tokenizer, messages, *, tools=None, **kwargs):
     conversation = _checked(tokenizer, messages, tools, kwargs)
     text, plain, spans = text_and_spans(conversation)
     check_tools(conversation)
+    text, plain, place = expand_images(conversation, text, plain, image_text)
+    spans = [(place(start), place(end), i) for start, end, i in spans]
     return *tokenizer.encode_mixed(text, plain), text, spans

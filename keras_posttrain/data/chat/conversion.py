@@ -123,12 +123,9 @@ def from_keras_hub(tokenizer):
         names.setdefault("unk_token", model.pieces[unk][0])
         if pad >= 0:
             names.setdefault("pad_token", model.pieces[pad][0])
-        control = _GEMMA_CONTROL if "Gemma" in family else ()
-        if family == "Gemma4Tokenizer":
-            control = list(filter(_GEMMA4_CONTROL.fullmatch, vocabulary))
         backend = sentencepiece.convert(
             model,
-            special_tokens=control,
+            special_tokens=_gemma_control(tokenizer, vocabulary),
             bos_token=names.get("bos_token"),
         )
     elif getattr(tokenizer, "merges", None) is not None:
@@ -143,6 +140,18 @@ def from_keras_hub(tokenizer):
         )
     stops = [vocabulary[token] for token in _STOPS if token in vocabulary]
     return backend, names, _builtin_template(family, vocabulary), stops
+
+
+def _gemma_control(tokenizer, vocabulary):
+    family = type(tokenizer).__name__
+    if "Gemma" not in family:
+        return ()
+    if family == "Gemma4Tokenizer":
+        return [x for x in vocabulary if _GEMMA4_CONTROL.fullmatch(x)]
+    if getattr(tokenizer, "has_vision_tokens", False):
+        # A tag of HTML to models without images.
+        return (*_GEMMA_CONTROL, "<img>")
+    return _GEMMA_CONTROL
 
 
 def _names(tokenizer, vocabulary):

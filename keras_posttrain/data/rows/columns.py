@@ -17,7 +17,7 @@ KINDS = {
 }
 # Row types without messages: nothing renders tools.
 TOKENISED = ("token_pairs", "masked_tokens", "tokens")
-OPTIONAL = ("weight", "tools")
+OPTIONAL = ("weight", "tools", "images", "image")
 # Sums of larger ones would leave float32.
 MAX_WEIGHT = 1e6
 
@@ -103,7 +103,9 @@ def _near(column, names):
 
 def read_columns(kind):
     """Returns the columns that are read of a row type."""
-    optional = ("weight",) if kind in TOKENISED else OPTIONAL
+    optional = OPTIONAL
+    if kind in TOKENISED:
+        optional = tuple(c for c in OPTIONAL if c != "tools")
     return (*KINDS[kind], *optional)
 
 

@@ -166,7 +166,12 @@ class _Encoder:
                 self.report.predicted_tokens += int(predicted.sum())
                 self.report.unpredicted_rows += not predicted.any()
         return DistillationExample(
-            token_ids, weights, index, teacher_ids, source, teacher
+            token_ids,
+            weights,
+            index,
+            teacher_ids=teacher_ids,
+            teacher_source=source,
+            teacher_index=teacher,
         )
 
     def _encode_row(self, row, kind, where):

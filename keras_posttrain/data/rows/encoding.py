@@ -8,6 +8,7 @@ import numpy as np
 from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.template import TemplateFault
 from keras_posttrain.data.rows import columns
+from keras_posttrain.data.rows.images import count_parts, with_parts
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
 
@@ -44,15 +45,43 @@ def check_train_on(train_on):
         )
 
 
-def encode_row(row, kind, settings, train_on, where):
+def read_images(row, settings, where):
+    """Returns the pixels of a row's images, as of `ImageReader.read`."""
+    if settings.images is None:
+        return None
+    return settings.images.read(row, where)
+
+
+def num_image_tokens(pixels, settings):
+    """Counts the tokens of images; `pixels` is as of `read_images`."""
+    return 0 if pixels is None else len(pixels) * settings.images.num_tokens
+
+
+def place_images(pixels, token_ids, settings, where):
+    """Returns the `Images` of a sequence, or `None` without any."""
+    if pixels is None:
+        return None
+    return settings.images.place(pixels, token_ids, where)
+
+
+def encode_row(row, kind, settings, train_on, where, pixels=None):
     """Encodes a row and weights its tokens, without the row's own weight.
 
     `kind` is the row's type, `settings` are `RowSettings`, `train_on` is one
-    of `TRAIN_ON`, and `where` names the row in an error.
+    of `TRAIN_ON`, and `where` names the row in an error. `pixels` are those
+    of `read_images`. Tokens of images have no weight.
 
     Returns:
         `(token_ids, mask)` as of `EncodedText`.
     """
+    ids, mask = _encode_row(row, kind, settings, train_on, where, pixels)
+    if pixels is not None:
+        places = place_images(pixels, ids, settings, where).places
+        mask[places.reshape(-1)] = 0.0
+    return ids, mask
+
+
+def _encode_row(row, kind, settings, train_on, where, pixels):
     if kind == "token_pairs":
         return _token_pairs(row, train_on, where)
     if kind == "masked_tokens":
@@ -61,11 +90,11 @@ def encode_row(row, kind, settings, train_on, where):
         _check_part(train_on, kind, where)
         ids = columns.int_array(row["token_ids"], where, "token_ids")
         return ids, mask_after(0, len(ids))
-    encoded = encode_text(row, kind, settings, train_on, where)
+    encoded = encode_text(row, kind, settings, train_on, where, pixels)
     return encoded.token_ids, encoded.mask
 
 
-def encode_text(row, kind, settings, train_on, where):
+def encode_text(row, kind, settings, train_on, where, pixels=None):
     """Encodes a row of text as `EncodedText`; see `encode_row`."""
     tokenizer = settings.tokenizer
     if tokenizer is None:
@@ -74,22 +103,35 @@ def encode_text(row, kind, settings, train_on, where):
             f"{where} has {columns.describe(kind)}. Pass rows with "
             "'prompt_ids' and 'completion_ids', or a model with a tokenizer."
         )
+    count = 0 if pixels is None else len(pixels)
     if kind == "text":
         refuse_tools(row, where)
+        _refuse_images_of_text(count, where)
         return _text(row, tokenizer, train_on, where)
     if kind == "messages":
         messages, first = row["messages"], 0
     elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         refuse_tools(row, where)
+        _refuse_images_of_text(count, where)
         return _strings(row, tokenizer, train_on, where)
     else:
         messages, first = _join(row, where)
     try:
+        messages = with_parts(messages, count, where)
         return _chat(row, messages, first, kind, settings, train_on)
     except TemplateFault:
         raise
     except ValueError as error:
         raise ValueError(f"In {where}: {error}") from error
+
+
+def _refuse_images_of_text(count, where):
+    if count:
+        raise ValueError(
+            "Images are a part of messages, and a row of plain text has none. "
+            f"Received: {where} with {count} images. Give its prompt as a "
+            "list of messages."
+        )
 
 
 def _check_part(train_on, kind, where):
@@ -235,7 +277,9 @@ def refuse_tools(row, where):
 
 def _chat(row, messages, first, kind, settings, train_on):
     tokenizer = settings.tokenizer
-    template_kwargs = settings.chat_template_kwargs or {}
+    template_kwargs = dict(settings.chat_template_kwargs or {})
+    if count_parts(messages):
+        template_kwargs["image_text"] = settings.images.text(tokenizer)
     if train_on == "all":
         ids = chat.render_ids(
             tokenizer, messages, tools=tools_of(row), **template_kwargs

@@ -15,11 +15,13 @@ class Example:
         completion_mask: float32 array of shape `(length,)`, the weight of
             each token in the loss; 0 at the first, which nothing predicts.
         row: int, index of the dataset row.
+        images: `Images` of the sequence, or `None`.
     """
 
     token_ids: np.ndarray
     completion_mask: np.ndarray
     row: int
+    images: object = None
 
     # An example is a group of one sequence to a `BatchLayout`.
 
@@ -31,8 +33,13 @@ class Example:
     def prefix_length(self):
         return 0
 
+    @property
+    def other_bytes(self):
+        """Bytes of everything except the tokens and their mask."""
+        return b"" if self.images is None else self.images.digest
 
-def completion_example(prompt, completion, mask, row):
+
+def completion_example(prompt, completion, mask, row, images=None):
     """Makes the `Example` of a prompt, without loss, and a completion.
 
     Args:
@@ -40,12 +47,14 @@ def completion_example(prompt, completion, mask, row):
         completion: int32 array of shape `(tokens,)`.
         mask: float32 array of the completion's shape.
         row: int, index of the dataset row.
+        images: `Images` of the prompt, or `None`.
     """
     before = np.zeros(len(prompt), np.float32)
     return Example(
         np.concatenate([prompt, completion]),
         np.concatenate([before, mask]),
         row,
+        images,
     )
 
 

@@ -1,7 +1,6 @@
 """Rows of preferences to tokens: pairs, and labelled completions."""
 
 import dataclasses
-import functools
 import os
 
 import numpy as np
@@ -60,6 +59,7 @@ class Preference:
         row: int, index of the dataset row.
         label: bool, or `None` of a pair.
         margin: float, by how much the chosen is to be preferred.
+        images: `Images` of the prompt, or `None`.
     """
 
     prompt: np.ndarray
@@ -68,13 +68,14 @@ class Preference:
     row: int = 0
     label: bool | None = None
     margin: float = 0.0
+    images: object = None
 
     # A group of sequences to a `BatchLayout`.
 
     @property
     def sequences(self):
         return [
-            completion_example(self.prompt, *pair, self.row)
+            completion_example(self.prompt, *pair, self.row, self.images)
             for pair in zip(self.completions, self.masks, strict=True)
         ]
 
@@ -96,7 +97,10 @@ class Preference:
     def other_bytes(self):
         """Bytes of everything except the first sequence."""
         rest = [x.tobytes() for x in (*self.completions, *self.masks)]
-        return b"|".join([*rest, repr((self.label, self.margin)).encode()])
+        rest.append(repr((self.label, self.margin)).encode())
+        if self.images is not None:
+            rest.append(self.images.digest)
+        return b"|".join(rest)
 
 
 def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
@@ -106,7 +110,8 @@ def prepare_preferences(dataset, settings, *, labelled, share_prompt=True):
     of messages, or `{"chosen", "rejected"}`, whose common beginning is the
     prompt; `{"prompt_ids", "chosen_ids", "rejected_ids"}` or without
     `prompt_ids`, to which nothing is added. A pair may have a number
-    `margin`. A labelled row is `{"prompt", "completion", "label"}` or
+    `margin`, and rows of messages or of tokens `images` of their prompt. A
+    labelled row is `{"prompt", "completion", "label"}` or
     `{"prompt_ids", "completion_ids", "label"}`.
 
     Args:
@@ -137,48 +142,62 @@ class _Encoder:
         needed = row_columns(row, self.labelled, where)
         label = label_of(row, where) if self.labelled else None
         margin = 0.0 if self.labelled else margin_of(row, where)
+        pixels = encoding.read_images(row, self.settings, where)
         if needed == PAIRS[1]:
             sides = [columns.int_array(row[c], where, c) for c in needed]
             sides = self._behind_common(sides, where, needed)
         elif needed == PAIRS[3]:
-            sides = self._implicit(row, where)
+            sides = self._implicit(row, where, pixels)
         else:
             row = without_prompt(row, needed)
             sides = [
-                self._side(row, c, where) for c in completion_columns(needed)
+                self._side(row, c, where, pixels)
+                for c in completion_columns(needed)
             ]
-        build = functools.partial(
-            _preference, index=index, label=label, margin=margin
-        )
+
+        def build(sides):
+            images = encoding.place_images(
+                pixels, sides[0][0], self.settings, where
+            )
+            return _preference(sides, index, label, margin, images, where)
+
         return EncodedRow(
-            sides, build, read=read_columns(needed, self.labelled)
+            sides,
+            build,
+            read=read_columns(needed, self.labelled),
+            num_image_tokens=encoding.num_image_tokens(pixels, self.settings),
         )
 
-    def _encode(self, row, kind, where):
-        return encoding.encode_row(row, kind, self.settings, "auto", where)
+    def _encode(self, row, kind, where, pixels):
+        return encoding.encode_row(
+            row, kind, self.settings, "auto", where, pixels
+        )
 
-    def _side(self, row, side, where):
+    def _side(self, row, side, where, pixels):
         """Encodes the prompt with one of its completions."""
         if side.endswith("_ids"):
             ids, first = encoding.join_ids(row, "prompt_ids", side, where)
             return ids, encoding.mask_after(first, len(ids))
         try:
             return self._encode(
-                {**row, "completion": row[side]}, "prompt_completion", where
+                {**row, "completion": row[side]},
+                "prompt_completion",
+                where,
+                pixels,
             )
         except ValueError as error:
             text = str(error).replace("'completion'", f"'{side}'")
             text = text.replace("completion=", f"{side}=")
             raise ValueError(text) from error
 
-    def _implicit(self, row, where):
+    def _implicit(self, row, where, pixels):
         """Encodes a row whose prompt is the common beginning of its sides."""
         given = [row["chosen"], row["rejected"]]
         if all(isinstance(side, str) for side in given):
             if self.share_prompt and not os.path.commonprefix(given):
                 raise _not_shared(where, PAIRS[3], given)
             sides = [
-                self._encode(row | {"text": side}, "text", where)[0]
+                self._encode(row | {"text": side}, "text", where, pixels)[0]
                 for side in given
             ]
             return self._behind_common(sides, where, PAIRS[3])
@@ -197,7 +216,7 @@ class _Encoder:
         row = {**row, "prompt": prompt}
         for side, value in zip(PAIRS[3], given):
             row[side] = list(value[shared:])
-        return [self._side(row, side, where) for side in PAIRS[3]]
+        return [self._side(row, side, where, pixels) for side in PAIRS[3]]
 
     def _behind_common(self, sides, where, names):
         """Masks the tokens that both sides begin with."""
@@ -209,10 +228,16 @@ class _Encoder:
         return [(x, encoding.mask_after(shared, len(x))) for x in sides]
 
 
-def _preference(sides, index, label, margin):
+def _preference(sides, index, label, margin, images, where):
     if len(sides) == 2 and np.array_equal(sides[0][0], sides[1][0]):
         raise DroppedRow(EQUAL)
     split = _prompt_length(sides)
+    if images is not None and images.places.max() >= split:
+        raise ValueError(
+            "The images of a preference must be in its prompt, which its "
+            f"sides share. Received: {where} with an image at token "
+            f"{images.places.max()}, a prompt of {split} tokens."
+        )
     return Preference(
         prompt=sides[0][0][:split],
         completions=[ids[split:] for ids, _ in sides],
@@ -220,6 +245,7 @@ def _preference(sides, index, label, margin):
         row=index,
         label=label,
         margin=margin,
+        images=images,
     )
 
 

@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from keras_posttrain.data.rows import columns
+from keras_posttrain.data.rows.images import COLUMNS
 
 # The required columns of each row type, the richest first.
 PAIRS = (
@@ -70,7 +71,7 @@ def read_columns(needed, labelled):
     """Returns the columns that are read of a row type."""
     margin = () if labelled else ("margin",)
     tools = () if any(c.endswith("_ids") for c in needed) else ("tools",)
-    return (*needed, *margin, *tools)
+    return (*needed, *margin, *tools, *COLUMNS)
 
 
 def completion_columns(needed):

@@ -6,6 +6,11 @@ from collections.abc import Callable
 import numpy as np
 
 from keras_posttrain.data.rows import columns, datasets, known_formats
+from keras_posttrain.data.rows.images import (
+    COLUMNS,
+    ImageReader,
+    refuse_images,
+)
 
 TRUNCATIONS = ("error", "drop", "cut")
 NO_LOSS = "no token with loss"
@@ -26,6 +31,7 @@ class RowSettings:
         chat_template_kwargs: dict of further variables for the chat template,
             or `None`.
         name: string, the dataset's name in errors and the report.
+        images: `ImageReader`, or `None` where rows have no images.
     """
 
     tokenizer: object
@@ -34,6 +40,7 @@ class RowSettings:
     truncation: str = "error"
     chat_template_kwargs: dict | None = None
     name: str = "dataset"
+    images: ImageReader | None = None
 
     def __post_init__(self):
         if self.sequence_length < 2:
@@ -72,12 +79,14 @@ class EncodedRow:
         build: function of the sides within the limit to an example.
         weight: float, by which the masks are multiplied.
         read: the columns that were read, or `None` where all are.
+        num_image_tokens: int, how many tokens of images each side has.
     """
 
     sides: list
     build: Callable
     weight: float = 1.0
     read: tuple | None = None
+    num_image_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +182,8 @@ class Preparation:
                 report.converted[format] += 1
                 if hasattr(row, "source"):
                     new = columns.MixedRow(new, row.source)
+            if self._converts and self.settings.images is None:
+                refuse_images(new, where)
             encoded = self.encode(index, new, where)
         except RecursionError:
             raise ValueError(
@@ -183,10 +194,13 @@ class Preparation:
             columns.check_characters(row, where)
             raise
         if encoded.read is not None:
+            read = set(encoded.read)
+            if self.settings.images is None:
+                read -= set(COLUMNS)
             report.unused.update(
                 column
                 for column, value in new.items()
-                if column not in encoded.read and value is not None
+                if column not in read and value is not None
             )
         return encoded
 
@@ -220,6 +234,12 @@ class Preparation:
         if length > self.limit and self.settings.truncation == "drop":
             raise DroppedRow(TOO_LONG)
         sides = [(ids[self._kept], m[self._kept]) for ids, m in encoded.sides]
+        if encoded.num_image_tokens:
+            # An image is never cut.
+            token = self.settings.images.token_id
+            counts = [np.count_nonzero(ids == token) for ids, _ in sides]
+            if min(counts) < encoded.num_image_tokens:
+                raise DroppedRow(TOO_LONG)
         if self.messages.no_loss is not None:
             if not all(mask.any() for _, mask in sides):
                 raise DroppedRow(NO_LOSS)

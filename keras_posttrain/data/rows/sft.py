@@ -39,6 +39,8 @@ def prepare_sft(dataset, settings, train_on="auto"):
     - `{"token_ids", "completion_mask"}`, to which nothing is added; the mask
       may hold weights, and without it all tokens carry loss.
 
+    Rows of messages or of tokens may have `"images"`, a list, or `"image"`.
+
     Rows of ShareGPT's and Alpaca's formats are converted. A `"weight"` of a
     row multiplies its mask. All rows of a dataset (of a mixture, those from
     one dataset) are of one type; the report names the columns that nothing
@@ -62,12 +64,22 @@ def prepare_sft(dataset, settings, train_on="auto"):
 
     def encode(index, row, where):
         kind = row_type(index, row, where)
-        side = encoding.encode_row(row, kind, settings, train_on, where)
+        pixels = encoding.read_images(row, settings, where)
+        side = encoding.encode_row(
+            row, kind, settings, train_on, where, pixels
+        )
+
+        def build(sides):
+            ids, mask = sides[0]
+            images = encoding.place_images(pixels, ids, settings, where)
+            return Example(ids, mask, index, images)
+
         return EncodedRow(
             [side],
-            lambda sides: Example(*sides[0], index),
+            build,
             columns.weight(row, where),
             columns.read_columns(kind),
+            encoding.num_image_tokens(pixels, settings),
         )
 
     report = DataReport(settings.name)

@@ -9,6 +9,8 @@ from keras_posttrain.models.hf.checkpoint_files import Reader
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# The text model inside a multimodal one, and what a text model has there.
+TEXT_MODEL = "model.language_model."
 # PEFT settings that change the function an adapter computes, with the value
 # that plain LoRA has. Other values are other methods.
 PLAIN = {
@@ -118,6 +120,7 @@ def lora_settings(config, directory):
         names = {module_name(n) for n in open_weights(directory).names}
         targets = [name.removeprefix(PREFIX) for name in names]
     if not isinstance(targets, str):
+        targets = [t.replace(TEXT_MODEL, "model.", 1) for t in targets]
         targets = tuple(rf"(?:^|\.){re.escape(t)}" for t in sorted(targets))
         targets += tuple(map(_of_experts, sorted(parameters)))
     return {

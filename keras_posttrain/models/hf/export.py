@@ -21,6 +21,14 @@ from keras_posttrain.models.hf.tensors import (
     known_family,
     model_tensors,
 )
+from keras_posttrain.models.hf.vision_tower import (
+    PROCESSOR_FILES,
+    outer_config,
+    outer_name,
+    processor_configs,
+    tower_tensors,
+)
+from keras_posttrain.models.vision import tower_of
 
 GENERATION_CONFIG = "generation_config.json"
 # A field of `config.json` that marks an export, which may be overwritten.
@@ -142,12 +150,22 @@ def export(
     _check_links(causal_lm, tokenizer)
     table = {tensor.name: tensor for tensor in model_tensors(causal_lm)}
     config = hf_config(causal_lm, dtype=dtype, tokenizer=tokenizer)
+    files = {}
+    if tower_of(causal_lm.backbone) is not None:
+        table = {
+            **{outer_name(name): tensor for name, tensor in table.items()},
+            **{x.name: x for x in tower_tensors(causal_lm)},
+        }
+        config = outer_config(causal_lm, config, tokenizer)
+        files = _processor_files(causal_lm)
     config[MARK] = "keras_posttrain"
     shapes = {name: tensor.shape for name, tensor in table.items()}
     dtypes = {n: dtype or t.dtype for n, t in table.items()}
     shards = checkpoint_files.plan_shards(shapes, dtypes, max_shard_bytes)
-    order = (table[name] for names in shards.values() for name in names)
-    found = arrays_of(order, values or (lambda variable: variable.value))
+    order = [name for names in shards.values() for name in names]
+    found = arrays_of(
+        (table[n] for n in order), values or (lambda variable: variable.value)
+    )
     arrays = (array for _, array in found)
 
     def write():
@@ -157,6 +175,8 @@ def export(
             )
             if tokenizer is not None:
                 tokenizer.save(temporary)
+            for name, content in files.items():
+                write_json(temporary / name, content)
             write_json(temporary / CONFIG, config)
             generation = _generation_config(causal_lm, config)
             write_json(temporary / GENERATION_CONFIG, generation)
@@ -164,11 +184,23 @@ def export(
     device_transfer.on_first(write, arrays)
 
 
+def _processor_files(causal_lm):
+    """Returns those of the model's source, or new ones: dicts by name."""
+    found = {}
+    if source := getattr(causal_lm, "kpt_source", None):
+        files = [pathlib.Path(source["path"]) / n for n in PROCESSOR_FILES]
+        found = {x.name: read_json(x) for x in files if x.is_file()}
+    return found or processor_configs(tower_of(causal_lm.backbone))
+
+
 def _check_links(causal_lm, tokenizer):
     """Raises if a file whose content is exported is a link to another."""
     source = getattr(causal_lm, "kpt_source", None)
     places = [
-        (source and source["path"], (CONFIG, GENERATION_CONFIG)),
+        (
+            source and source["path"],
+            (CONFIG, GENERATION_CONFIG, *PROCESSOR_FILES),
+        ),
         (getattr(tokenizer, "source", None), TOKENIZER_FILES),
     ]
     for directory, names in places:

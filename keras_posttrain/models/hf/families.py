@@ -687,7 +687,7 @@ def family_of(causal_lm):
         return FAMILIES["gemma2" if all(norms) else "gemma"]
     for name, model_type in _BY_BACKBONE.items():
         if isinstance(backbone, getattr(keras_hub.models, name)):
-            if model_type == "gemma3_text" and not _is_gemma3_text(backbone):
+            if model_type == "gemma3_text" and not _is_causal_gemma3(backbone):
                 return None
             if model_type == "gemma4_text" and not is_gemma4_text(backbone):
                 return None
@@ -710,10 +710,9 @@ def _has_known_layers(backbone, experts):
     )
 
 
-def _is_gemma3_text(backbone):
+def _is_causal_gemma3(backbone):
     return (
-        backbone.text_only_model
-        and backbone.use_query_key_norm
+        backbone.use_query_key_norm
         and backbone.use_post_ffw_norm
         and backbone.use_post_attention_norm
         and not backbone.is_embedding_model

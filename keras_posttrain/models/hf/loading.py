@@ -24,6 +24,7 @@ from keras_posttrain.models.hf import (
     gemma4,
     layer_patches,
     quantized_files,
+    vision_tower,
 )
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
@@ -41,6 +42,7 @@ from keras_posttrain.models.hf.families import (
 from keras_posttrain.models.hf.rope import parameters_of
 from keras_posttrain.models.hf.tensors import linear_layers, model_tensors
 from keras_posttrain.models.linear import MatrixAxes
+from keras_posttrain.models.vision import tower_of
 
 # Prefixes of tensor names, before `embed_tokens.weight`: of a language model,
 # of one without a head, and of multimodal models, new and old.
@@ -57,6 +59,7 @@ def load_causal_lm(
     load_weights=True,
     quantization=None,
     is_trained=False,
+    vision=False,
 ):
     """Loads a causal language model that computes what its source does.
 
@@ -71,13 +74,15 @@ def load_causal_lm(
     as it is read. Those of a quantized checkpoint stay as they are stored if
     `quantization` is `None`; `"none"` makes floats of them. A `ValueError` is
     raised if KerasHub's layers cannot represent the model, or if its weights
-    would be quantized and are to be trained (`is_trained`).
+    would be quantized and are to be trained (`is_trained`). With `vision` a
+    Hugging Face directory of Gemma 3 is loaded with its vision tower; a
+    KerasHub preset always has the tower that it was saved with.
     """
     path = directories.resolve(preset)
-    config = None
+    config = outer = None
     if path is not None:
         config = read_json(path / CONFIG)
-        config, notes = _text_config(config)
+        config, outer, notes = _text_config(config, vision)
     if isinstance(quantization, quantized.Quantization):
         quantized.check_trained(is_trained, f"quantize={quantization}")
     if config is None:
@@ -87,7 +92,10 @@ def load_causal_lm(
                 is_trained, "a preset that Keras quantized"
             )
         repair(causal_lm)
+        _check_tower(causal_lm, vision, preset)
         return _quantized(causal_lm, quantization)
+    if outer is None and vision:
+        raise _no_tower(preset, config["model_type"])
     if config["model_type"] not in FAMILIES:
         causal_lm = _convert(path, config, dtype, load_weights)
         return _quantized(causal_lm, quantization)
@@ -101,7 +109,9 @@ def load_causal_lm(
         checkpoint = Reader(path)
         settings, more = _tied_as_stored(settings, config, checkpoint)
         notes += more
-    causal_lm, more = _build(family, settings, dtype, load_weights)
+    if outer is not None:
+        vision_tower.check_processor(path, outer)
+    causal_lm, more = _build(family, settings, dtype, load_weights, outer)
     notes += more
     with _without_values(load_weights):
         if stored is not None and quantization is None:
@@ -264,8 +274,25 @@ def _without_values(load_weights):
     return without_values() if load_weights else contextlib.nullcontext()
 
 
-def _build(family, settings, dtype, load_weights):
+def _check_tower(causal_lm, vision, preset):
+    """Raises where `vision` is wanted of a model without a tower."""
+    if vision and tower_of(causal_lm.backbone) is None:
+        raise _no_tower(preset, type(causal_lm.backbone).__name__)
+
+
+def _no_tower(preset, kind):
+    return ValueError(
+        "`vision=True` needs a preset with a vision tower that this library "
+        "runs, a multimodal Gemma 3. Received: "
+        f"preset={str(preset)!r}, which is {kind!r}. Leave `vision` out to "
+        "train on text."
+    )
+
+
+def _build(family, settings, dtype, load_weights, outer=None):
     """Builds a model; returns it and notes on the settings corrected.
+
+    `outer` is the config of a multimodal model whose tower is built too.
 
     If weights will be loaded, none are initialized before: this would take
     longer than reading them and several times their memory. The model is then
@@ -274,13 +301,17 @@ def _build(family, settings, dtype, load_weights):
     family = _on_layers(family, settings)
     with _without_values(load_weights):
         layers = family.layers
-        backbone = layers.backbone_class(
-            **_arguments(settings, family), dtype=dtype
-        )
+        arguments = _arguments(settings, family)
+        if outer is not None:
+            tower = vision_tower.build(outer, dtype)
+            arguments["vision_encoder"] = tower
+            arguments["image_size"] = tower.image_size
+        backbone = layers.backbone_class(**arguments, dtype=dtype)
         causal_lm = layers.causal_lm_class(
             backbone=backbone, preprocessor=None, compile=not load_weights
         )
         vars(causal_lm)[MODEL_TYPE] = family.model_type
+        vars(causal_lm)["kpt_outer_config"] = outer
         notes = layer_patches.apply_settings(causal_lm, family, settings)
     return causal_lm, notes
 
@@ -300,13 +331,15 @@ def load_saved(
     load_weights=True,
     quantization=None,
     is_trained=False,
+    vision=False,
 ):
     """Loads what `presets.save_to_preset` wrote, with its `config`."""
     if isinstance(quantization, quantized.Quantization):
         quantized.check_trained(is_trained, f"quantize={quantization}")
+    config, outer, _ = _text_config(config, vision=True)
     family = FAMILIES[config["model_type"]]
     settings, notes = from_config(config, family)
-    causal_lm, more = _build(family, settings, dtype, load_weights)
+    causal_lm, more = _build(family, settings, dtype, load_weights, outer)
     notes += more
     if load_weights:
         files = sorted(path.glob("model.weights*"))
@@ -316,6 +349,7 @@ def load_saved(
             causal_lm.backbone.load_weights(str((index or files)[0]))
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
+    _check_tower(causal_lm, vision, path)
     return _quantized(causal_lm, quantization)
 
 
@@ -328,18 +362,26 @@ def _remember(causal_lm, source, notes):
 TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 
 
-def _text_config(config):
-    """Extracts the language model from a multimodal Gemma 3 or 4 config."""
+def _text_config(config, vision):
+    """Extracts the language model from a multimodal Gemma 3 or 4 config.
+
+    Returns:
+        `(config, outer, notes)`: the config of the text model; the given one
+        where its vision tower is to be loaded (`vision`), else `None`; and
+        notes.
+    """
     model_type = config["model_type"]
     if model_type not in TEXT or "text_config" not in config:
-        return config, []
+        return config, None, []
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
     text = {key: config[key] for key in shared if key in config}
     text.update(config["text_config"], model_type=TEXT[model_type])
     tie = "tie_word_embeddings"
     text.setdefault(tie, config.get(tie, True))
+    if vision and model_type == "gemma3" and "vision_config" in config:
+        return text, config, []
     note = f"vision tower left out: {model_type} loaded as a text model"
-    return text, [note]
+    return text, None, [note]
 
 
 def _arguments(settings, family):
@@ -640,9 +682,15 @@ def _named(causal_lm, checkpoint, stored=None):
     """
     prefix = _prefix(checkpoint)
     found, modules = {}, {}
-    for tensor in model_tensors(causal_lm, _as_models(checkpoint, prefix)):
+    tensors = model_tensors(causal_lm, _as_models(checkpoint, prefix))
+    towers = vision_tower.tower_tensors(causal_lm)
+    of_towers = {tensor.name for tensor in towers}
+    for tensor in [*tensors, *towers]:
         name = prefix + tensor.name.removeprefix("model.")
-        if tensor.name == HEAD:
+        if tensor.name in of_towers:
+            stored_names = checkpoint.names
+            name = vision_tower.stored_name(tensor.name, stored_names)
+        elif tensor.name == HEAD:
             name = _head(checkpoint) or HEAD
         elif tensor.name == "model." + EMBEDDING:
             # A tied pair may be saved under either name.
@@ -698,6 +746,8 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
+    if (tower := tower_of(backbone)) is not None:
+        notes += vision_tower.repair_tower(tower)
     _remember(causal_lm, None, notes)
     return notes
 

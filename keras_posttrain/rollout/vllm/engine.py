@@ -7,6 +7,7 @@ import uuid
 
 import numpy as np
 
+from keras_posttrain.models import guards
 from keras_posttrain.models.hf.families import family_of, has_experts
 from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.request import Completion, Scores
@@ -156,6 +157,7 @@ class VLLMRollout(Rollout):
             has_experts(self.model.causal_lm),
         )
         settings.check_family(family_of(self.model.causal_lm))
+        guards.refuse_tower(self.model.causal_lm, "vLLM as a rollout engine")
         self._folder = Folder(self.directory)
         try:
             task, dtype = self.model, self._dtype
