@@ -24,6 +24,7 @@ from keras_posttrain.models.hf import (
     gemma4,
     layer_patches,
     quantized_files,
+    qwen3_5,
 )
 from keras_posttrain.models.hf.checkpoint_files import (
     CONFIG,
@@ -325,11 +326,14 @@ def _remember(causal_lm, source, notes):
 
 
 # The text models of multimodal ones.
-TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+TEXT = {
+    name: f"{name}_text"
+    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+}
 
 
 def _text_config(config):
-    """Extracts the language model from a multimodal Gemma 3 or 4 config."""
+    """Extracts the language model from a multimodal config."""
     model_type = config["model_type"]
     if model_type not in TEXT or "text_config" not in config:
         return config, []
@@ -337,7 +341,14 @@ def _text_config(config):
     text = {key: config[key] for key in shared if key in config}
     text.update(config["text_config"], model_type=TEXT[model_type])
     tie = "tie_word_embeddings"
-    text.setdefault(tie, config.get(tie, True))
+    default = FAMILIES[TEXT[model_type]].defaults[tie]
+    text.setdefault(tie, config.get(tie, default))
+    if config.get(tie, text[tie]) != text[tie] and not default:
+        raise ValueError(
+            f"`{tie}` of model_type={model_type!r} must be that of its "
+            f"`text_config`, {text[tie]}; set both to what the checkpoint "
+            f"has. Received: {tie}={config[tie]!r}"
+        )
     note = f"vision tower left out: {model_type} loaded as a text model"
     return text, [note]
 
@@ -351,12 +362,15 @@ def _arguments(settings, family):
         "num_query_heads": sizes["num_attention_heads"],
         "num_key_value_heads": sizes["num_key_value_heads"],
         "hidden_dim": sizes["hidden_size"],
-        "intermediate_dim": sizes["intermediate_size"],
         "layer_norm_epsilon": settings.epsilon,
     }
     layers = family.layers
+    if family.has_width:
+        arguments["intermediate_dim"] = sizes["intermediate_size"]
     if layers.has_head_dim:
         arguments["head_dim"] = sizes["head_dim"]
+    if family.is_qwen3_5:
+        return {**arguments, **qwen3_5.arguments(settings)}
     window = next((w for w in settings.windows if w is not None), None)
     if family.is_gemma:
         return {**arguments, **_gemma_arguments(settings, family, window)}
@@ -708,6 +722,8 @@ def _repair_layers(backbone, family):
     for layer, window in zip(backbone.transformer_layers, windows):
         was_right = layer_patches.window_of(layer, family) == window
         attention = layer_patches.attention_of(layer, family)
+        if attention is None:
+            continue
         scaled = family.is_gemma and not family.is_gemma4
         if scaled and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads
