@@ -35,6 +35,11 @@ AXES = {
     r"experts/down_proj": "experts width hidden",
     r"experts/(gate_up|down)_proj_bias": "experts width",
     r"router_dense/kernel": "hidden experts",
+    # Qwen 3.5's linear attention, and its router.
+    r"linear_attn/in_proj_(qkv|z)/kernel": "hidden width",
+    r"linear_attn/in_proj_(a|b)/kernel": "hidden heads",
+    r"linear_attn/out_proj/kernel": "width hidden",
+    r"router_gate/kernel": "hidden experts",
     # Gemma 4's embedding for each layer, and its experts.
     r"per_layer_token_embedding/embeddings": "vocabulary hidden",
     r"(per_layer_input_gate|per_layer_model_projection)/kernel": (
@@ -69,8 +74,8 @@ def meanings(path, rank):
 
 
 def is_replicated(path, shape):
-    """Returns `True` for norms, biases, scalars and the like."""
-    if len(shape) < 2:
+    """Returns `True` for norms, biases, scalars, short kernels and so on."""
+    if len(shape) < 2 or path.endswith("linear_attn/conv1d_kernel"):
         return True
     return re.search(r"(norm|normalization)[^/]*/\w+$", path) is not None
 

@@ -34,8 +34,9 @@ MAX_GROUPS = 8
 
 @contextlib.contextmanager
 def attention_scope(
-    segment_ids, positions, subtree_ends=None, *, kept=None, capture=None
-):
+    segment_ids, positions, subtree_ends=None, *, kept=None, capture=None,
+    numbers=None,
+):  # fmt: skip
     """Makes decoder layers called inside attend within segments.
 
     These layers take tokens of shape `(rows * length, 1, hidden)`. The int
@@ -53,9 +54,11 @@ def attention_scope(
             of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
             layer that uses those of another one appends none.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
+        numbers: list of ints, those of the decoder layers that attend;
+            `None` if all do.
     """
     rows, length = segment_ids.shape
-    layers = itertools.count()
+    layers = itertools.count() if numbers is None else iter(numbers)
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,

@@ -263,42 +263,22 @@ def _next_state(state, chunk):
 def _inverse(lower):
     """Inverts `I + lower` for strictly lower triangular matrices.
 
-    Blocks of twice the size are made of the inverses of two. All of them are
-    products of decayed `I - beta k k^T` between two keys, at most 1, so that
-    nothing grows; a power series of `lower` would for equal keys.
+    The inverse of a block is made of those of its two halves. All numbers in
+    it are products of decayed `I - beta k k^T` between two keys, at most 1,
+    so that nothing grows; a power series of `lower` would for equal keys.
     """
     size = lower.shape[-1]
-    whole = 2 ** (size - 1).bit_length()
-    more = whole - size
-    pad = [(0, 0)] * (lower.ndim - 2) + [(0, more)] * 2
-    lower = jnp.pad(lower, pad)
-    lead = lower.shape[:-2]
-    found = jnp.ones((*lead, whole, 1, 1), lower.dtype)
-    block = 1
-    while block < whole:
-        count = whole // (2 * block)
-        below = _corners(lower, block)
-        first, second = found[..., ::2, :, :], found[..., 1::2, :, :]
-        corner = -_einsum(
-            "...ij,...jk,...kl->...il", second, below, first, optimize=True
-        )
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        below = jnp.concatenate([corner, second], axis=-1)
-        found = jnp.concatenate([upper, below], axis=-2)
-        found = found.reshape(*lead, count, 2 * block, 2 * block)
-        block *= 2
-    return found[..., 0, :size, :size]
+    places = jnp.arange(size)
 
+    def step(found, half):
+        row, column = places[:, None] // half, places // half
+        corner = jnp.where((row % 2 == 1) & (column == row - 1), lower, 0)
+        corner = _einsum("...ij,...jk->...ik", found, corner)
+        return found - _einsum("...ij,...jk->...ik", corner, found), None
 
-def _corners(lower, block):
-    """Returns the blocks below those on the diagonal, of each pair."""
-    size = lower.shape[-1]
-    count = size // (2 * block)
-    parts = lower.reshape(*lower.shape[:-2], count, 2 * block, size)
-    parts = parts[..., block:, :]
-    parts = parts.reshape(*parts.shape[:-1], count, 2 * block)
-    parts = parts[..., :block]
-    return jnp.moveaxis(jnp.diagonal(parts, axis1=-4, axis2=-2), -1, -3)
+    unit = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    halves = 2 ** jnp.arange((size - 1).bit_length())
+    return jax.lax.scan(step, unit, halves)[0]
 
 
 def _inverse_forward(lower):

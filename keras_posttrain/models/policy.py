@@ -142,6 +142,16 @@ class Policy:
         return self.backbone.transformer_layers[: self.num_layers]
 
     @property
+    def attending(self):
+        """List of the numbers of the decoder layers with attention."""
+        linear = qwen3_5.LINEAR
+        return [
+            i
+            for i, layer in enumerate(self.layers)
+            if getattr(layer, "layer_type", None) != linear
+        ]
+
+    @property
     def has_experts(self):
         """Bool, whether a layer has experts whose routing is recorded."""
         return self.packable and any(map(experts.has_experts, self.layers))
@@ -271,6 +281,7 @@ class Policy:
             None if prefixes is None else subtree_ends(prefixes, ids),
             kept=kept,
             capture=capture,
+            numbers=self.attending,
         )
         rows = None
         if self.is_recurrent:

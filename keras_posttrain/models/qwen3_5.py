@@ -16,6 +16,8 @@ from keras_posttrain.models.delta_rule import normalized
 from keras_posttrain.models.experts import compute_chosen_experts
 from keras_posttrain.models.recurrence import PackedRows, current_rows
 
+# The `layer_type` of a layer that has no attention.
+LINEAR = "linear_attention"
 BACKBONES = (
     keras_hub.models.Qwen3_5Backbone,
     keras_hub.models.Qwen3_5MoeBackbone,
@@ -34,11 +36,11 @@ def prepare(backbone):
             continue
         layer.kpt_prepared = True
         compute_chosen_experts(layer)
-        if layer.layer_type == "full_attention":
-            add_hook_of_qwen3_5(layer._self_attention_layer)
-        else:
+        if layer.layer_type == LINEAR:
             mixer = layer._linear_attn
             mixer.call = functools.partial(_call, mixer, mixer.call)
+        else:
+            add_hook_of_qwen3_5(layer._self_attention_layer)
 
 
 def _call(

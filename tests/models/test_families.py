@@ -103,9 +103,7 @@ def cases(full):
 # `test_mixtures.py` and `test_same_numbers.py` have the dense families' tests
 # of mixtures, other files those of Llama.
 is_other = re.compile(".*(_moe|_moe_text|_wide)|mixtral").fullmatch
-by_family = cases(
-    lambda name: name in ("gemma4_text_moe", "qwen3_5_moe_text")
-)
+by_family = cases(lambda name: name in ("gemma4_text_moe", "qwen3_5_moe_text"))
 by_dense_family = cases(is_other)
 
 

@@ -259,9 +259,7 @@ def logits_by_states(causal_lm):
         out = []
         for step in range(length - first - more):
             token = TOKEN_IDS[:, first + more + step]
-            logits, recent = policy.decode(
-                token, lengths, step, cache, recent
-            )
+            logits, recent = policy.decode(token, lengths, step, cache, recent)
             out.append(logits)
         return jax.numpy.stack(out, axis=1)
 

@@ -212,7 +212,7 @@ def _convert(path, config, dtype, load_weights):
     config = for_converter(config)
     checkpoint = Reader(path) if load_weights else None
     if load_weights:
-        _check_head(checkpoint, config)
+        _check_head(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         for file in path.iterdir():
@@ -227,7 +227,7 @@ def _convert(path, config, dtype, load_weights):
                 f"{config['model_type']!r}. Received: {str(path)!r}, "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if load_weights and "text_config" not in config:
+    if load_weights:
         _check_all_read(causal_lm, checkpoint)
     repair(causal_lm)
     return causal_lm
@@ -481,11 +481,10 @@ def _tied_as_stored(settings, config, checkpoint):
     return settings, []
 
 
-def _check_head(checkpoint, config):
+def _check_head(checkpoint):
     """Raises if a converter would not read the head of a checkpoint."""
-    tied = config.get("tie_word_embeddings", True)
     head = _head(checkpoint)
-    if tied and head:
+    if head:
         ends = (EMBEDDING, "wte.weight")
         embeddings = [n for n in checkpoint.names if n.endswith(ends)]
         if not any(_equal(checkpoint, head, name) for name in embeddings):
@@ -495,12 +494,6 @@ def _check_head(checkpoint, config):
                 f"does not read. Received: {str(checkpoint.directory)!r} "
                 f"with {head!r}"
             )
-    if not tied and not head:
-        raise ValueError(
-            "The checkpoint lacks the head that its config requires "
-            f"(`tie_word_embeddings` is false). Received: "
-            f"{str(checkpoint.directory)!r} without {HEAD!r}"
-        )
 
 
 def _equal(checkpoint, one, other, rows=4096):
