@@ -39,6 +39,8 @@ AXES = {
     r"linear_attn/in_proj_(qkv|z)/kernel": "hidden width",
     r"linear_attn/in_proj_(a|b)/kernel": "hidden heads",
     r"linear_attn/out_proj/kernel": "width hidden",
+    # Of each channel its taps.
+    r"linear_attn/conv1d_kernel": "width head_dim",
     r"router_gate/kernel": "hidden experts",
     # Gemma 4's embedding for each layer, and its experts.
     r"per_layer_token_embedding/embeddings": "vocabulary hidden",
@@ -74,8 +76,8 @@ def meanings(path, rank):
 
 
 def is_replicated(path, shape):
-    """Returns `True` for norms, biases, scalars, short kernels and so on."""
-    if len(shape) < 2 or path.endswith("linear_attn/conv1d_kernel"):
+    """Returns `True` for norms, biases, scalars and the like."""
+    if len(shape) < 2:
         return True
     return re.search(r"(norm|normalization)[^/]*/\w+$", path) is not None
 
