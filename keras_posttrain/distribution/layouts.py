@@ -35,6 +35,13 @@ AXES = {
     r"experts/down_proj": "experts width hidden",
     r"experts/(gate_up|down)_proj_bias": "experts width",
     r"router_dense/kernel": "hidden experts",
+    # Qwen 3.5's linear attention, and its router.
+    r"linear_attn/in_proj_(qkv|z)/kernel": "hidden width",
+    r"linear_attn/in_proj_(a|b)/kernel": "hidden heads",
+    r"linear_attn/out_proj/kernel": "width hidden",
+    # Of each channel its taps.
+    r"linear_attn/conv1d_kernel": "width head_dim",
+    r"router_gate/kernel": "hidden experts",
     # Gemma 4's embedding for each layer, and its experts.
     r"per_layer_token_embedding/embeddings": "vocabulary hidden",
     r"(per_layer_input_gate|per_layer_model_projection)/kernel": (

@@ -29,7 +29,7 @@ class ActivationCapture:
                 f"{name} runs by KerasHub's own call, which shows neither "
                 "hidden states nor attention weights of its layers. Use a "
                 "loss of the final distribution alone, or a family of "
-                "Gemma 1-4, Llama, Mistral or Qwen 2-3."
+                "Gemma 1-4, Llama, Mistral or Qwen 2-3.5."
             )
         count = len(policy.backbone.transformer_layers)
         for field in ("hidden_layers", "attention_layers"):
@@ -40,6 +40,14 @@ class ActivationCapture:
                     f"has {count} decoder layers. Received: "
                     f"{field}={layers}"
                 )
+        linear = sorted(set(self.attention_layers) - set(policy.attending))
+        if linear:
+            raise ValueError(
+                f"Layers {linear} of {name} have linear attention, which has "
+                f"no weights of its tokens. Use {policy.attending}, or match "
+                "hidden states instead. Received: attention_layers="
+                f"{tuple(self.attention_layers)}"
+            )
         if self.attention_layers and policy.remat != "none":
             raise ValueError(
                 "Attention weights cannot be read from rematerialised "

@@ -4,9 +4,10 @@ Inside `attention_scope` the attention layers of Gemma 1 to 3, Llama, Mistral
 and Qwen 2 to 3 rotate queries and keys at the positions given per token and
 leave the attention itself to us. This uses the hook that KerasHub 0.32 has
 for vLLM, a private module; no other file uses it. The layers of mixtures of
-experts and of Gemma 4 lack the hook: `add_hook` and `add_hook_of_gemma4` give
-it to them. Those of gpt-oss also have a sink for each head, a score whose key
-has no value: it takes a part of the softmax and adds nothing to the output.
+experts, of Gemma 4 and of Qwen 3.5 lack the hook: `add_hook`,
+`add_hook_of_gemma4` and `add_hook_of_qwen3_5` give it to them. Those of
+gpt-oss also have a sink for each head, a score whose key has no value: it
+takes a part of the softmax and adds nothing to the output.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ def attention_scope(
     images=None,
     kept=None,
     capture=None,
+    numbers=None,
 ):
     """Makes decoder layers called inside attend within segments.
 
@@ -60,9 +62,11 @@ def attention_scope(
             of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
             layer that uses those of another one appends none.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
+        numbers: list of ints, those of the decoder layers that attend;
+            `None` if all do.
     """
     rows, length = segment_ids.shape
-    layers = itertools.count()
+    layers = itertools.count() if numbers is None else iter(numbers)
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
@@ -214,6 +218,48 @@ def _call_of_gemma4(attention, x, shared_kv, donor, context):
         donor=donor,
     )
     return attention.output_dense(out.reshape(query.shape)), (key, value)
+
+
+def add_hook_of_qwen3_5(attention):
+    """Gives an attention layer of Qwen 3.5 the hook.
+
+    Outside of the scopes of this file its `call` does what it did before.
+    """
+    plain_call = attention.call
+
+    def call(hidden_states, **kwargs):
+        context = get_vllm_context()
+        if context is None or context.paged_attention_func is None:
+            return plain_call(hidden_states, **kwargs)
+        return _call_of_qwen3_5(attention, hidden_states, context)
+
+    attention.call = call
+
+
+def _call_of_qwen3_5(attention, x, context):
+    places = context.positions.reshape(-1, 1)
+    turned = attention.rotary_dim
+
+    def rotated(y):
+        rotate = attention.rotary_embedding_layer
+        part = rotate(y[..., :turned], positions=places)
+        return jnp.concatenate([part, y[..., turned:]], axis=-1)
+
+    query, gate = jnp.split(attention._query_dense(x), 2, axis=-1)
+    query = rotated(attention._query_norm(query))
+    key = rotated(attention._key_norm(attention._key_dense(x)))
+    _, out = context.paged_attention_func(
+        None,
+        query,
+        key,
+        attention._value_dense(x),
+        attention._inv_norm_factor,
+        query.shape[-1],
+        query.shape[-2],
+        key.shape[-2],
+    )
+    out = out.reshape(query.shape) * jax.nn.sigmoid(gate)
+    return attention._output_dense(out)
 
 
 def hooked_window(attention):
@@ -482,6 +528,12 @@ class KeyValues:
             update(self.values, values[:, :, None], column, 2),
         )
 
+    def begun(self, lengths, columns):
+        """Returns an empty cache of so many columns for the same slots."""
+        slots, heads, head_dim, _ = self.keys.shape
+        dtype = self.keys.dtype
+        return self.zeros(slots, columns, heads, head_dim, dtype)
+
     def append(self, lengths, other):
         """Writes the tokens of `other` after each slot's first `lengths`."""
 
@@ -562,6 +614,12 @@ class KeyValues:
             self.values.at[slots, :, :tokens].set(values, mode="drop"),
         )
 
+    def copy(self, sources, targets, columns):
+        """Copies the first columns of some slots to others."""
+        keys = self.keys[sources, :, :, :columns].transpose(0, 3, 1, 2)
+        values = self.values[sources, :, :columns].transpose(0, 2, 1, 3)
+        return self.fill(targets, keys, values)
+
     def resize(self, index, tokens):
         """Selects the slots of `index` and sets their number of columns."""
 
@@ -579,6 +637,11 @@ class KeyValues:
 jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
 
 
+def _with_keys(caches):
+    """Returns the numbers of the caches of keys and values."""
+    return [i for i, x in enumerate(caches) if isinstance(x, KeyValues)]
+
+
 @contextlib.contextmanager
 def extending_scope(positions, past, kept):
     """Makes decoder layers called inside attend to a cache of tokens.
@@ -589,12 +652,13 @@ def extending_scope(positions, past, kept):
     Args:
         positions: int array of shape `(sequences, tokens)`. The first one of
             a sequence is the number of its tokens in `past`.
-        past: list of `KeyValues`, one for each layer that has its own, with
-            a slot for each sequence; not changed.
+        past: list of caches, one for each layer that has its own, with a slot
+            for each sequence; not changed. Those of recurrent layers are
+            left out.
         kept: list: each layer appends its new keys and values, arrays of
             shape `(sequences, tokens, kv_heads, head_dim)`.
     """
-    layers = iter(range(len(past)))
+    layers = iter(_with_keys(past))
     sequences, width = positions.shape
     places = jnp.arange(width)
 
@@ -671,13 +735,14 @@ def decoding_scope(lengths, step, past, recent):
         lengths: int array of shape `(slots,)`, the tokens of `past` that
             belong to each sequence.
         step: int scalar, the number of tokens in `recent`.
-        past: list of `KeyValues`, one for each layer; not changed.
-        recent: list of `KeyValues`, one for each layer, of the tokens after
+        past: list of caches, one for each layer; not changed. Those of
+            recurrent layers are left out.
+        recent: list of caches, one for each layer, of the tokens after
             those of `past`. A token is written to the same column in all
             slots, which is cheap, and not to the end of each sequence. The
             list's items are replaced by ones with the new token.
     """
-    layers = iter(range(len(past)))
+    layers = iter(_with_keys(past))
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,

@@ -331,8 +331,13 @@ def compute_chosen_experts(layer):
         top_k=block.top_k,
         # Mixtral's always add up to 1.
         normalize=getattr(block, "norm_top_k_prob", True),
-        activation=block.expert_bank.activation,
+        activation=getattr(block.expert_bank, "activation", jax.nn.silu),
     )
+    names = ("_sparse_feedforward_gate_dense", "_router_gate")
+    router = _first(block, names)
+    shared = _first(block, ("shared_expert_dense", "shared_expert"))
+    names = ("shared_expert_gate_dense", "_shared_expert_gate")
+    shared_gate = _first(block, names)
 
     def call(hidden_states, attention_mask=None, training=None):
         if training:
@@ -340,14 +345,18 @@ def compute_chosen_experts(layer):
                 hidden_states, attention_mask=attention_mask, training=True
             )
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = block._sparse_feedforward_gate_dense(x)
+        logits = router(x)
         out = chosen_experts(expert, x, logits, block.expert_bank)
-        if hasattr(block, "shared_expert_dense"):
-            gate = jax.nn.sigmoid(block.shared_expert_gate_dense(x))
-            out = out + block.shared_expert_dense(x) * gate
+        if shared is not None:
+            out = out + shared(x) * jax.nn.sigmoid(shared_gate(x))
         return out.reshape(hidden_states.shape), logits
 
     block.call = call
+
+
+def _first(block, names):
+    """Returns the first of these attributes that there is, or `None`."""
+    return next((getattr(block, x) for x in names if hasattr(block, x)), None)
 
 
 def _call_gpt_oss(block, hidden_states):

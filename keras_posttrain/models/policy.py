@@ -14,6 +14,8 @@ from keras_posttrain.models import (
     divergence_head,
     experts,
     gemma4,
+    qwen3_5,
+    recurrence,
     sharding,
     vision,
 )
@@ -49,11 +51,12 @@ PACKABLE = (
     keras_hub.models.MistralBackbone,
     keras_hub.models.QwenBackbone,
     keras_hub.models.Qwen3Backbone,
+    *qwen3_5.BACKBONES,
     *MIXTURES,
 )
 # As messages name them.
 PACKABLE_MODELS = (
-    "a model of Gemma 1-4, Llama, Mistral, Mixtral, Qwen 2-3 or their "
+    "a model of Gemma 1-4, Llama, Mistral, Mixtral, Qwen 2-3.5 or their "
     "mixtures, or gpt-oss, or a Hugging Face directory of Granite, OLMo 2-3, "
     "Phi 3-4 or SmolLM3"
 )
@@ -109,6 +112,10 @@ class Policy:
                     self._per_layer_inputs = gemma4.PerLayerInputs(
                         self.backbone
                     )
+        # Whether some layers have a state in the place of keys and values.
+        self.is_recurrent = self.packable and qwen3_5.is_text(self.backbone)
+        if self.is_recurrent:
+            qwen3_5.prepare(self.backbone)
         if type(self.backbone) in MIXTURES:
             for layer in self.backbone.transformer_layers:
                 add_hook(attention_layer(layer))
@@ -132,6 +139,16 @@ class Policy:
     def layers(self):
         """List of the decoder layers that run."""
         return self.backbone.transformer_layers[: self.num_layers]
+
+    @property
+    def attending(self):
+        """List of the numbers of the decoder layers with attention."""
+        linear = qwen3_5.LINEAR
+        return [
+            i
+            for i, layer in enumerate(self.layers)
+            if getattr(layer, "layer_type", None) != linear
+        ]
 
     @property
     def has_experts(self):
@@ -212,13 +229,7 @@ class Policy:
 
     def _packed_forward(self, batch, capture=None):
         ids = batch["token_ids"]
-        scope = attention_scope(
-            batch["segment_ids"],
-            batch["positions"],
-            _subtree_ends(batch),
-            images=vision.image_blocks(self.backbone, batch),
-            capture=capture,
-        )
+        scope = self._scope(batch, capture=capture)
         layers = itertools.count()
 
         def run(layer, x, **more):
@@ -283,56 +294,95 @@ class Policy:
         own = sharding.shard_embedded(own, embedding.embeddings)
         return self._layer(self._per_layer_inputs, x, own=own)
 
-    def prefill(self, batch):
-        """Computes the keys, rotated, and values of prompts.
-
-        `batch` is as in `hidden_states`. Segments may continue others.
-
-        Returns a pair for each layer, both of shape
-        `(rows * length, kv_heads, head_dim)`.
-        """
-        kept = []
+    @contextlib.contextmanager
+    def _scope(self, batch, kept=None, capture=None, slots=None):
+        """Opens the scopes of a batch; `slots` are the segments of a row."""
+        ids, prefixes = batch["segment_ids"], batch.get("prefix_segments")
         scope = attention_scope(
-            batch["segment_ids"],
+            ids,
             batch["positions"],
-            _subtree_ends(batch),
+            None if prefixes is None else subtree_ends(prefixes, ids),
             images=vision.image_blocks(self.backbone, batch),
             kept=kept,
+            capture=capture,
+            numbers=self.attending,
         )
+        rows = None
+        if self.is_recurrent:
+            if prefixes is None and kept is not None:
+                prefixes = jnp.zeros((ids.shape[0], slots), "int32")
+            rows = recurrence.PackedRows(ids)
+            if prefixes is not None:
+                rows = recurrence.TreeRows(ids, prefixes, kept)
+        with scope, recurrence.recurrent_scope(rows):
+            yield
+
+    def prefill(self, batch, slots=None):
+        """Computes the keys, rotated, and values of prompts, and states.
+
+        Args:
+            batch: as in `hidden_states`. Segments may continue others.
+            slots: int, the most segments of a row, where layers are
+                recurrent and no segment continues another.
+
+        Returns:
+            A pair for each layer: of keys and values, both of shape
+            `(rows * length, kv_heads, head_dim)`, or of the arrays of
+            `RecurrentState` after each segment, `rows * slots` of them.
+        """
+        kept = []
+        scope = self._scope(batch, kept=kept, slots=slots)
         with experts.used_tokens(batch["segment_ids"] > 0):
             ids = batch["token_ids"].reshape(-1)
             self._run_layers(ids, scope, batch=batch)
         return kept
 
-    def extend(self, token_ids, positions, past):
+    def extend(self, token_ids, positions, past, counts=None):
         """Computes the keys, rotated, and values of tokens after others.
 
-        `token_ids` has the shape `(sequences, tokens)`. The other arguments
-        are those of `attention.py:extending_scope`.
+        `token_ids` has the shape `(sequences, tokens)`, of which the first
+        `counts`, an int array of shape `(sequences,)`, are used, all where
+        it is `None`. The other arguments are those of
+        `attention.py:extending_scope`.
 
         Returns:
-            A pair for each layer, both of shape
-            `(sequences, tokens, kv_heads, head_dim)`.
+            A pair for each layer: of keys and values, both of shape
+            `(sequences, tokens, kv_heads, head_dim)`, or of the arrays of
+            `RecurrentState`.
         """
         kept = []
+        rows = None
+        if self.is_recurrent:
+            if counts is None:
+                counts = jnp.full(*token_ids.shape)
+            rows = recurrence.NextTokens(token_ids.shape, counts, past, kept)
         scope = extending_scope(positions, past, kept)
-        self._run_layers(token_ids.reshape(-1), scope)
+        with recurrence.recurrent_scope(rows):
+            self._run_layers(token_ids.reshape(-1), scope)
         return kept
 
-    def decode(self, token_ids, lengths, step, past, recent):
+    def decode(self, token_ids, lengths, step, past, recent, is_active=None):
         """Computes the logits of the next token of each sequence.
 
         `token_ids` has the shape `(slots,)`, the last token of each sequence.
-        The other arguments are those of `attention.py:decoding_scope`.
+        The states of recurrent layers change only where `is_active`, a bool
+        array of that shape, is true; `None` is everywhere. The other
+        arguments are those of `attention.py:decoding_scope`.
 
         Returns:
             `(logits, recent)`: a float32 array of shape
             `(slots, vocabulary)`, not divided by a temperature, and `recent`
             with the tokens added.
         """
-        recent = list(recent)
+        recent, rows = list(recent), None
+        if self.is_recurrent:
+            if is_active is None:
+                is_active = jnp.ones(token_ids.shape, bool)
+            rows = recurrence.NextToken(is_active, recent)
         scope = decoding_scope(lengths, step, past, recent)
-        hidden = self._scaled(self._run_layers(token_ids, scope)[:, 0])
+        with recurrence.recurrent_scope(rows):
+            hidden = self._run_layers(token_ids, scope)[:, 0]
+        hidden = self._scaled(hidden)
         kernel = self.kernel.value.astype(hidden.dtype)
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
@@ -660,13 +710,6 @@ def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
         *rows,
         shared=shared,
     )
-
-
-def _subtree_ends(batch):
-    prefixes = batch.get("prefix_segments")
-    if prefixes is None:
-        return None
-    return subtree_ends(prefixes, batch["segment_ids"])
 
 
 def _selected_by(batch):

@@ -414,6 +414,11 @@ def compiler_options(*models):
     return {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
 
 
+# The gates of linear attention stay floats: they are small, and errors in them
+# add up in the states.
+GATES = ("linear_attn.in_proj_a", "linear_attn.in_proj_b")
+
+
 def quantize_layers(causal_lm, quantization, storage_of=None):
     """Stores the kernels of the decoder's linear layers as codes.
 
@@ -427,7 +432,13 @@ def quantize_layers(causal_lm, quantization, storage_of=None):
             name to its `Storage`, or to `None` for floats; by default that of
             `quantization`.
     """
-    storage_of = storage_of or quantization.storage
+    if storage_of is None:
+
+        def storage_of(rows, name):
+            if name.endswith(GATES):
+                return None
+            return quantization.storage(rows, name)
+
     causal_lm.trainable = False
     for name, layer in linear_layers(causal_lm).items():
         if isinstance(layer.kernel, QuantizedKernel):

@@ -5,7 +5,6 @@ import numpy as np
 
 from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
-from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.policy import PACKABLE_MODELS
 from keras_posttrain.planning import depths, formulas
 from keras_posttrain.planning.lowering import num_bytes, planned, shapes_of
@@ -70,24 +69,9 @@ def _arguments(planned, num_slots, num_tokens):
     """`(decoder, weights, cache, state)`, what is given to its program."""
     task, weights = planned.task, planned.step.weights
     trainable, frozen = shapes_of(weights.trainable), shapes_of(weights.frozen)
-    token = jax.ShapeDtypeStruct((1, 1), "int32")
-
-    def prefill(trainable, frozen, batch):
-        with task.using_weights(trainable, frozen):
-            return task.policy.prefill(batch)
-
-    names = ("token_ids", "segment_ids", "positions")
-    kept = jax.eval_shape(
-        prefill, trainable, frozen, dict.fromkeys(names, token)
-    )
-    shapes = [k.shape[1:] for k, _ in kept]
-    decoder = decoding.SlotDecoder(
-        task.policy,
-        task.using_weights,
-        shapes,
-        kept[0][0].dtype,
-        lambda text: None,
-    )
+    parts = task.policy, task.using_weights
+    empty = decoding.empty_layers(*parts, (trainable, frozen))
+    decoder = decoding.SlotDecoder(*parts, empty, lambda text: None)
     place = decoder.placement
     if num_slots % place.shards:
         raise ValueError(
@@ -100,15 +84,15 @@ def _arguments(planned, num_slots, num_tokens):
         layout = jax.sharding.NamedSharding(place.mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
+    cache = jax.eval_shape(lambda: decoder._zeros(num_slots, num_tokens))
     cache = [
-        jax.eval_shape(
-            lambda h=heads, d=dim: KeyValues.zeros(
-                num_slots, num_tokens, h, d, decoder.dtype
-            )
+        jax.tree.map(
+            # Keys, values and states have heads, the tails of states none.
+            lambda x: placed(x, place.data, *[place.heads][: x.ndim - 3]),
+            layer,
         )
-        for heads, dim in shapes
+        for layer in cache
     ]
-    cache = jax.tree.map(lambda x: placed(x, place.data, place.heads), cache)
     state = {
         "token": ((), "int32"),
         "length": ((), "int32"),

@@ -21,6 +21,15 @@ SIZES = dict(
 )
 MIXTURE = dict(num_experts=8, top_k=2, moe_intermediate_dim=16)
 SHARED = dict(shared_expert_intermediate_dim=16, norm_top_k_prob=True)
+# A layer with attention and one with linear attention.
+LINEAR = dict(
+    head_dim=8,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)
 BACKBONES = {
     "gemma": lambda: MODELS.GemmaBackbone(**SIZES, head_dim=8),
     "gemma2": lambda: MODELS.GemmaBackbone(
@@ -56,6 +65,16 @@ BACKBONES = {
         num_experts_per_token=2,
         expert_intermediate_dim=16,
     ),
+    "qwen3_5": lambda: MODELS.Qwen3_5Backbone(
+        **{**SIZES, "num_layers": 2}, **LINEAR
+    ),
+    "qwen3_5_moe": lambda: MODELS.Qwen3_5MoeBackbone(
+        **{k: SIZES[k] for k in SIZES if k != "intermediate_dim"}
+        | {"num_layers": 2},
+        **MIXTURE,
+        **LINEAR,
+        shared_expert_intermediate_size=16,
+    ),
 }
 # The axis over "model" of four devices, by what the variable is.
 ON_MODEL = {
@@ -74,6 +93,9 @@ ON_MODEL = {
     r"moe_router/proj/kernel": 1,
     r"per_layer_(input_gate|model_projection)/kernel": 1,
     r"per_layer_up_proj/kernel": 0,
+    r"linear_attn/in_proj_(qkv|z|b|a)/kernel": 1,
+    r"linear_attn/(out_proj/kernel|conv1d_kernel)": 0,
+    r"sparse_moe_block/router_gate/kernel": 1,
     r"token_embedding/embeddings": 0,
     r"token_embedding/reverse_embeddings": 1,
 }
@@ -96,7 +118,7 @@ def test_every_matrix_is_split_and_every_norm_is_not(name):
             assert set(axes) <= {None}, path
             continue
         known = [i for k, i in ON_MODEL.items() if re.search(k + "$", path)]
-        if path.endswith("shared_expert_gate_dense/kernel"):
+        if re.search(r"shared_expert_gate(_dense)?/kernel$", path):
             assert axes == ("model", None)
             continue
         assert len(known) == 1, path

@@ -13,7 +13,6 @@ from keras_posttrain.models.hf.config import HARMLESS, READ
 from keras_posttrain.models.hf.converted import CONVERTED
 from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.loading import load_causal_lm
-from tests.models.tiny_checkpoints import BASES as MIXTURES
 from tests.models.tiny_checkpoints import (
     SIZES,
     assert_equal_logits,
@@ -21,7 +20,6 @@ from tests.models.tiny_checkpoints import (
     plain_logits,
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 BASES = {
     "gpt2": {
         "drop": tuple(k for k in SIZES if k != "vocab_size"),
@@ -31,92 +29,28 @@ BASES = {
         "n_positions": 64,
     },
 }
-QWEN3_5 = {
-    "head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", FULL],
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 500.0,
-        "partial_rotary_factor": 0.5,
-    },
-}
-BASES["qwen3_5"] = {**QWEN3_5, "tie_word_embeddings": True}
-BASES["qwen3_5_moe"] = {
-    **QWEN3_5,
-    **MIXTURES["qwen2_moe"],
-    "tie_word_embeddings": False,
-}
-NESTED = ("qwen3_5", "qwen3_5_moe")
 # Rounding moves logits by up to 1.2e-5 here; the least mistake, an epsilon in
 # two norms, by 4e-2.
 BOUND = 1e-4
 
 
-def nest(directory, model_type):
-    """Makes a checkpoint of text look like one of a multimodal model."""
-    path = directory / "config.json"
-    text = json.loads(path.read_text())
-    config = {
-        "model_type": model_type,
-        "text_config": text,
-        "tie_word_embeddings": text.get("tie_word_embeddings", True),
-        "image_token_id": 95,
-        "vision_config": None,
-        "architectures": ["ForConditionalGeneration"],
-    }
-    path.write_text(json.dumps(config))
-    file = directory / "model.safetensors"
-    arrays = {
-        k.replace("model.", "model.language_model."): v
-        for k, v in load_file(file).items()
-    }
-    save_file(arrays, file)
-
-
 def make(tmp_path, model_type, **fields):
     fields = {**BASES[model_type], **fields}
-    if model_type in NESTED:
-        inner = f"{model_type}_text"
-        found = make_checkpoint(tmp_path / "hf", inner, **fields)
-        nest(tmp_path / "hf", model_type)
-        return found
     return make_checkpoint(tmp_path / "hf", model_type, **fields)
 
 
 EQUAL = {
     "gpt2": {},
     "gpt2 as saved": {"as_saved": True},
-    "qwen3_5": {},
-    "qwen3_5 untied": {"tie_word_embeddings": False, "rms_norm_eps": 1e-2},
-    "qwen3_5 defaults": {"drop": ("rope_parameters",), "head_dim": 16},
-    "qwen3_5_moe": {},
-    "qwen3_5_moe tied": {"tie_word_embeddings": True, "rms_norm_eps": 1e-2},
 }
-# KerasHub unrolls their recurrence, which takes a minute to compile.
-SLOW = {name for name in EQUAL if name.startswith("qwen3_5")}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.full] if name in SLOW else [])
-        for name in EQUAL
-    ],
-)
+@pytest.mark.parametrize("name", EQUAL)
 def test_the_logits_are_those_of_transformers(tmp_path, name):
     directory, want = make(tmp_path, name.split()[0], **EQUAL[name])
     assert_equal_logits(plain_logits(load_causal_lm(directory)), want, BOUND)
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 # What differs from a config that is taken, and words of the message.
 REFUSED = [
     ("gpt2", {"n_inner": 40}, "n_inner=40"),
@@ -124,10 +58,6 @@ REFUSED = [
     ("gpt2", {"layer_norm_epsilon": 1e-2}, "layer_norm_epsilon=0.01"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer_idx=True"),
-    ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=False"),
-    ("qwen3_5", {"rope_parameters": YARN}, "rope_parameters="),
-    ("qwen3_5", {"rope_scaling": {"type": "linear"}}, "'linear'"),
-    ("qwen3_5", {"tie_word_embeddings": False}, "as in `text_config`"),
 ]
 
 
@@ -136,9 +66,6 @@ def write_config(directory, model_type, fields):
     drop = base.pop("drop", ())
     base = {k: v for k, v in base.items() if k not in drop}
     config = {**base, "model_type": model_type, **fields}
-    if model_type in NESTED:
-        config = {"model_type": model_type, "text_config": config}
-        config["tie_word_embeddings"] = model_type != "qwen3_5_moe"
     (directory / "config.json").write_text(json.dumps(config))
 
 
@@ -158,17 +85,11 @@ def test_a_type_that_was_not_compared(tmp_path, model_type):
         load_causal_lm(tmp_path)
 
 
-CLASSES = {
-    **dict.fromkeys(CONVERTED),
-    **dict.fromkeys(FAMILIES),
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
+CLASSES = (*CONVERTED, *FAMILIES)
 
 
 def config_of_transformers(model_type):
-    name = CLASSES[model_type] or model_type
-    return transformers.AutoConfig.for_model(name).to_dict()
+    return transformers.AutoConfig.for_model(model_type).to_dict()
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
@@ -271,7 +192,6 @@ def more(arrays):
         ("gpt2", other_head, "has another head"),
         ("gpt2", more, "30592 numbers. Received: 30624"),
         ("gpt2", lambda x: x.pop("transformer.ln_f.weight"), "cannot read"),
-        ("qwen3_5_moe", lambda x: x.pop("lm_head.weight"), "lacks the head"),
     ],
 )
 def test_a_checkpoint_that_is_not_read_whole(

@@ -22,6 +22,7 @@ from tests.data.test_tree import shared
 from tests.models.tiny_checkpoints import (
     GEMMA4_E2B,
     GEMMA4_EXPERTS,
+    QWEN3_5,
     TOKEN_IDS,
     assert_equal_logits,
     make_checkpoint,
@@ -55,6 +56,11 @@ FAMILIES = {
     "olmo3": {},
     "phi3": {"sliding_window": 6, **LONG},
     "qwen2_moe": {},
+    "qwen3_5_text": {
+        "num_hidden_layers": 3,
+        "layer_types": [*QWEN3_5["layer_types"], "linear_attention"],
+    },
+    "qwen3_5_moe_text": {},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "smollm3": {"attention_bias": True},
 }
@@ -96,8 +102,8 @@ def cases(full):
 
 # `test_mixtures.py` and `test_same_numbers.py` have the dense families' tests
 # of mixtures, other files those of Llama.
-is_other = re.compile(".*(_moe|_wide)|mixtral").fullmatch
-by_family = cases(lambda name: name == "gemma4_text_moe")
+is_other = re.compile(".*(_moe|_moe_text|_wide)|mixtral").fullmatch
+by_family = cases(lambda name: name in ("gemma4_text_moe", "qwen3_5_moe_text"))
 by_dense_family = cases(is_other)
 
 

@@ -307,6 +307,51 @@ VARIANTS = {
         },
     ),
     "gemma4_e2b": ("gemma4_text", GEMMA4_E2B),
+    "qwen3_5_as_saved": (
+        "qwen3_5_text",
+        {
+            "as_saved": True,
+            "drop": ("layer_types",),
+            "full_attention_interval": 2,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3_5_tied": (
+        "qwen3_5_text",
+        {
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+            "num_key_value_heads": 4,
+        },
+    ),
+    # As 3.5 is run for longer texts; the sections are those of images.
+    "qwen3_5_yarn": (
+        "qwen3_5_text",
+        {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+                "mrope_interleaved": True,
+            }
+        },
+    ),
+    "qwen3_5_attention": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 1.0,
+            "head_dim": 12,
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"tie_word_embeddings": False}),
+    "qwen3_5_moe_as_saved": (
+        "qwen3_5_moe_text",
+        {"as_saved": True, "linear_conv_kernel_dim": 3},
+    ),
     "gemma4_experts_as_saved": (
         "gemma4_text",
         {**GEMMA4_EXPERTS, "as_saved": True},
@@ -653,6 +698,56 @@ REFUSED = {
         | {"moe_intermediate_size": 8},
         "top_k_experts=5, num_experts=4",
     ),
+    "qwen3_5_layers": (
+        "qwen3_5_text",
+        {"layer_types": ["linear_attention"] * 2},
+        "the first of them once",
+    ),
+    "qwen3_5_windows": (
+        "qwen3_5_text",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types=",
+    ),
+    "qwen3_5_interval": (
+        "qwen3_5_text",
+        {"layer_types": None, "full_attention_interval": 0},
+        "full_attention_interval=0",
+    ),
+    "qwen3_5_heads": (
+        "qwen3_5_text",
+        {"linear_num_value_heads": 3},
+        "linear_num_value_heads=3",
+    ),
+    "qwen3_5_width": (
+        "qwen3_5_text",
+        {"linear_conv_kernel_dim": 1},
+        "linear_conv_kernel_dim=1",
+    ),
+    "qwen3_5_gate": (
+        "qwen3_5_text",
+        {"attn_output_gate": False},
+        "attn_output_gate=False",
+    ),
+    "qwen3_5_biases": (
+        "qwen3_5_text",
+        {"attention_bias": True},
+        "attention_bias=True",
+    ),
+    "qwen3_5_activation": (
+        "qwen3_5_text",
+        {"hidden_act": "gelu"},
+        "hidden_act='gelu'",
+    ),
+    "qwen3_5_tomorrow": (
+        "qwen3_5_text",
+        {"a_field_of_tomorrow": 3},
+        "a_field_of_tomorrow=3",
+    ),
+    "qwen3_5_moe_chosen": (
+        "qwen3_5_moe_text",
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok=5, num_experts=4",
+    ),
     "mixtral_window": ("mixtral", {"sliding_window": 4}, "sliding_window=4"),
     "mixtral_head_dim": (
         "mixtral",
@@ -910,9 +1005,10 @@ def test_a_bare_model_and_a_tied_head_alone(tmp_path):
     [
         ("gemma3", "language_model.model."),
         ("gemma4", "model.language_model."),
+        ("qwen3_5", "model.language_model."),
     ],
 )
-def test_text_model_of_a_multimodal_gemma(tmp_path, name, prefix):
+def test_text_model_of_a_multimodal_model(tmp_path, name, prefix):
     directory, want = make_checkpoint(tmp_path / "hf", f"{name}_text")
     text = json.loads((directory / "config.json").read_text())
     config = {
@@ -933,7 +1029,7 @@ def test_text_model_of_a_multimodal_gemma(tmp_path, name, prefix):
 
     edit(directory, rename)
     causal_lm = load_causal_lm(directory)
-    assert_equal_logits(plain_logits(causal_lm), want)
+    assert_equal_logits(packed_logits(causal_lm), want)
     notes = " | ".join(causal_lm.kpt_repairs)
     assert "vision tower left out" in notes
     assert "vision_tower.x" in notes

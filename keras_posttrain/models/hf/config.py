@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from keras_posttrain.models.hf import gemma4
+from keras_posttrain.models.hf import gemma4, qwen3_5
 from keras_posttrain.models.hf.gemma4 import FULL, SLIDING
 from keras_posttrain.models.hf.rope import rope_parameters
 
@@ -147,6 +147,11 @@ class Settings:
             their MLPs are; `input_size` and `input_vocabulary` of the
             embedding for each layer, which has none if the size is 0. `None`
             in other families.
+        linear: dict of what only Qwen 3.5 has: for each layer in
+            `is_linear` whether it has linear attention; of these
+            `key_heads`, `value_heads`, their sizes `key_dim` and
+            `value_dim`, and the `width` of the convolution. `None` in other
+            families.
     """
 
     sizes: dict
@@ -162,6 +167,7 @@ class Settings:
     experts: dict | None = None
     multipliers: dict | None = None
     gemma4: dict | None = None
+    linear: dict | None = None
 
 
 def from_config(config, family):
@@ -210,6 +216,7 @@ def from_config(config, family):
         experts=_experts(config, family),
         multipliers=_multipliers(config, family),
         gemma4=own,
+        linear=_linear(config, family),
     )
     return settings, notes
 
@@ -237,6 +244,13 @@ def _gemma4(config, family, sizes, windows):
     check_groups(family.model_type, heads, groups or heads)
     gemma4.check_rope(config, why)
     return own
+
+
+def _linear(config, family):
+    """Returns `Settings.linear`; raises if it cannot be represented."""
+    if not family.is_qwen3_5:
+        return None
+    return qwen3_5.read_fields(config, functools.partial(refused, family))
 
 
 def _check_known(config, family):
@@ -350,7 +364,7 @@ def _experts(config, family):
             f"`{top}` must be at most the number of experts. Received: "
             f"{top}={found['top_k']}, {count}={found['count']}"
         )
-    found.setdefault("width", config["intermediate_size"])
+    found.setdefault("width", config.get("intermediate_size"))
     step = config.get("decoder_sparse_step") or 1
     dense = config.get("mlp_only_layers") or ()
     found["dense_layers"] = tuple(
@@ -392,7 +406,7 @@ def _sizes(config, family):
         "num_hidden_layers",
         "num_attention_heads",
         "hidden_size",
-        "intermediate_size",
+        *(("intermediate_size",) if family.has_width else ()),
     )
     optional = ("num_key_value_heads", "head_dim")
     given = [name for name in optional if config.get(name) is not None]
@@ -466,6 +480,8 @@ def _windows(config, family, num_layers):
     """Returns the attention window of each layer; `None` for no limit."""
     if family.windows == "none":
         kinds = config.get("layer_types")
+        if family.is_qwen3_5:
+            kinds = None
         if family.is_strict and kinds not in (None, [FULL] * num_layers):
             raise refused(
                 family, "layer_types", kinds, f"{num_layers} of {FULL!r}"
@@ -544,6 +560,8 @@ def to_config(settings, family):
             what, received = "a window in the last layer", settings.windows
             raise _not_expressible(family, what, f"windows={received}")
         config.update(gemma4.to_fields(settings.gemma4))
+    if family.is_qwen3_5:
+        config.update(qwen3_5.to_fields(settings.linear))
     return config
 
 

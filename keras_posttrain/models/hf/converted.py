@@ -10,11 +10,7 @@ test_converted.py`; a config outside of it is an error.
 import dataclasses
 import typing
 
-from keras_posttrain.models.hf.config import (
-    FULL,
-    HARMLESS,
-    check_groups,
-)
+from keras_posttrain.models.hf.config import HARMLESS, check_groups
 from keras_posttrain.models.hf.families import FAMILIES
 
 
@@ -29,9 +25,7 @@ class Converted:
         only: dict of fields and the tuple of values that KerasHub can
             represent, transformers' default first.
         ignored: tuple of fields that do not affect the forward pass.
-        nested: bool, whether a multimodal config has these fields in
-            `text_config`.
-        complete: function from the text config, with defaults, to fields
+        complete: function from the config, with defaults, to fields
             that KerasHub's converter requires.
     """
 
@@ -40,7 +34,6 @@ class Converted:
     only: dict
     complete: typing.Callable
     ignored: tuple = ()
-    nested: bool = False
 
 
 def for_converter(config):
@@ -60,33 +53,12 @@ def for_converter(config):
             "load it with `keras_hub.models.CausalLM.from_preset` and pass "
             "that model to the task."
         )
-    family = CONVERTED[model_type]
-    if not (family.nested and "text_config" in config):
-        text = _checked(config, family, model_type)
-        return {"architectures": [""], **text}
-    config = {k: v for k, v in config.items() if v is not None}
-    text, tie = dict(config["text_config"]), "tie_word_embeddings"
-    outer = {tie, "text_config", "vision_config"}
-    rest = {k: v for k, v in config.items() if k not in outer}
-    rest = {k: v for k, v in rest.items() if not k.endswith(_OF_TOKENS)}
-    _check_known(rest, {"model_type"}, model_type)
-    found = {c[tie] for c in (config, text) if c.get(tie) is not None}
-    if len(found) > 1:
-        raise _refused(
-            model_type, tie, config[tie], f"{text[tie]} as in `text_config`"
-        )
-    if found:
-        text[tie] = found.pop()
-    text = _checked(text, family, model_type)
-    outer = {"architectures": [""], **config, "text_config": text}
-    return {**outer, tie: text[tie]}
-
-
-_OF_TOKENS = ("_token_id", "_token_index")
+    checked = _checked(config, CONVERTED[model_type], model_type)
+    return {"architectures": [""], **checked}
 
 
 def _checked(config, family, model_type):
-    """Returns a text config with the fields that the converter requires."""
+    """Returns a config with the fields that the converter requires."""
     heads, groups = config.get("num_attention_heads"), "num_key_value_heads"
     if config.get(groups, heads) is None:
         config = {**config, groups: heads}
@@ -153,67 +125,6 @@ def _gpt2(config, model_type):
     return {"resid_pdrop": 0.0}
 
 
-def _qwen3_5(config, model_type):
-    layers = config["num_hidden_layers"]
-    every = config["full_attention_interval"]
-    linear = "linear_attention"
-    kinds = config["layer_types"]
-    if kinds is None:
-        kinds = [linear if (i + 1) % every else FULL for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {FULL, linear}:
-        raise _refused(model_type, "layer_types", kinds, f"{layers} of them")
-    rope = dict(config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
-    partial = config.get("partial_rotary_factor")
-    rope.setdefault("partial_rotary_factor", partial or 0.25)
-    scaled = config.get("rope_scaling") or rope
-    if scaled.get("rope_type", scaled.get("type", "default")) != "default":
-        raise _refused(
-            model_type, "rope_parameters", scaled, "an unscaled rotation"
-        )
-    return {"layer_types": kinds, "rope_parameters": rope}
-
-
-_SIZES = (
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-)
-_ROUTING = ("router_aux_loss_coef", "output_router_logits")
-_NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-_SILU = {"hidden_act": ("silu",)}
-
-
-_QWEN3_5 = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "tie_word_embeddings": False,
-}
-_QWEN3_5_ONLY = {
-    **_NO_BIASES,
-    **_SILU,
-    "attn_output_gate": (True,),
-    "output_gate_type": ("swish", "silu"),
-    "norm_topk_prob": (True,),
-}
-_QWEN3_5_IGNORED = (
-    "max_position_embeddings",
-    "mamba_ssm_dtype",
-    # Layers for speculative decoding.
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-    "language_model_only",
-)
-
 CONVERTED = {
     "gpt2": Converted(
         sizes=("vocab_size", "n_layer", "n_head", "n_embd", "n_positions"),
@@ -241,27 +152,4 @@ CONVERTED = {
             "task_specific_params",
         ),
     ),
-    "qwen3_5": Converted(
-        sizes=(*_SIZES, "intermediate_size"),
-        read=_QWEN3_5,
-        only=_QWEN3_5_ONLY,
-        complete=_qwen3_5,
-        ignored=_QWEN3_5_IGNORED,
-        nested=True,
-    ),
-    "qwen3_5_moe": Converted(
-        sizes=_SIZES,
-        read={
-            **_QWEN3_5,
-            "num_key_value_heads": 2,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-        },
-        only=_QWEN3_5_ONLY,
-        complete=_qwen3_5,
-        ignored=(*_QWEN3_5_IGNORED, *_ROUTING, "intermediate_size"),
-        nested=True,
-    ),
-}  # fmt: skip
+}

@@ -13,7 +13,7 @@ from keras_posttrain.models.experts import (
     EXPERT_NAMES,
     EXPERT_NAMES_OF_GEMMA4,
 )
-from keras_posttrain.models.hf import gemma4
+from keras_posttrain.models.hf import gemma4, qwen3_5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +125,8 @@ class Family:
             represent, transformers' default first.
         ignored: tuple of fields that do not affect the forward pass.
         is_strict: bool, whether unknown fields are refused.
+        has_width: bool, whether configs have the width of MLPs that are not
+            experts.
     """
 
     model_type: str
@@ -149,6 +151,7 @@ class Family:
     only: dict = dataclasses.field(default_factory=dict)
     ignored: tuple = ()
     is_strict: bool = False
+    has_width: bool = True
 
     @property
     def is_gemma(self):
@@ -157,6 +160,10 @@ class Family:
     @property
     def is_gemma4(self):
         return self.layers.keras_name == "Gemma4"
+
+    @property
+    def is_qwen3_5(self):
+        return self.layers.keras_name.startswith("Qwen3_5")
 
     def modules_of(self, layer):
         """Returns the `modules` of a decoder layer."""
@@ -207,10 +214,14 @@ LAYERS = {
             windows="gpt_oss",
             has_tied=False,
         ),
+        Layers("Qwen3_5"),
+        Layers("Qwen3_5Moe"),
     )
 }
 
 
+# The tensor of a convolution, which has an axis of size 1.
+CONVOLUTION = "linear_attn.conv1d.weight"
 _GEMMA = {
     "input_layernorm": "pre_attention_norm",
     "self_attn.q_proj": "attention.query_dense",
@@ -448,6 +459,49 @@ def _gpt_oss():
     )
 
 
+def _qwen3_5(name, model_type, experts=None, modules=(), **defaults):
+    """Returns a family of Qwen 3.5, with linear attention in some layers."""
+    mlp = ("gate_proj", "up_proj", "down_proj") if experts is None else ()
+    attention = {
+        **_attention("_query_dense _key_dense _value_dense _output_dense"),
+        "self_attn.q_norm": "_self_attention_layer._query_norm",
+        "self_attn.k_norm": "_self_attention_layer._key_norm",
+    }
+    linear = {
+        f"linear_attn.{x}": f"_linear_attn.{x}"
+        for x in (
+            "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "A_log",
+            "dt_bias", "norm", "out_proj",
+        )
+    }  # fmt: skip
+    linear[CONVOLUTION] = "_linear_attn.conv1d_weight"
+    return Family(
+        model_type=model_type,
+        architecture=f"{name}ForCausalLM",
+        layers=LAYERS[name],
+        modules={
+            "input_layernorm": "_input_layernorm",
+            **attention,
+            **linear,
+            "post_attention_layernorm": "_post_attention_layernorm",
+            **{f"mlp.{x}": _LLAMA[f"mlp.{x}"] for x in mlp},
+            **dict(modules),
+        },
+        optional=(*attention, *linear),
+        windows="none",
+        experts=experts,
+        partial_rotary=True,
+        fields=qwen3_5.READ,
+        defaults={**qwen3_5.DEFAULTS, **defaults},
+        only=qwen3_5.ONLY,
+        ignored=qwen3_5.IGNORED if experts is None else (
+            *qwen3_5.IGNORED, *_ROUTING, "intermediate_size",
+        ),
+        is_strict=True,
+        has_width=experts is None,
+    )  # fmt: skip
+
+
 _GPT_OSS_DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 150_000.0,
@@ -651,6 +705,31 @@ _ALL = (
         _UNUSED_WINDOWS,
     ),
     _gpt_oss(),
+    _qwen3_5("Qwen3_5", "qwen3_5_text"),
+    _qwen3_5(
+        "Qwen3_5Moe", "qwen3_5_moe_text",
+        Experts(
+            **_HALVES, names=_QWEN_EXPERTS, fields={
+                "count": ("num_experts", "num_local_experts"),
+                "top_k": ("num_experts_per_tok",),
+                "width": ("moe_intermediate_size",),
+                "shared_width": ("shared_expert_intermediate_size",),
+            },
+        ),
+        {
+            "mlp.gate": "mlp._router_gate",
+            **{
+                f"mlp.shared_expert.{x}":
+                    f"mlp.shared_expert._feedforward_{y}_dense"
+                for x, y in (
+                    ("gate_proj", "gate"), ("up_proj", "intermediate"),
+                    ("down_proj", "output"),
+                )
+            },
+            "mlp.shared_expert_gate": "mlp._shared_expert_gate",
+        },
+        **qwen3_5.MIXTURE,
+    ),
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
 # The attribute of a model that names its Hugging Face type.
@@ -668,6 +747,8 @@ _BY_BACKBONE = {
     "QwenMoeBackbone": "qwen2_moe",
     "Qwen3MoeBackbone": "qwen3_moe",
     "GptOssBackbone": "gpt_oss",
+    "Qwen3_5Backbone": "qwen3_5_text",
+    "Qwen3_5MoeBackbone": "qwen3_5_moe_text",
 }
 
 
@@ -690,6 +771,8 @@ def family_of(causal_lm):
             if model_type == "gemma3_text" and not _is_causal_gemma3(backbone):
                 return None
             if model_type == "gemma4_text" and not is_gemma4_text(backbone):
+                return None
+            if not getattr(backbone, "text_only_model", True):
                 return None
             family = FAMILIES[model_type]
             is_known = _has_known_layers(backbone, family.experts)
@@ -751,6 +834,11 @@ def has_experts(causal_lm):
         return False
     layers = causal_lm.backbone.transformer_layers
     return any(family.experts.bank(layer) is not None for layer in layers)
+
+
+def is_linear(module):
+    """Returns whether the module of this name is a linear layer to adapt."""
+    return re.search(r"_proj(_(qkv|z|b|a))?$", module) is not None
 
 
 def is_norm(module):

@@ -9,7 +9,7 @@ import re
 import keras
 from keras import ops
 
-from keras_posttrain.models.hf import gemma4
+from keras_posttrain.models.hf import gemma4, qwen3_5
 from keras_posttrain.models.hf.blocks import (
     HeadsNorm,
     at_path,
@@ -17,7 +17,7 @@ from keras_posttrain.models.hf.blocks import (
     set_blocks,
 )
 from keras_posttrain.models.hf.config import Settings
-from keras_posttrain.models.hf.families import attribute, is_norm
+from keras_posttrain.models.hf.families import attribute, is_linear, is_norm
 from keras_posttrain.models.hf.rope import RotaryEmbedding, parameters_of
 from keras_posttrain.models.linear import MatrixAxes
 
@@ -65,7 +65,7 @@ def read_settings(causal_lm, family):
     head_dim = getattr(backbone, "head_dim", None)
     scale = 2 if backbone.__class__.__name__ == "GemmaBackbone" else 1
     layers = backbone.transformer_layers
-    attentions = [attention_of(layer, family) for layer in layers]
+    attentions = attentions_of(backbone, family)
     norms = norms_of(causal_lm, family)
     return Settings(
         sizes={
@@ -77,7 +77,11 @@ def read_settings(causal_lm, family):
                 head_dim or backbone.hidden_dim // backbone.num_query_heads
             ),
             "hidden_size": backbone.hidden_dim,
-            "intermediate_size": backbone.intermediate_dim // scale,
+            **(
+                {"intermediate_size": backbone.intermediate_dim // scale}
+                if family.has_width
+                else {}
+            ),
         },
         epsilon=_one("epsilon", {k: v.epsilon for k, v in norms.items()}),
         activation=_one(
@@ -108,19 +112,32 @@ def read_settings(causal_lm, family):
         experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
         gemma4=gemma4.read_layers(backbone) if family.is_gemma4 else None,
+        linear=qwen3_5.read_layers(backbone) if family.is_qwen3_5 else None,
     )
 
 
 def attention_of(layer, family):
-    """Returns the attention layer of a decoder layer."""
-    return getattr(layer, family.layers.attention)
+    """Returns the attention layer of a decoder layer, `None` without one."""
+    return getattr(layer, family.layers.attention, None)
+
+
+def attentions_of(backbone, family):
+    """Returns the attention layer of each decoder layer.
+
+    For one without it is that of another layer: in a config they share what
+    it says of attention.
+    """
+    layers = backbone.transformer_layers
+    found = [attention_of(layer, family) for layer in layers]
+    some = next(filter(None, found))
+    return [attention or some for attention in found]
 
 
 def _linear_layers(layer, family):
     return {
         name: attribute(layer, path)
         for name, path in family.modules_of(layer).items()
-        if name.endswith("_proj")
+        if is_linear(name)
     }
 
 
@@ -157,7 +174,11 @@ def _experts(layers, family):
         "width": width,
         "alpha": getattr(bank, "alpha", None),
         "limit": getattr(bank, "limit", None),
-        "shared_width": getattr(block, "intermediate_dim_shared", None),
+        "shared_width": getattr(
+            block,
+            "intermediate_dim_shared",
+            getattr(block, "shared_expert_intermediate_size", None),
+        ),
         "is_normalized": getattr(block, "norm_top_k_prob", True),
     }
     named = {*family.experts.fields, "width", "dense_layers"}
@@ -187,6 +208,8 @@ def apply_settings(causal_lm, family, settings):
     layers = causal_lm.backbone.transformer_layers
     for i, layer in enumerate(layers):
         attention = attention_of(layer, family)
+        if attention is None:
+            continue
         if not family.is_gemma:
             if _activation(layer, family) != settings.activation:
                 layer.activation = ACTIVATIONS[settings.activation]
@@ -329,6 +352,9 @@ def set_query_scalar(attention, scalar):
 def rope_of(attention, family):
     """Returns the `rope_parameters` of an attention layer."""
     found = parameters_of(getattr(attention, family.layers.rotary))
+    if family.is_qwen3_5 and attention.rotary_dim != attention.head_dim:
+        partial = attention.partial_rotary_factor
+        return {**found, "partial_rotary_factor": float(partial)}
     if not family.is_gemma4 or attention.rotary_dim == attention.head_dim:
         return found
     partial, size = attention.rope_partial_rotary_factor, attention.head_dim
@@ -359,7 +385,7 @@ def set_rope(attention, family, parameters):
     with _unlocked_tracker(attention) as tracker:
         tracker.untrack(old)
         setattr(attention, family.layers.rotary, new)
-    if family.is_gemma4:
+    if family.is_gemma4 or family.is_qwen3_5:
         # KerasHub passes the features on that this layer is to rotate.
         attention.rotary_dim = attention.head_dim
     return True
@@ -367,6 +393,9 @@ def set_rope(attention, family, parameters):
 
 def attention_head_dim(attention, family):
     """Returns the features of a head, from the query's kernel."""
+    if family.is_qwen3_5:
+        # The kernel also has a gate for each of them.
+        return attention.head_dim
     path = family.modules["self_attn.q_proj"].split(".")[-1]
     return getattr(attention, path).kernel.shape[-1]
 

@@ -24,6 +24,7 @@ from keras_posttrain.models.hf import (
     gemma4,
     layer_patches,
     quantized_files,
+    qwen3_5,
     vision_tower,
 )
 from keras_posttrain.models.hf.checkpoint_files import (
@@ -221,7 +222,7 @@ def _convert(path, config, dtype, load_weights):
     config = for_converter(config)
     checkpoint = Reader(path) if load_weights else None
     if load_weights:
-        _check_head(checkpoint, config)
+        _check_head(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         for file in path.iterdir():
@@ -236,7 +237,7 @@ def _convert(path, config, dtype, load_weights):
                 f"{config['model_type']!r}. Received: {str(path)!r}, "
                 f"{type(error).__name__}: {error}"
             ) from error
-    if load_weights and "text_config" not in config:
+    if load_weights:
         _check_all_read(causal_lm, checkpoint)
     repair(causal_lm)
     return causal_lm
@@ -359,7 +360,10 @@ def _remember(causal_lm, source, notes):
 
 
 # The text models of multimodal ones.
-TEXT = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+TEXT = {
+    name: f"{name}_text"
+    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+}
 
 
 def _text_config(config, vision):
@@ -377,7 +381,14 @@ def _text_config(config, vision):
     text = {key: config[key] for key in shared if key in config}
     text.update(config["text_config"], model_type=TEXT[model_type])
     tie = "tie_word_embeddings"
-    text.setdefault(tie, config.get(tie, True))
+    default = FAMILIES[TEXT[model_type]].defaults[tie]
+    text.setdefault(tie, config.get(tie, default))
+    if config.get(tie, text[tie]) != text[tie] and not default:
+        raise ValueError(
+            f"`{tie}` of model_type={model_type!r} must be that of its "
+            f"`text_config`, {text[tie]}; set both to what the checkpoint "
+            f"has. Received: {tie}={config[tie]!r}"
+        )
     if vision and model_type == "gemma3" and "vision_config" in config:
         return text, config, []
     note = f"vision tower left out: {model_type} loaded as a text model"
@@ -393,12 +404,15 @@ def _arguments(settings, family):
         "num_query_heads": sizes["num_attention_heads"],
         "num_key_value_heads": sizes["num_key_value_heads"],
         "hidden_dim": sizes["hidden_size"],
-        "intermediate_dim": sizes["intermediate_size"],
         "layer_norm_epsilon": settings.epsilon,
     }
     layers = family.layers
+    if family.has_width:
+        arguments["intermediate_dim"] = sizes["intermediate_size"]
     if layers.has_head_dim:
         arguments["head_dim"] = sizes["head_dim"]
+    if family.is_qwen3_5:
+        return {**arguments, **qwen3_5.arguments(settings)}
     window = next((w for w in settings.windows if w is not None), None)
     if family.is_gemma:
         return {**arguments, **_gemma_arguments(settings, family, window)}
@@ -509,11 +523,10 @@ def _tied_as_stored(settings, config, checkpoint):
     return settings, []
 
 
-def _check_head(checkpoint, config):
+def _check_head(checkpoint):
     """Raises if a converter would not read the head of a checkpoint."""
-    tied = config.get("tie_word_embeddings", True)
     head = _head(checkpoint)
-    if tied and head:
+    if head:
         ends = (EMBEDDING, "wte.weight")
         embeddings = [n for n in checkpoint.names if n.endswith(ends)]
         if not any(_equal(checkpoint, head, name) for name in embeddings):
@@ -523,12 +536,6 @@ def _check_head(checkpoint, config):
                 f"does not read. Received: {str(checkpoint.directory)!r} "
                 f"with {head!r}"
             )
-    if not tied and not head:
-        raise ValueError(
-            "The checkpoint lacks the head that its config requires "
-            f"(`tie_word_embeddings` is false). Received: "
-            f"{str(checkpoint.directory)!r} without {HEAD!r}"
-        )
 
 
 def _equal(checkpoint, one, other, rows=4096):
@@ -758,6 +765,8 @@ def _repair_layers(backbone, family):
     for layer, window in zip(backbone.transformer_layers, windows):
         was_right = layer_patches.window_of(layer, family) == window
         attention = layer_patches.attention_of(layer, family)
+        if attention is None:
+            continue
         scaled = family.is_gemma and not family.is_gemma4
         if scaled and not backbone.query_head_dim_normalize:
             scalar = backbone.hidden_dim // backbone.num_query_heads

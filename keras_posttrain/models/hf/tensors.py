@@ -8,9 +8,11 @@ import numpy as np
 
 from keras_posttrain.models import device_transfer
 from keras_posttrain.models.hf.families import (
+    CONVOLUTION,
     FAMILIES,
     attribute,
     family_of,
+    is_linear,
     is_norm,
 )
 
@@ -231,6 +233,8 @@ def _layer_tensors(layer, family, prefix):
         if isinstance(module, keras.Variable):
             # Hugging Face stores a number with one axis.
             axes = tuple((i,) for i in range(module.ndim)) or ((),)
+            if name == CONVOLUTION:
+                axes = ((0,), (), (1,))
             parts[name] = (Part(module, axes),)
             continue
         if is_norm(name):
@@ -245,13 +249,16 @@ def _layer_tensors(layer, family, prefix):
             if any(inside):
                 parts[f"{whole}.{end}"] = sum(inside, ())
     found = [
-        Tensor(prefix + name, own, is_linear=name.endswith("_proj.weight"))
+        Tensor(
+            prefix + name,
+            own,
+            is_linear=is_linear(name.removesuffix(".weight")),
+        )
         for name, own in parts.items()
     ]
     for name, path in family.parameters.items():
         [part] = _same("", attribute(layer, path)).parts
-        is_linear = name.endswith("_proj")
-        found.append(Tensor(prefix + name, (part,), is_linear=is_linear))
+        found.append(Tensor(prefix + name, (part,), is_linear=is_linear(name)))
     return found
 
 
@@ -308,7 +315,7 @@ def linear_layers(causal_lm):
         f"model.layers.{i}.{name}": attribute(layer, path)
         for i, layer in enumerate(causal_lm.backbone.transformer_layers)
         for name, path in family.modules_of(layer).items()
-        if name.endswith("_proj")
+        if is_linear(name)
     }
 
 

@@ -18,6 +18,7 @@ from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models import experts
 from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.sampling import sample
 
@@ -88,7 +89,7 @@ class Placement:
 
     Args:
         kv_heads: int, the greatest common divisor of the layers' numbers of
-            heads of keys and values.
+            heads of keys and values, or of states.
     """
 
     def __init__(self, kv_heads):
@@ -116,6 +117,13 @@ class Placement:
             return tree
         return self._constrain(tree, self.data, self.heads)
 
+    def layer(self, layer):
+        """Splits the cache of a layer in a program."""
+        if isinstance(layer, RecurrentState):
+            tail = self.rows(layer.tail)
+            return RecurrentState(self.cache(layer.state), tail)
+        return self.cache(layer)
+
     def rows(self, tree):
         """Splits arrays with a leading axis of slots or rows in a program."""
         if self.mesh is None:
@@ -132,11 +140,33 @@ class Placement:
         return jax.lax.with_sharding_constraint(tree, sharding)
 
 
+def empty_layers(policy, using_weights, weights):
+    """Returns the shapes of each layer's cache, of a slot of one token.
+
+    The arguments are those of `using`.
+    """
+
+    def run(weights, batch):
+        with using_weights(*weights):
+            kept = policy.prefill(batch, 1)
+        return [
+            # Keys have the axes of tokens, heads and features.
+            KeyValues.zeros(1, 1, *x.shape[1:], x.dtype)
+            if x.ndim == 3
+            else RecurrentState(x, y)
+            for x, y in kept
+        ]
+
+    token = jax.ShapeDtypeStruct((1, 1), "int32")
+    names = ("token_ids", "segment_ids", "positions")
+    return jax.eval_shape(run, weights, dict.fromkeys(names, token))
+
+
 class SlotDecoder:
     """A cache of slots with the programs that fill it and decode from it.
 
-    There is a pair `(kv_heads, head_dim)` in `kv_shapes` for each layer, and
-    `dtype` is that of keys and values. `note(text)` is called with a
+    There is a cache in `empty` for each layer, the shapes of one with one
+    slot of one token, from `empty_layers`. `note(text)` is called with a
     description of every program used.
 
     Methods with an argument `routes` also return the experts of the tokens
@@ -144,14 +174,17 @@ class SlotDecoder:
     `(tokens, mixtures, top_k)`.
     """
 
-    def __init__(self, policy, using_weights, kv_shapes, dtype, note):
+    def __init__(self, policy, using_weights, empty, note):
         self.policy, self._using_weights = policy, using_weights
-        self.kv_shapes, self.dtype = kv_shapes, dtype
-        self.placement = Placement(math.gcd(*(n for n, _ in kv_shapes)))
+        self.empty = empty
+        # Whether layers hold a state, which has no parts of fewer tokens.
+        self.is_recurrent = policy.is_recurrent
+        heads = [jax.tree.leaves(layer)[0].shape[1] for layer in empty]
+        self.placement = Placement(math.gcd(*heads))
         self._note = note
         self.cache, self.slots, self.tokens = None, 0, 0
-        self._prefill = jax.jit(self._prefill, static_argnums=0)
-        self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=4)
+        self._prefill = jax.jit(self._prefill, static_argnums=(0, 3))
+        self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=5)
         self._copy = jax.jit(self._copy, donate_argnums=0, static_argnums=3)
         self._extend = jax.jit(
             self._extend, static_argnums=0, donate_argnums=2
@@ -162,11 +195,15 @@ class SlotDecoder:
         self._resize = jax.jit(self._resize, static_argnums=2)
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
 
-    def token_bytes(self):
-        """Returns the bytes of a token on its device, over all layers."""
-        size = jnp.dtype(self.dtype).itemsize
-        per_layer = [2 * heads * dim * size for heads, dim in self.kv_shapes]
-        return sum(per_layer) // self.placement.head_shards
+    def slot_bytes(self, tokens):
+        """Returns the bytes of a slot on its device, over all layers."""
+        found = 0
+        for layer in self.empty:
+            size = sum(
+                x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)
+            )
+            found += size * (tokens if isinstance(layer, KeyValues) else 1)
+        return found // self.placement.head_shards
 
     # The cache
 
@@ -176,12 +213,16 @@ class SlotDecoder:
         self.cache = self._zeros(slots, tokens)
 
     def _zeros(self, slots, tokens):
-        return [
-            self.placement.cache(
-                KeyValues.zeros(slots, tokens, heads, dim, self.dtype)
+        def zeros(layer):
+            if isinstance(layer, KeyValues):
+                _, heads, dim, _ = layer.keys.shape
+                dtype = layer.keys.dtype
+                return KeyValues.zeros(slots, tokens, heads, dim, dtype)
+            return jax.tree.map(
+                lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), layer
             )
-            for heads, dim in self.kv_shapes
-        ]
+
+        return [self.placement.layer(zeros(layer)) for layer in self.empty]
 
     def resize(self, index, tokens):
         """Keeps the slots of `index` and sets their number of tokens.
@@ -194,7 +235,7 @@ class SlotDecoder:
             self.cache[i] = self._resize(layer, index, tokens)
 
     def _resize(self, layer, index, tokens):
-        return self.placement.cache(layer.resize(index, tokens))
+        return self.placement.layer(layer.resize(index, tokens))
 
     def free(self):
         """Releases the cache."""
@@ -235,22 +276,31 @@ class SlotDecoder:
             rows = pack(lengths, length, max_sequences=2**30)
         ids = [[part[i][0] for i in row] for row in rows]
         batch = model_inputs(ids, length, num_rows)
-        starts, targets, places = [], [], [None] * len(part)
+        slots = None
+        if self.is_recurrent:
+            slots = power_of_two(max(map(len, rows)), 4)
+        starts, segments, targets = [], [], []
+        places = [None] * len(part)
         for r, row in enumerate(rows):
             at = r * length
-            for i in row:
+            for s, i in enumerate(row):
                 starts += [at] * len(part[i][1])
+                segments += [r * (slots or 0) + s] * len(part[i][1])
                 targets += part[i][1]
                 places[i] = slice(at, at + lengths[i])
                 at += lengths[i]
         width = min(power_of_two(max(lengths), 64), self.tokens)
-        self._note(f"prefill of {num_rows} x {length} tokens")
+        of_rows = "" if slots is None else f", {slots} prompts a row"
+        self._note(f"prefill of {num_rows} x {length} tokens{of_rows}")
         kept, chosen = self._prefill(
-            (weights.adapted, routes), weights[:2], batch
+            (weights.adapted, routes), weights[:2], batch, slots
         )
-        starts, targets = self._padded(starts, targets)
+        starts, padded = self._padded(starts, targets)
+        segments, _ = self._padded(segments, targets)
         self._note(f"fill of {len(starts)} of {self.slots} slots")
-        self.cache = self._fill(self.cache, kept, starts, targets, width)
+        self.cache = self._fill(
+            self.cache, kept, starts, segments, padded, width
+        )
         if not routes:
             return [None] * len(part)
         chosen = np.asarray(chosen)
@@ -263,14 +313,14 @@ class SlotDecoder:
         sources = np.array(sources + [0] * more, "int32")
         return sources, np.array(targets + [self.slots] * more, "int32")
 
-    def _prefill(self, mode, weights, batch):
+    def _prefill(self, mode, weights, batch, slots):
         adapted, routes = mode
         batch = self.placement.rows(batch)
         with (
             using(self.policy, self._using_weights, adapted, weights),
             experts.recorded_choices(routes) as chosen,
         ):
-            kept = self.policy.prefill(batch)
+            kept = self.policy.prefill(batch, slots)
         return kept, self._routes(chosen)
 
     def _routes(self, chosen):
@@ -283,14 +333,19 @@ class SlotDecoder:
         chosen = jnp.stack(chosen, axis=1).astype("int16")
         return self.placement.replicated(chosen)
 
-    def _fill(self, cache, kept, starts, slots, width):
+    def _fill(self, cache, kept, starts, segments, slots, width):
         places = starts[:, None] + jnp.arange(width)
-        # After its prompt a slot gets arbitrary tokens. They are never used:
-        # its length excludes them.
-        places = jnp.minimum(places, kept[0][0].shape[0] - 1)
+
+        def filled(layer, arrays):
+            index = segments
+            if isinstance(layer, KeyValues):
+                # After its prompt a slot gets arbitrary tokens. They are
+                # never used: its length excludes them.
+                index = jnp.minimum(places, arrays[0].shape[0] - 1)
+            return layer.fill(slots, *(x[index] for x in arrays))
+
         return [
-            self.placement.cache(layer.fill(slots, k[places], v[places]))
-            for layer, (k, v) in zip(cache, kept)
+            self.placement.layer(filled(*both)) for both in zip(cache, kept)
         ]
 
     def copy(self, sources, targets, longest):
@@ -301,12 +356,10 @@ class SlotDecoder:
         self.cache = self._copy(self.cache, sources, targets, width)
 
     def _copy(self, cache, sources, targets, width):
-        def layer(old):
-            keys = old.keys[sources, :, :, :width].transpose(0, 3, 1, 2)
-            values = old.values[sources, :, :width].transpose(0, 2, 1, 3)
-            return self.placement.cache(old.fill(targets, keys, values))
-
-        return [layer(old) for old in cache]
+        return [
+            self.placement.layer(old.copy(sources, targets, width))
+            for old in cache
+        ]
 
     # Conversations that continue
 
@@ -360,14 +413,14 @@ class SlotDecoder:
         adapted, routes = mode
         token_ids = self.placement.rows(token_ids)
         positions = lengths[:, None] + jnp.arange(token_ids.shape[1])
-        past = [self.placement.cache(layer.select(slots)) for layer in cache]
+        past = [self.placement.layer(layer.select(slots)) for layer in cache]
         with (
             using(self.policy, self._using_weights, adapted, weights),
             experts.recorded_choices(routes) as chosen,
         ):
-            kept = self.policy.extend(token_ids, positions, past)
+            kept = self.policy.extend(token_ids, positions, past, counts)
         cache = [
-            self.placement.cache(layer.extend(slots, lengths, counts, *new))
+            self.placement.layer(layer.extend(slots, lengths, counts, *new))
             for layer, new in zip(cache, kept)
         ]
         return cache, self._routes(chosen)
@@ -411,10 +464,7 @@ class SlotDecoder:
         slots = state["token"].shape[0]
         state = self.placement.rows(state)
         cuts = {k: state[k] for k in ("top_k", "top_p", "min_p") if k in state}
-        recent = [
-            KeyValues.zeros(slots, STEPS, heads, dim, self.dtype)
-            for heads, dim in self.kv_shapes
-        ]
+        recent = [layer.begun(state["length"], STEPS) for layer in cache]
         carry = {
             "step": jnp.int32(0),
             "token": state["token"],
@@ -423,7 +473,7 @@ class SlotDecoder:
             "taken": jnp.zeros(slots, "int32"),
             "tokens": jnp.zeros((STEPS, slots), "int32"),
             "logps": jnp.zeros((STEPS, slots), "float32"),
-            "recent": self.placement.cache(recent),
+            "recent": [self.placement.layer(layer) for layer in recent],
         }
         if routes:
             shape = (STEPS, slots, *self.policy.choices_shape)
@@ -442,6 +492,7 @@ class SlotDecoder:
                     step,
                     cache,
                     carry["recent"],
+                    active,
                 )
             place = state["length"] + step + 1
             token, logps = sample(
@@ -465,13 +516,13 @@ class SlotDecoder:
                 "taken": taken,
                 "tokens": write(carry["tokens"], token[None], step, 0),
                 "logps": write(carry["logps"], logps[None], step, 0),
-                "recent": self.placement.cache(recent),
+                "recent": [self.placement.layer(layer) for layer in recent],
             }
 
         with using(self.policy, self._using_weights, adapted, weights):
             carry = jax.lax.while_loop(is_unfinished, body, carry)
         cache = [
-            self.placement.cache(old.append(state["length"], new))
+            self.placement.layer(old.append(state["length"], new))
             for old, new in zip(cache, carry["recent"])
         ]
         names = ["tokens", "logps", "taken", "active", "stopped"]

@@ -3,7 +3,6 @@
 import functools
 import numbers
 
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -11,7 +10,6 @@ import numpy as np
 from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.plan_table import readable
-from keras_posttrain.models import guards
 from keras_posttrain.models.quantized import quantization_of
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
@@ -138,7 +136,6 @@ class NativeRollout(Rollout):
 
     def _generate(self, requests, on_tokens, progress):
         policy = self.model.policy
-        guards.check_generate(policy.causal_lm)
         self._refresh()
         advance = sample_counter(progress, requests)
         if not policy.packable:
@@ -163,7 +160,6 @@ class NativeRollout(Rollout):
         self._need_task()
         if not self.model.policy.packable:
             return super().session()
-        guards.check_generate(self.model.causal_lm)
         return NativeSession(
             self, self._session_schedule, self._decoder_weights
         )
@@ -239,23 +235,12 @@ class NativeRollout(Rollout):
         parts = task.policy, task.using_weights
         self._scorer = Scorer(*parts, self._note)
         if task.policy.packable:
-            shapes, dtype = self._kv_shapes()
-            self._decoder = decoding.SlotDecoder(
-                *parts, shapes, dtype, self._note
-            )
+            empty = decoding.empty_layers(*parts, self._task_weights())
+            self._decoder = decoding.SlotDecoder(*parts, empty, self._note)
 
     def _note(self, text):
         if text not in self._programs:
             self._programs.append(text)
-
-    def _kv_shapes(self):
-        """Returns a list of `(kv_heads, head_dim)` by layer, and the dtype."""
-        token = jax.ShapeDtypeStruct((1, 1), "int32")
-        names = ("token_ids", "segment_ids", "positions")
-        kept = jax.eval_shape(
-            self.model.policy.prefill, dict.fromkeys(names, token)
-        )
-        return [k.shape[1:] for k, _ in kept], kept[0][0].dtype
 
     # Weights
 
@@ -305,8 +290,8 @@ class NativeRollout(Rollout):
         decoder = self._decoder
         shards = decoder.placement.shards
         # A layer exists twice while it is resized.
-        layers = len(decoder.kv_shapes)
-        per_slot = decoder.token_bytes() * (tokens + decoding.STEPS)
+        layers = len(decoder.empty)
+        per_slot = decoder.slot_bytes(tokens + decoding.STEPS)
         per_slot = per_slot * (layers + 1) // layers
         fits = budget // per_slot * shards
         if fits < shards:

@@ -165,14 +165,19 @@ class Schedule:
     # Slots
 
     def _overlap(self, tokens):
-        """Counts the tokens with which each slot's begin as `tokens` do."""
+        """Counts the tokens with which each slot's begin as `tokens` do.
+
+        The state of a recurrent layer is that after all tokens of its slot:
+        if these go on in another way, none of them are counted.
+        """
         width = min(len(tokens), self.held.shape[1])
         same = self.held[:, :width] == tokens[:width]
-        return (
-            np.where(same.all(1), width, same.argmin(1))
-            if width
-            else (np.zeros(len(self.held), np.int64))
-        )
+        if not width:
+            return np.zeros(len(self.held), np.int64)
+        found = np.where(same.all(1), width, same.argmin(1))
+        if self.decoder.is_recurrent:
+            found = np.where(found == self.lengths, found, 0)
+        return found
 
     def _admit(self):
         """Gives waiting samples slots: returns a list of `Admission`s."""
@@ -432,8 +437,10 @@ class Schedule:
         room = self.decoder.tokens - decoding.STEPS
         idle = np.array([s is None for s in self.occupants])
         short = idle & (self.lengths > room)
-        self.lengths[short] = room
-        self.held[short, room:] = -1
+        # A state cannot go back to earlier tokens.
+        rest = 0 if self.decoder.is_recurrent else room
+        self.lengths[short] = rest
+        self.held[short, rest:] = -1
 
     def _take(self, slot, out, version, keep):
         """Adds a call's tokens to a slot's sample; returns if it has ended."""
@@ -452,6 +459,9 @@ class Schedule:
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
         if out["active"][slot]:
+            if self.decoder.is_recurrent:
+                # Its state is no longer that after the prompt.
+                self._hold(slot, sample.context[:-1])
             return False
         sample.finish(out["stopped"][slot])
         self.occupants[slot] = None

@@ -20,7 +20,12 @@ MIN_CACHE_BYTES = 2**27
 # Tokens of a block of vLLM's cache on a CPU.
 BLOCK = 128
 # Families whose samples were not compared with the trainer.
-NOT_COMPARED = ("gemma4_text", "gpt_oss")
+NOT_COMPARED = (
+    "gemma4_text",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 
 
 def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
