@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import math
 import os
 import sys
 import threading
@@ -111,6 +112,8 @@ class Report(keras.callbacks.Callback):
         self._pending, self._last_step = [], None
         self._read_at = self._measured_at = 0.0
         self._seen = self._paused = None
+        # When samples were kept last, and what that took.
+        self._sampled_at, self._cost = -math.inf, 0.0
         self._is_open = False
         self._begin_record()
 
@@ -176,8 +179,9 @@ class Report(keras.callbacks.Callback):
             if is_new:
                 self._seen = collection
                 self._record.samples.seen += 1
-                if self._may_spend(now):
-                    self._record.samples.add_rollout(collection)
+                if self._may_sample(now):
+                    with self._sampling():
+                        self._record.samples.add_rollout(collection)
                 else:
                     self._record.samples.skipped += 1
             if now - self._read_at >= INTERVAL:
@@ -187,24 +191,31 @@ class Report(keras.callbacks.Callback):
             if now - self._measured_at >= self.every:
                 self._measure()
 
-    def _may_spend(self, now):
-        """Returns whether there is time for samples."""
-        return not len(self._record.samples) or self.seconds < BUDGET * (
-            now - self._record.origin
-        )
+    def _may_sample(self, now):
+        """Returns whether the last samples are long enough ago."""
+        return now - self._sampled_at >= self._cost / BUDGET
+
+    @contextlib.contextmanager
+    def _sampling(self):
+        """A scope in which samples are kept; measures what that takes."""
+        start = time.perf_counter()
+        yield
+        self._sampled_at = time.perf_counter()
+        self._cost = self._sampled_at - start
 
     def _sample_rows(self, task, now):
         """Keeps rows of the last batch, of a run that does not sample."""
         batch = getattr(task.run, "last_batch", None)
         due = now - self._record.rows_at >= self.every
-        if batch is None or not due or not self._may_spend(now):
+        if batch is None or not due or not self._may_sample(now):
             return
         if all(
             getattr(x, "is_fully_addressable", True) for x in batch.values()
         ):
             self._record.rows_at = now
             self._record.samples.seen += 1
-            self._record.samples.add_rows(task.step, batch)
+            with self._sampling():
+                self._record.samples.add_rows(task.step, batch)
 
     def _read(self, behind=0):
         """Reads the logs of all steps but the last `behind`."""

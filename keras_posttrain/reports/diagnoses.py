@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import math
-import statistics
+
+import numpy as np
 
 # Steps that a rule looks at.
 RECENT = 20
@@ -120,7 +121,7 @@ class Diagnoses:
 
 def _mean(values, least=5):
     """Returns the mean of at least so many values, else 0."""
-    return statistics.fmean(values) if len(values) >= least else 0.0
+    return float(np.mean(values)) if len(values) >= least else 0.0
 
 
 def not_finite(run, logs, is_first):
@@ -142,13 +143,14 @@ def spikes(run, logs, is_first):
     if not math.isfinite(norm):
         return None
     run._norms.append(norm)
-    if len(before) < 10 or norm <= 10 * statistics.median(before):
+    usual = float(np.median(before)) if len(before) >= 10 else math.inf
+    if norm <= 10 * usual:
         return None
     return Diagnosis(
         "gradient spike",
         "warning",
         f"The gradient norm was {norm:.3g}, more than ten times the median "
-        f"of {statistics.median(before):.3g} of the steps before.",
+        f"of {usual:.3g} of the steps before.",
         "Single spikes are clipped by `max_grad_norm`. If they come often, "
         "lower the learning rate, warm it up, or look at the rows of these "
         "steps (`skip_steps`).",
