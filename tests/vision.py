@@ -40,7 +40,7 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": SIZE,
     "patch_size": 7,
-    # Without effect on most models, which have KerasHub's own default.
+    # Not KerasHub's own, which its layers would have without a repair.
     "layer_norm_eps": 1e-3,
     "vision_use_head": False,
 }

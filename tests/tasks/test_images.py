@@ -278,34 +278,42 @@ DPO_WAYS = {
         for w in DPO_WAYS
     ],
 )
-def test_the_same_preferences_however_they_are_run(directory, way, tmp_path):
+def test_the_same_preferences_however_they_are_run(
+    directory, way, tmp_path, preferences
+):
     settings = dict(DPO_WAYS[way])
+    if settings.pop("cached", False):
+        settings["reference_cache"] = tmp_path
+    same(dpo_step(directory, **settings), preferences)
 
-    def run(micro_batch_size=None, cached=False, **fit):
-        task = kpt.DPOTask.from_preset(
-            directory, vision=True, lora=kpt.LoRA(rank=4), dtype="float32",
-            sequence_length=160, reference=str(directory),
-        )  # fmt: skip
-        rng = np.random.default_rng(0)
-        for b in task.adapter.b:
-            b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
-        task.compile(
-            optimizer=keras.optimizers.SGD(RATE),
-            micro_batch_size=micro_batch_size,
-            max_grad_norm=None,
-            reference_cache=tmp_path if cached else None,
-        )
-        before = weights(task)
-        # The words of both are equal, the images are not.
-        rows = pairs((1, 2)) + pairs((1, 2))
-        rows[2]["images"] = [255 - x for x in rows[2]["images"]]
-        history = task.fit(rows, 4, shuffle=False, verbose=0, **fit)
-        after = weights(task)
-        return history.history["loss"], {
-            k: after[k] - before[k] for k in after
-        }
 
-    same(run(**settings), run())
+@pytest.fixture(scope="module")
+def preferences(directory):
+    return dpo_step(directory)
+
+
+def dpo_step(directory, micro_batch_size=None, reference_cache=None, **fit):
+    """As `step`, with another model as the reference."""
+    task = kpt.DPOTask.from_preset(
+        directory, vision=True, lora=kpt.LoRA(rank=4), dtype="float32",
+        sequence_length=160, reference=str(directory),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    for b in task.adapter.b:
+        b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
+    task.compile(
+        optimizer=keras.optimizers.SGD(RATE),
+        micro_batch_size=micro_batch_size,
+        max_grad_norm=None,
+        reference_cache=reference_cache,
+    )
+    before = weights(task)
+    # The words of both halves are equal, the images are not.
+    rows = pairs((1, 2)) + pairs((1, 2))
+    rows[2]["images"] = [255 - x for x in rows[2]["images"]]
+    history = task.fit(rows, 4, shuffle=False, verbose=0, **fit)
+    after = weights(task)
+    return history.history["loss"], {k: after[k] - before[k] for k in after}
 
 
 def image_row(**changes):
