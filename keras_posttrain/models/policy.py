@@ -158,7 +158,7 @@ class Policy:
     @property
     def choices_shape(self):
         """Tuple, the mixtures and the experts that a token chooses in each."""
-        mixtures = sum(map(experts.has_experts, self.layers))
+        mixtures = sum(map(experts.is_recorded, self.layers))
         return mixtures, experts.num_choices(self.backbone)
 
     @contextlib.contextmanager

@@ -255,6 +255,51 @@ def test_gpt_oss_of_kerashub_has_harmony_and_the_split_of_its_kind():
     assert tokenizer.encode("ABC") == [vocabulary["ABC"]]
 
 
+def test_gemma_4_of_kerashub_has_its_control_tokens_and_template():
+    import io
+
+    import sentencepiece as spm
+
+    marks = ["<|turn>", "<turn|>", "<|tool_response>", '<|"|>', "<|image|>"]
+    marks += ["<|image>", "<image|>", "<|video>", "<|video|>", "<video|>"]
+    file = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat"] * 20),
+        model_writer=file,
+        vocab_size=60,
+        model_type="bpe",
+        pad_piece="<pad>",
+        pad_id=0,
+        eos_piece="<eos>",
+        eos_id=1,
+        bos_piece="<bos>",
+        bos_id=2,
+        unk_id=3,
+        user_defined_symbols=marks,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    theirs = keras_hub.tokenizers.Gemma4Tokenizer(proto=file.getvalue())
+    tokenizer = Tokenizer.from_keras_hub(theirs)
+    assert tokenizer.chat_template == read_template("gemma4")
+    assert set(marks) <= set(tokenizer.control_tokens)
+    assert tokenizer.end_of_turn == "<turn|>"
+    stops = [theirs.token_to_id(x) for x in ("<eos>", *marks[1:3])]
+    assert set(tokenizer.stop_token_ids) == set(stops)
+
+
+def test_qwen_3_5_of_kerashub_has_its_template():
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"]
+    marks += ["<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokens = ["a", "b", "ab", *marks]
+    theirs = keras_hub.tokenizers.Qwen3_5Tokenizer(
+        vocabulary={x: i for i, x in enumerate(tokens)}, merges=["a b"]
+    )
+    tokenizer = Tokenizer.from_keras_hub(theirs)
+    assert tokenizer.chat_template == read_template("qwen3_5")
+    assert tokenizer.end_of_turn == "<|im_end|>"
+
+
 def test_a_keras_hub_tokenizer_without_control_tokens_has_no_template():
     theirs = keras_hub.tokenizers.BytePairTokenizer(
         vocabulary={"a": 0, "b": 1, "ab": 2}, merges=["a b"]

@@ -83,6 +83,8 @@ _TEMPLATES = {
     "QwenTokenizer": ("qwen2_5", "<|im_start|>"),
     "Qwen3Tokenizer": ("qwen3", "<|im_start|>"),
     "Qwen3MoeTokenizer": ("qwen3", "<|im_start|>"),
+    "Qwen3_5Tokenizer": ("qwen3_5", "<|im_start|>"),
+    "Qwen3_5MoeTokenizer": ("qwen3_5", "<|im_start|>"),
     "GptOssTokenizer": ("gpt_oss", "<|channel|>"),
 }
 # Tokens by which a family's later template is known: Llama 3.1 added those of
