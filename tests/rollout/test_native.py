@@ -223,9 +223,9 @@ def test_a_prompt_is_computed_once(monkeypatch):
     computed = []
     prefill = decoding.SlotDecoder.prefill
 
-    def counting(self, weights, prompts, slots):
+    def counting(self, weights, prompts, *others):
         computed.extend(prompts)
-        prefill(self, weights, prompts, slots)
+        return prefill(self, weights, prompts, *others)
 
     monkeypatch.setattr(decoding.SlotDecoder, "prefill", counting)
     prompts = [[5, 6, 7], [9, 8], [11, 3, 200, 17, 4]]

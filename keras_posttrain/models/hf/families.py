@@ -772,7 +772,8 @@ def family_of(causal_lm):
                 return None
             if model_type == "gemma4_text" and not is_gemma4_text(backbone):
                 return None
-            if not getattr(backbone, "text_only_model", True):
+            is_qwen3_5 = model_type.startswith("qwen3_5")
+            if is_qwen3_5 and not getattr(backbone, "text_only_model", True):
                 return None
             family = FAMILIES[model_type]
             is_known = _has_known_layers(backbone, family.experts)
