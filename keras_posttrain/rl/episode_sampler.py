@@ -255,7 +255,11 @@ def _encode(trajectory):
     """Returns a trajectory as what JSON can encode."""
     fields = dict(vars(trajectory))
     fields["segments"] = [
-        {name: value.tolist() for name, value in vars(segment).items()}
+        {
+            name: value.tolist()
+            for name, value in vars(segment).items()
+            if value is not None
+        }
         for segment in trajectory.segments
     ]
     return fields

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from keras_posttrain.distribution import programs, topology
@@ -16,6 +17,8 @@ def hardware(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield topology.get("v5e:2x2")
     jax.config.update("jax_compilation_cache_dir", before)
+    # JAX remembers the folder that it has used.
+    compilation_cache.reset_cache()
 
 
 def lower(hardware, width=128, scale=1.0):
