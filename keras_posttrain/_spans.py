@@ -34,7 +34,7 @@ class Span(typing.NamedTuple):
 
 
 class span:  # noqa: N801 - used as a function
-    """Opens a scope whose time listeners are told at its end."""
+    """Opens a scope that reports its time to listeners at its end."""
 
     __slots__ = ("name", "label", "start")
 

@@ -19,7 +19,7 @@ class Harmless:
         self._is_broken = True
         warnings.warn(
             f"{type(self).__name__} has failed, and is left out of the rest "
-            f"of the run, which goes on. ({type(error).__name__}: "
+            f"of the run, which continues. ({type(error).__name__}: "
             f"{str(error)[:500]})",
             stacklevel=4,
         )

@@ -12,7 +12,7 @@ class MLflow(Tracker):
     Names and values are those of `metrics.jsonl`; in names MLflow knows no
     `@`, so that `pass@1` becomes `pass_at_1`. It needs `mlflow` or
     `mlflow-skinny` (`pip install "keras_posttrain[mlflow]"`). If it fails or
-    is unreachable, it warns and the run goes on.
+    is unreachable, it warns and the run continues.
 
     Args:
         experiment: str, the experiment's name; it is made if missing.

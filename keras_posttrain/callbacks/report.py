@@ -326,7 +326,7 @@ class Report(keras.callbacks.Callback):
                     if not ended.is_set():
                         self._record.activity(self._model.run)
                         self._write()
-            except Exception as error:  # noqa: BLE001 - the run goes on
+            except Exception as error:  # noqa: BLE001 - the run continues
                 self._failure = error
             self.seconds += time.thread_time() - start
             ended.wait(self.every)
@@ -342,8 +342,8 @@ class Report(keras.callbacks.Callback):
             return
         self._warned = True
         warnings.warn(
-            f"The report {str(self.path)!r} is not complete; the run goes on. "
-            f"({type(error).__name__}: {str(error)[:500]})",
+            f"The report {str(self.path)!r} is not complete; the run "
+            f"continues. ({type(error).__name__}: {str(error)[:500]})",
             stacklevel=3,
         )
 

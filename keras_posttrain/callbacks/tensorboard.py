@@ -8,7 +8,7 @@ class TensorBoard(Tracker):
     Names and values are those of `metrics.jsonl`. It needs `tensorboardX`
     (`pip install "keras_posttrain[tensorboard]"`), and neither TensorFlow nor
     a server. A resumed run replaces the steps that it repeats. If it fails,
-    it warns and the run goes on.
+    it warns and the run continues.
 
     Args:
         directory: str or path, that of `tensorboard --logdir`; created if

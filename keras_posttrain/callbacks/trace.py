@@ -33,7 +33,7 @@ class Trace(Harmless, keras.callbacks.Callback):
       allocated it, for `pprof`.
 
     The rollout of the first step is included. Profiling slows the steps that
-    it records. If it fails, it warns and the run goes on. Of several
+    it records. If it fails, it warns and the run continues. Of several
     processes the first one records.
 
     Args:

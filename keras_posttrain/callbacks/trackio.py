@@ -7,7 +7,7 @@ class Trackio(Tracker):
     Names and values are those of `metrics.jsonl`. It needs `trackio`
     (`pip install "keras_posttrain[trackio]"`), which keeps them on this
     machine unless it is given a `space_id`. If it fails or is unreachable, it
-    warns and the run goes on.
+    warns and the run continues.
 
     Args:
         project: str, the project's name.

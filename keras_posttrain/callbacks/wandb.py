@@ -6,7 +6,7 @@ class WandB(Tracker):
 
     Names and values are those of `metrics.jsonl`. It needs `wandb`
     (`pip install "keras_posttrain[wandb]"`). If it fails or is unreachable,
-    it warns and the run goes on.
+    it warns and the run continues.
 
     Args:
         project: str or `None`, the project's name.

@@ -86,8 +86,8 @@ def replay_in_turn(is_on, max_staleness):
     if is_on and max_staleness:
         raise ValueError(
             "`routing_replay` is for rollouts that take turns with training: "
-            "a sample that goes on with new weights has experts of both. Use "
-            f"max_staleness=0. Received: max_staleness={max_staleness}, "
+            "a sample that continues with new weights has experts of both. "
+            f"Use max_staleness=0. Received: max_staleness={max_staleness}, "
             "routing_replay=True"
         )
 

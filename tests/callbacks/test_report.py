@@ -351,9 +351,11 @@ def test_a_report_that_fails_never_stops_a_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(page, "write", full)
     report = kpt.callbacks.Report(tmp_path, every=0.01)
-    with pytest.warns(UserWarning, match="the run goes on") as found:
+    with pytest.warns(UserWarning, match="the run continues") as found:
         task = fit_rows(report, epochs=3)
-    assert task.step == 9 and len(found) == 1
+    # What compiles first may bring NumPy's warnings on arrays of Keras.
+    own = [w for w in found if w.category is UserWarning]
+    assert task.step == 9 and len(own) == 1
     monkeypatch.undo()
     monkeypatch.setattr(sft(), "preset", Unruly())
     task = fit_rows(kpt.callbacks.Report(tmp_path), epochs=1)
