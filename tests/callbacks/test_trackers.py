@@ -85,7 +85,8 @@ def test_a_tracker_that_fails_never_stops_a_run(when):
     listed = Listed(when)
     with pytest.warns(UserWarning, match="no route to host") as found:
         assert fit_rows(listed, epochs=2).step == 6
-    assert len(found) == 1
+    # What compiles first may bring NumPy's warnings on arrays of Keras.
+    assert len([w for w in found if w.category is UserWarning]) == 1
 
 
 def test_one_that_does_not_answer_holds_nothing_up(monkeypatch):
