@@ -8,6 +8,8 @@ import platform
 import jax
 
 VARIABLE = "KERAS_POSTTRAIN_CACHE"
+# The shortest compilation, in seconds, whose program is stored.
+THRESHOLD = "jax_persistent_cache_min_compile_time_secs"
 
 
 def enable():
@@ -16,6 +18,9 @@ def enable():
     The environment variable `KERAS_POSTTRAIN_CACHE` sets another directory,
     or turns the cache off with `0` or `off`. A cache directory that is set in
     JAX's own configuration is not changed.
+
+    Programs that compile in less than a second are stored too, unless the
+    configuration says otherwise: a run has dozens of them.
     """
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("0", "off", "false", "no"):
@@ -31,6 +36,8 @@ def enable():
         directory = pathlib.Path(root, "keras_posttrain", _machine())
         directory = directory.expanduser()
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    if THRESHOLD.upper() not in os.environ:
+        jax.config.update(THRESHOLD, 0.0)
 
 
 def _machine():

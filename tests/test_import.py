@@ -16,6 +16,7 @@ def run(code, **environment):
         "KERAS_BACKEND",
         "KERAS_POSTTRAIN_CACHE",
         "JAX_COMPILATION_CACHE_DIR",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
     )
     kept = {k: v for k, v in os.environ.items() if k not in dropped}
     return subprocess.run(
@@ -96,6 +97,44 @@ def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
     assert cache_setting(JAX_COMPILATION_CACHE_DIR=mine) == mine
     before = f"jax.config.update('jax_compilation_cache_dir', {mine!r});"
     assert cache_setting(before) == mine
+
+
+TRAINS = """
+import collections
+import jax
+
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda e, **_: events.update([e]))
+
+import keras_posttrain as kpt
+
+rows = [{"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(4)]
+kpt.examples.tiny_preset("preset", rows, num_layers=1, hidden_dim=32)
+task = kpt.SFTTask.from_preset("preset", lora=kpt.LoRA(rank=2))
+task.compile("adamw")
+task.fit(rows, batch_size=2, verbose=0)
+task.generate("1 + 1 =", max_tokens=2)
+asked, found = "compile_requests_use_cache", "cache_hits"
+print(*(events["/jax/compilation_cache/" + name] for name in (asked, found)))
+"""
+
+
+def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
+    """Programs that compile in no time are stored too."""
+    monkeypatch.chdir(tmp_path)
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    asked, found = map(int, output(TRAINS, **cache))
+    assert asked > found
+    asked, found = map(int, output(TRAINS, **cache))
+    assert asked == found > 0
+
+
+def test_a_threshold_that_is_set_is_kept():
+    """Of the time a program's compilation takes, to be stored."""
+    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    code = f"import keras_posttrain, jax; print(jax.config.{name.lower()})"
+    assert output(code) == ["0.0"]
+    assert output(code, **{name: "2"}) == ["2.0"]
 
 
 def test_it_prints_nothing_and_leaves_tensorflow_alone():
