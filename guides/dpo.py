@@ -156,7 +156,7 @@ from matplotlib import pyplot
 lines = (folder / "metrics.jsonl").read_text().splitlines()
 log = [json.loads(line) for line in lines]
 steps = [line["step"] for line in log]
-epoch_ends = range(0, steps[-1] + 1, steps[-1] // 8)
+epoch_ends = range(0, steps[-1] + 1, steps[-1] // len(history["val_loss"]))
 figure, panels = pyplot.subplots(1, 3, figsize=(10, 3.2))
 for panel, name in zip(panels, ("accuracies", "margins")):
     name = f"rewards/{name}"

@@ -218,7 +218,7 @@ rises towards the end.
 """
 
 names = ("step", "reward", "entropy", "frac_reward_zero_std")
-for line in log[:: len(log) // 5]:
+for line in log[:: max(1, len(log) // 5)]:
     print({name: round(line[name], 3) for name in names})
 
 results = {

@@ -225,7 +225,7 @@ lines = (folder / "metrics.jsonl").read_text().splitlines()
 log = [json.loads(line) for line in lines]
 steps = [line["step"] for line in log]
 figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.2))
-panels[0].plot(range(1, 9), accuracy, "o-")
+panels[0].plot(range(1, len(accuracy) + 1), accuracy, "o-")
 panels[0].set_title("reward model: held-out pairs in order")
 panels[0].set_xlabel("epoch")
 scores = [line["rewards/model/mean"] for line in log]
