@@ -31,6 +31,7 @@ from keras_posttrain import (
     evaluation,  # noqa: E402
     examples,  # noqa: E402
     losses,  # noqa: E402
+    metrics,  # noqa: E402
     rewards,  # noqa: E402
     rollout,  # noqa: E402
 )
@@ -72,6 +73,7 @@ __all__ = [
     "evaluation",
     "examples",
     "losses",
+    "metrics",
     "report",
     "rewards",
     "rollout",

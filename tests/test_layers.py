@@ -20,6 +20,7 @@ LEVELS = {
     "_tensorflow": 0,
     "_variables": 0,
     "data": 0,
+    "metrics": 1,
     "models": 1,
     "distribution": 1,
     "optimizers": 1,

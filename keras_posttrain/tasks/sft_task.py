@@ -38,7 +38,7 @@ class SFTTask(Task):
     ```
     """
 
-    takes_images = True
+    takes_images = takes_metrics = True
 
     def __init__(
         self, causal_lm, tokenizer=None, *, train_on="auto", **kwargs
