@@ -94,8 +94,6 @@ class Task(keras.Model):
     shown_metrics = None
     # Whether several completions of a row can share its prompt.
     can_share_prefix = False
-    # Whether `evaluate` compares completions with those of rows.
-    takes_metrics = False
     # Whether rows may have images, for a model with a vision tower.
     takes_images = False
     # Whether the step reads layers by their number: a plan then compiles all.
@@ -157,6 +155,8 @@ class Task(keras.Model):
         self.companions = {}
         self._evaluating, self._verbose = False, 0
         self._log_probs = self._compiled_train_step = None
+        # Whether `evaluate` compares completions with those of rows.
+        self.takes_metrics = False
         self.built = True
 
     @classmethod
@@ -633,7 +633,8 @@ class Task(keras.Model):
                     max_tokens,
                 )
             if metrics and metrics.of_tokens:
-                tokens = self._example_logps(examples, batch_size)
+                logps = self.log_probs(examples, batch_size)
+                tokens = list(zip(examples, logps, strict=True))
         if metrics:
             samples_ = metrics.with_references(samples, examples)
             logs |= metrics.results(samples_, tokens)
@@ -888,13 +889,6 @@ class Task(keras.Model):
             A list of float32 arrays, one a row and as long as its tokens;
             the first entry, which nothing predicts, is 0.
         """
-        examples = self._whole_examples(rows)
-        return [
-            logps for _, logps in self._example_logps(examples, batch_size)
-        ]
-
-    def _example_logps(self, examples, batch_size):
-        """Returns `(Example, log-probabilities of its tokens)` of each."""
         if self._log_probs is None:
 
             def run(trainable, frozen, batch):
@@ -906,9 +900,9 @@ class Task(keras.Model):
 
             self._log_probs = jax.jit(run)
         return [
-            (example, found["per_token_logps"][: len(example.token_ids)])
-            for example, found in self._run_examples(
-                self._log_probs, examples, batch_size
+            found["per_token_logps"][: len(example.token_ids)]
+            for example, found in self._run_rows(
+                self._log_probs, rows, batch_size
             )
         ]
 
@@ -919,20 +913,16 @@ class Task(keras.Model):
         batch a dict of arrays, `(rows, ...)`. Returns an iterable of
         `(Example, dict of its arrays)`.
         """
-        examples = self._whole_examples(rows)
-        return self._run_examples(program, examples, batch_size)
-
-    def _whole_examples(self, rows):
-        """Prepares rows of which none may be dropped or cut."""
         checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
-        examples, _ = self.prepare(
-            rows, "rows", train_on="all", truncation="error"
-        )
-        return list(examples)
-
-    def _run_examples(self, program, examples, batch_size):
-        """Runs a program on `Example`s; see `_run_rows`."""
+        # Those that `evaluate` has prepared are taken as they are.
+        if isinstance(rows, list) and rows and isinstance(rows[0], Example):
+            examples = rows
+        else:
+            examples, _ = self.prepare(
+                rows, "rows", train_on="all", truncation="error"
+            )
+            examples = list(examples)
         checks.positive_int("batch_size", batch_size)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self).values()
