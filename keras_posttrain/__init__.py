@@ -28,8 +28,10 @@ from keras_posttrain import (
     data,  # noqa: E402
     distribution,  # noqa: E402
     episodes,  # noqa: E402
+    evaluation,  # noqa: E402
     examples,  # noqa: E402
     losses,  # noqa: E402
+    metrics,  # noqa: E402
     rewards,  # noqa: E402
     rollout,  # noqa: E402
 )
@@ -68,8 +70,10 @@ __all__ = [
     "decay_mask",
     "distribution",
     "episodes",
+    "evaluation",
     "examples",
     "losses",
+    "metrics",
     "report",
     "rewards",
     "rollout",

@@ -20,6 +20,7 @@ LEVELS = {
     "_tensorflow": 0,
     "_variables": 0,
     "data": 0,
+    "metrics": 1,
     "models": 1,
     "distribution": 1,
     "optimizers": 1,
@@ -34,6 +35,7 @@ LEVELS = {
     "planning": 4,
     "distill": 5,
     "tasks": 6,
+    "evaluation": 7,
     "examples": 7,
 }
 # Private modules of other libraries, each with the one file that imports it.

@@ -49,7 +49,7 @@ class SFTTask(Task):
                 f"'all'. Received: train_on={train_on!r}"
             )
         super().__init__(causal_lm, tokenizer, **kwargs)
-        self.train_on = train_on
+        self.train_on, self.takes_metrics = train_on, True
 
     def default_loss(self):
         return SFTLoss()

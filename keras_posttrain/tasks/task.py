@@ -40,6 +40,7 @@ from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import complete, complete_rows
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.routing import Routing
+from keras_posttrain.training.row_metrics import RowMetrics
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.step import (
     POLICY_OUTPUTS,
@@ -154,6 +155,8 @@ class Task(keras.Model):
         self.companions = {}
         self._evaluating, self._verbose = False, 0
         self._log_probs = self._compiled_train_step = None
+        # Whether `evaluate` compares completions with those of rows.
+        self.takes_metrics = False
         self.built = True
 
     @classmethod
@@ -542,6 +545,7 @@ class Task(keras.Model):
         *,
         num_samples=0,
         max_tokens=256,
+        metrics=None,
         verbose="auto",
         **kwargs,
     ):
@@ -555,25 +559,37 @@ class Task(keras.Model):
                 token with loss.
             max_tokens: int, the maximum number of new tokens of such a
                 completion.
+            metrics: list of `kpt.metrics`, such as `kpt.metrics.BLEU()`, and
+                of functions, see `kpt.metrics.Metric`; for `kpt.SFTTask`.
+                Those of text complete every row as `num_samples` does, and
+                compare with the row's own completion, or with the best of it
+                and of the texts in the row's column `references`, a list.
             verbose: 0 prints nothing; `"auto"` the report of the data if
                 rows are dropped or cut; 1 always the report, and a progress
                 bar.
 
         Returns:
             A dict of floats: `loss`, the metrics of the loss and, for a loss
-            of tokens, `perplexity`. With `num_samples` also `samples`, a list
-            of dicts with `prompt`, `completion` and `reference`, the row's
-            completion.
+            of tokens, `perplexity`. Of each of `metrics` there are `name`,
+            `name/stderr`, `name/n` and `name/failed`; with metrics of text
+            `max_tokens_reached`, the number of completions that were cut.
+            With `num_samples` also `samples`, a list of dicts with `prompt`,
+            `completion` and `reference`, the row's completion.
         """
         self._assert_compile_called("evaluate")
         checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
         names = ("dataset", "batch_size", "num_samples", "max_tokens")
+        names += ("metrics",)
         of_keras = keras_words.of_evaluation(kwargs, names)
         dataset = kwargs.pop("x", dataset)
         checks.not_negative("num_samples", num_samples)
         checks.positive_int("max_tokens", max_tokens)
+        if metrics:
+            checks.may_have_metrics(self)
+            metrics = RowMetrics(metrics, self.tokenizer, dataset)
+            dataset = metrics.rows
         examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
             examples, report = self.prepare(dataset)
@@ -603,15 +619,31 @@ class Task(keras.Model):
             show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
-        if num_samples:
-            checks.need_tokenizer(self.tokenizer, "num_samples")
-            with _console.silenced(verbose == 0):
-                logs["samples"] = complete_rows(
+        count = num_samples
+        if metrics and metrics.of_text:
+            count = len(examples)
+        samples, tokens = [], []
+        with _console.silenced(verbose == 0):
+            if count:
+                checks.need_tokenizer(self.tokenizer, "num_samples")
+                samples = complete_rows(
                     self._engine,
                     self.tokenizer,
-                    itertools.islice(iter(examples), num_samples),
+                    itertools.islice(iter(examples), count),
                     max_tokens,
                 )
+            if metrics and metrics.of_tokens:
+                logps = self.log_probs(examples, batch_size)
+                tokens = list(zip(examples, logps, strict=True))
+        if metrics:
+            samples_ = metrics.with_references(samples, examples)
+            logs |= metrics.results(samples_, tokens)
+        if num_samples:
+            names = ("prompt", "completion", "reference")
+            logs["samples"] = [
+                {name: sample[name] for name in names}
+                for sample in samples[:num_samples]
+            ]
         return logs
 
     # The training step
@@ -883,11 +915,15 @@ class Task(keras.Model):
         """
         checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
-        examples, _ = self.prepare(
-            rows, "rows", train_on="all", truncation="error"
-        )
+        # Those that `evaluate` has prepared are taken as they are.
+        if isinstance(rows, list) and rows and isinstance(rows[0], Example):
+            examples = rows
+        else:
+            examples, _ = self.prepare(
+                rows, "rows", train_on="all", truncation="error"
+            )
+            examples = list(examples)
         checks.positive_int("batch_size", batch_size)
-        examples = list(examples)
         batches = Task.make_batches(self, examples, batch_size, shuffle=False)
         weights = ModelWeights.of(self).values()
         found = run_rows(lambda batch: program(*weights, batch), batches)

@@ -376,6 +376,16 @@ def need_adapter(adapter, method):
         )
 
 
+def may_have_metrics(task):
+    """Raises a `ValueError` for a task whose rows have no one completion."""
+    if not task.takes_metrics:
+        raise ValueError(
+            "`metrics` compare completions with those of the rows of a "
+            f"`kpt.SFTTask`. Received: metrics for a {type(task).__name__}. "
+            "Evaluate the same model by `kpt.SFTTask.from_task(task)`."
+        )
+
+
 def need_tokenizer(tokenizer, what):
     if tokenizer is None:
         raise ValueError(

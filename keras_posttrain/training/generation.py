@@ -59,17 +59,19 @@ def complete(
     return answers[0] if one else answers
 
 
-def complete_rows(engine, tokenizer, examples, max_tokens):
+def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
     """Completes rows greedily, to be compared with their own completions.
 
-    Returns a list of dicts of `prompt`, `completion` and `reference`, texts.
+    Returns a list of dicts of `prompt`, `completion` and `reference`, texts,
+    and of `is_cut`, whether `max_tokens` were reached.
     """
     cut = []
     for example in examples:
         if example.images is not None:
             raise ValueError(
                 "Rows with images cannot be completed. Received: row "
-                f"{example.row} with images. Leave `num_samples` out."
+                f"{example.row} with images. Leave `num_samples` and metrics "
+                "of text out."
             )
         trained = example.completion_mask != 0
         first = int(np.argmax(trained))
@@ -77,23 +79,27 @@ def complete_rows(engine, tokenizer, examples, max_tokens):
         answer = np.cumprod(trained[first:]).sum()
         ids = example.token_ids
         cut.append((ids[:first], ids[first : first + answer]))
-    completions = complete(
-        engine,
-        tokenizer,
-        [{"prompt_ids": prompt.tolist()} for prompt, _ in cut],
-        template_kwargs={},
-        max_tokens=max_tokens,
-        temperature=0,
-    )
+    requests = [
+        Request(
+            prompt.tolist(),
+            max_tokens=max_tokens,
+            temperature=0,
+            stop_token_ids=_stop(tokenizer, "auto"),
+            seed=seed,
+        )
+        for prompt, _ in cut
+    ]
+    groups = engine.generate(requests)
     return [
         {
             "prompt": tokenizer.decode(
                 prompt.tolist(), skip_special_tokens=False
             ),
-            "completion": completion,
+            "completion": tokenizer.decode(completion.token_ids),
             "reference": tokenizer.decode(rest.tolist()),
+            "is_cut": completion.finish_reason == "length",
         }
-        for (prompt, rest), completion in zip(cut, completions)
+        for (prompt, rest), [completion] in zip(cut, groups)
     ]
 
 

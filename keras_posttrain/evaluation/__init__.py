@@ -1,0 +1,3 @@
+"""Evaluation of tasks: pass@k, win rates, and other libraries' benchmarks."""
+
+__all__ = []
