@@ -28,6 +28,7 @@ from keras_posttrain import (
     data,  # noqa: E402
     distribution,  # noqa: E402
     episodes,  # noqa: E402
+    evaluation,  # noqa: E402
     examples,  # noqa: E402
     losses,  # noqa: E402
     rewards,  # noqa: E402
@@ -68,6 +69,7 @@ __all__ = [
     "decay_mask",
     "distribution",
     "episodes",
+    "evaluation",
     "examples",
     "losses",
     "report",

@@ -34,6 +34,7 @@ LEVELS = {
     "planning": 4,
     "distill": 5,
     "tasks": 6,
+    "evaluation": 7,
     "examples": 7,
 }
 # Private modules of other libraries, each with the one file that imports it.

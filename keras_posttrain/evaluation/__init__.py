@@ -1,0 +1,3 @@
+from keras_posttrain.evaluation.lm_eval import lm_eval
+
+__all__ = ["lm_eval"]
