@@ -192,7 +192,7 @@ def test_a_local_task_runs_before_and_after_training(tmp_path):
 
     def run():
         found = lm_eval.simple_evaluate(
-            model=model, tasks=[choice, answer], bootstrap_iters=0
+            model=model, tasks=[choice, answer], bootstrap_iters=100
         )
         return found["results"]
 
