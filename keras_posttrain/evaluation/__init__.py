@@ -1,3 +1,5 @@
 """Evaluation of tasks: pass@k, win rates, and other libraries' benchmarks."""
 
-__all__ = []
+from keras_posttrain.evaluation.lm_eval import lm_eval
+
+__all__ = ["lm_eval"]

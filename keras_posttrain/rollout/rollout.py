@@ -181,7 +181,7 @@ class Rollout(keras.callbacks.Callback):
         sequences = [[operator.index(x) for x in s] for s in sequences]
         for i, ids in enumerate(sequences):
             check_ids(f"sequence {i}", ids, vocabulary)
-            check_fits(f"Sequence {i}", len(ids), 0, self._max_length())
+            check_fits(f"Sequence {i}", len(ids), 0, self.score_length)
         with self.turn:
             return self._score(sequences, top_k, float(temperature or 1.0))
 
@@ -202,6 +202,17 @@ class Rollout(keras.callbacks.Callback):
 
     def _score(self, sequences, top_k, temperature):
         raise NotImplementedError
+
+    @property
+    def context_length(self):
+        """Int or `None`, the most tokens of a prompt and its sample."""
+        self._need_task()
+        return self._max_length()
+
+    @property
+    def score_length(self):
+        """Int or `None`, the most tokens of a sequence that is scored."""
+        return self.context_length
 
     # Values read from the task
 

@@ -315,6 +315,14 @@ class NativeRollout(Rollout):
 
     # Scoring
 
+    @property
+    def score_length(self):
+        context = self.context_length
+        # The last token is predicted and need not be read. Tables of learned
+        # positions end with the context.
+        more = context is not None and self.model.policy.packable
+        return context + 1 if more else context
+
     def _score(self, sequences, top_k, temperature):
         self._refresh()
         return self._scorer(sequences, top_k, temperature, self._arrays())
