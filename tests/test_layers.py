@@ -37,6 +37,8 @@ LEVELS = {
     "tasks": 6,
     "evaluation": 7,
     "examples": 7,
+    "_command_line": 7,
+    "__main__": 8,
 }
 # Private modules of other libraries, each with the one file that imports it.
 PRIVATE = ("keras.src", "keras_hub.src", "jax._src", "jaxlib")
