@@ -281,3 +281,16 @@ def test_what_the_layers_cannot_be(directory, tmp_path, file, change, message):
 def test_a_model_without_a_tower():
     with pytest.raises(ValueError, match="needs a preset with a vision tower"):
         loading.load_causal_lm(vision.SOURCE, vision=True)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_5"])
+def test_a_tower_that_is_not_run(tmp_path, model_type):
+    """The text model alone is loaded of those families."""
+    config = {
+        "model_type": model_type,
+        "text_config": {"model_type": f"{model_type}_text"},
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="a multimodal Gemma 3. Received: "):
+        loading.load_causal_lm(tmp_path, vision=True)
