@@ -9,6 +9,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.native.schedule import Prefixes
 from keras_posttrain.rollout.session import Session
 from tests.support import FAMILIES, REFERENCE
 
@@ -189,3 +190,20 @@ def test_errors_reach_who_waits():
             future.result()
         with pytest.raises(RuntimeError, match="session"):
             session.submit(Request([5]))
+
+
+def test_the_longest_prefix_is_found_among_sorted_sequences():
+    rng = np.random.default_rng(0)
+    prefixes, added = Prefixes(), []
+    for _ in range(300):
+        tokens = rng.integers(0, 300, rng.integers(1, 9)) // 100
+        tokens[0] *= 257  # more than one byte
+        shared = [0]
+        for other in added:
+            pairs = zip(tokens, other)
+            differ = [i for i, (a, b) in enumerate(pairs) if a != b]
+            shared.append(min([*differ, len(tokens), len(other)]))
+        assert prefixes.longest(tokens) == max(shared)
+        prefixes.add(tokens)
+        added.append(tokens)
+    assert len(prefixes) == 300

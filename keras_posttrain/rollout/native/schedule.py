@@ -1,5 +1,6 @@
 """Continuous batching: assigns samples to the slots of a decoder."""
 
+import bisect
 import collections
 import dataclasses
 
@@ -25,6 +26,39 @@ STREAMED_STEPS = 8
 # In a call of `generate`, a prompt that begins like another one is computed
 # with others, unless they share this many tokens.
 LEAST_SHARED = 64
+
+
+class Prefixes:
+    """Sequences of token ids, searched by how they begin.
+
+    They are sorted, as bytes: the one that shares most with another sequence
+    is next to the place where that one belongs.
+    """
+
+    def __init__(self):
+        self._sorted = []
+
+    def __len__(self):
+        return len(self._sorted)
+
+    def add(self, tokens):
+        """Adds a sequence, an int array of one axis."""
+        bisect.insort(self._sorted, _bytes(tokens))
+
+    def longest(self, tokens):
+        """Counts the first tokens shared with one of the sequences."""
+        place = bisect.bisect_left(self._sorted, _bytes(tokens))
+        found = 0
+        for other in self._sorted[max(place - 1, 0) : place + 1]:
+            other = np.frombuffer(other, ">i4")
+            width = min(len(other), len(tokens))
+            same = other[:width] == tokens[:width]
+            found = max(found, width if same.all() else int(same.argmin()))
+        return found
+
+
+def _bytes(tokens):
+    return np.asarray(tokens, ">i4").tobytes()
 
 
 @dataclasses.dataclass
@@ -91,7 +125,7 @@ class Schedule:
         # Whether the experts of tokens are recorded.
         self.records_routes = False
         # The contents of slots that were overwritten, where they are counted.
-        self._lost = [] if least_shared == 1 else None
+        self._lost = Prefixes() if least_shared == 1 else None
         self._clock = 0
         self._begin()
 
@@ -157,9 +191,9 @@ class Schedule:
             reversed([s for s in self.occupants if s is not None])
         )
         self.decoder.free()
-        if self._lost:
+        if self._lost is not None:
             # What other weights compute anew counts as new.
-            self._lost = []
+            self._lost = Prefixes()
         self._begin()
 
     # Slots
@@ -251,14 +285,9 @@ class Schedule:
         if self._lost is None:
             return
         if self.lengths[slot] > kept:
-            held = self.held[slot, : self.lengths[slot]]
-            self._lost.append(held.copy())
-        before = 0
-        for lost in self._lost:
-            width = min(len(lost), len(tokens))
-            same = lost[:width] == tokens[:width]
-            before = max(before, width if same.all() else same.argmin())
-        self.counts.recomputed += max(int(before) - start, 0)
+            self._lost.add(self.held[slot, : self.lengths[slot]])
+        before = self._lost.longest(tokens)
+        self.counts.recomputed += max(before - start, 0)
 
     def _hold(self, slot, tokens):
         """Records the tokens of a slot."""
