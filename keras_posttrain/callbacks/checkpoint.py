@@ -1,6 +1,5 @@
 import hashlib
 import json
-import numbers
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ import numpy as np
 
 from keras_posttrain import _console
 from keras_posttrain._spans import span
-from keras_posttrain.callbacks import callback_state
+from keras_posttrain.callbacks import callback_state, checks
 from keras_posttrain.callbacks.directories import (
     advice,
     as_path,
@@ -22,6 +21,7 @@ from keras_posttrain.callbacks.directories import (
     unlock,
 )
 from keras_posttrain.callbacks.divergence import Divergence
+from keras_posttrain.callbacks.intervals import Interval
 from keras_posttrain.distribution import processes
 
 
@@ -51,8 +51,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     Args:
         directory: str or path, created if missing.
-        every: int, steps between two checkpoints. The end of training is
-            saved too.
+        every: int, steps between two checkpoints; or str, the time between
+            them, such as `"10min"` (units are `s`, `min` and `h`). The end
+            of training is saved too.
         keep: int, number of checkpoints to keep.
         from_step: int or `None`: return to the newest checkpoint that is not
             after this step, and delete the later ones. With `fit`'s
@@ -89,16 +90,9 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Received: override={override!r}"
             )
         self.override = tuple(override)
-        given = {"every": every, "keep": keep, "from_step": from_step or 1}
-        for name, value in given.items():
-            is_int = isinstance(value, numbers.Integral) and not isinstance(
-                value, bool
-            )
-            if not is_int or value < 1:
-                raise ValueError(
-                    f"`{name}` must be a positive int. "
-                    f"Received: {name}={value!r}"
-                )
+        self._interval = Interval(every)
+        checks.positive("keep", keep)
+        checks.positive("from_step", from_step or 1)
         self.directory = as_path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._manager, self._old_handlers = None, {}
@@ -116,15 +110,15 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch = 0
         self._scalars = []
         self._restore()
-        self._last = self.model.step
+        self._interval.begin(self.model.step)
         in_main = threading.current_thread() is threading.main_thread()
         # With several processes, JAX handles the signal.
         if in_main and processes.count() == 1:
-            numbers = [signal.SIGTERM]
+            signals = [signal.SIGTERM]
             # A shell has the processes in its background ignore Ctrl-C.
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                numbers.append(signal.SIGINT)
-            for number in numbers:
+                signals.append(signal.SIGINT)
+            for number in signals:
                 old = signal.signal(number, self._on_signal)
                 self._old_handlers[number] = old
 
@@ -194,14 +188,16 @@ class Checkpoint(keras.callbacks.Callback):
     def _is_due(self):
         if self._terminated or self._model.stop_training:
             return True
-        if self._model.step // self.every == self._last // self.every:
+        if not self._interval.is_over(self._model.step):
             return False
         guards = [
             callback
             for callback in self.model.run.callbacks
             if isinstance(callback, Divergence)
         ]
-        return not any(guard.lost_since(self._last) for guard in guards)
+        return not any(
+            guard.lost_since(self._interval.step) for guard in guards
+        )
 
     def _is_epoch_over(self):
         if self._model.run.at_epoch_end():
@@ -293,7 +289,8 @@ class Checkpoint(keras.callbacks.Callback):
                 ),
                 force=True,
             )
-        self._saved = self._last = task.step
+        self._saved = task.step
+        self._interval.begin(task.step)
 
     def _restore(self):
         # Imported late, as only runs with checkpoints need it.

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import keras
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.callbacks import intervals
 from tests.callbacks.train_script import fit, make_task
 from tests.support import random_rows, read_log, starts_again, weights
 
@@ -343,6 +345,24 @@ def test_keep_and_every_are_respected(tmp_path):
     assert steps_saved(tmp_path / "a") == [10, 15, 18]
     fit(fresh_task(), tmp_path / "b", every=100, keep=1)
     assert steps_saved(tmp_path / "b") == [18]
+
+
+@pytest.mark.parametrize("every", ["5s", "0.0015h", "0.09 min"])
+def test_checkpoints_at_intervals_of_time(every, tmp_path, monkeypatch):
+    """A step takes a second of this clock."""
+    task = fresh_task()
+    clock = types.SimpleNamespace(monotonic=lambda: 100.0 + task.step)
+    monkeypatch.setattr(intervals, "time", clock)
+    fit(task, tmp_path, every=every, keep=10)
+    apart = 5 if every == "5s" else 6
+    expected = [*range(apart, 18, apart), 18]
+    assert steps_saved(tmp_path) == expected
+
+
+@pytest.mark.parametrize("every", ["10", "0s", "-1min", "5 days", "min"])
+def test_times_that_are_none_are_refused(every, tmp_path):
+    with pytest.raises(ValueError, match=f'"10min".* Received: .*{every}'):
+        kpt.callbacks.Checkpoint(tmp_path, every=every)
 
 
 def test_an_adapters_checkpoint_holds_the_adapter_alone(tmp_path):
