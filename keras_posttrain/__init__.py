@@ -44,20 +44,24 @@ from keras_posttrain.reports.overlay import report  # noqa: E402
 from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402
 from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
 from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
+from keras_posttrain.tasks.loop import Loop  # noqa: E402
 from keras_posttrain.tasks.ppo_task import PPOTask  # noqa: E402
 from keras_posttrain.tasks.reward_task import RewardTask  # noqa: E402
 from keras_posttrain.tasks.rollout_task import RolloutTask  # noqa: E402
 from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
 from keras_posttrain.tasks.task import Task  # noqa: E402
+from keras_posttrain.training.datum import Datum  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW8bit",
     "DPOTask",
+    "Datum",
     "DistillTask",
     "GRPOTask",
     "LoRA",
+    "Loop",
     "PPOTask",
     "Quantization",
     "RewardTask",

@@ -249,6 +249,14 @@ def test_custom_train_step(run):
     assert 0.5 <= float(last[1]) < 0.8
 
 
+def test_training_loop(run):
+    folder, text = run("training_loop")
+    right = json.loads((folder / "results.json").read_text())["right"]
+    assert right[0] < 0.35 and statistics.mean(right[-3:]) > right[0] + 0.15
+    assert int(re.search(r"tokens imitated: (\d+)", text)[1]) > 0
+    assert "the same after resuming: True" in text
+
+
 def test_sampling(run):
     _, text = run("sampling")
     before, after = re.findall(r"(\d+)% of the samples are right", text)

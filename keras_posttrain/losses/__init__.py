@@ -39,6 +39,7 @@ from keras_posttrain.losses.features import (
     attention_loss,
     hidden_state_loss,
 )
+from keras_posttrain.losses.function_loss import FunctionLoss
 from keras_posttrain.losses.importance import kl_estimate
 from keras_posttrain.losses.language_modeling import (
     DFTLoss,
@@ -167,6 +168,7 @@ __all__ = [
     "ExoPairLoss",
     "ForwardKL",
     "ForwardKLLoss",
+    "FunctionLoss",
     "GDPOAdvantages",
     "GRPOLoss",
     "GSPOLoss",

@@ -331,6 +331,7 @@ class RolloutTask(Task):
                 trained on, before anything is sampled.
         """
         self._assert_compile_called("fit")
+        checks.no_loop(self.loop, "fit")
         batch_size = checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
         rl_checks.staleness(max_staleness)

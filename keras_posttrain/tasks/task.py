@@ -154,6 +154,8 @@ class Task(keras.Model):
         # By role, tuples of the `FrozenPolicy`s that the step reads.
         self.companions = {}
         self._evaluating, self._verbose = False, 0
+        # The `kpt.Loop` that is open.
+        self.loop = None
         self._log_probs = self._compiled_train_step = None
         # Whether `evaluate` compares completions with those of rows.
         self.takes_metrics = False
@@ -358,6 +360,7 @@ class Task(keras.Model):
                 are clipped to.
             run_eagerly: bool, for debugging.
         """
+        checks.no_loop(self.loop, "compile")
         loss = self.default_loss() if loss == "auto" else loss
         keras_words.check_overrides(self, Task)
         checks.placed(self.causal_lm)
@@ -457,6 +460,7 @@ class Task(keras.Model):
                 trained on, before anything is compiled.
         """
         self._assert_compile_called("fit")
+        checks.no_loop(self.loop, "fit")
         batch_size = checks.positive_int("batch_size", batch_size)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(

@@ -368,6 +368,15 @@ def may_train(policy, packing, callbacks=()):
             )
 
 
+def no_loop(loop, method):
+    """Raises a `ValueError` for a task that a `kpt.Loop` trains."""
+    if loop is not None:
+        raise ValueError(
+            f"`{method}` is called while a `kpt.Loop` of the task is open. "
+            f"Call `{method}` before or after its `with` block."
+        )
+
+
 def need_adapter(adapter, method):
     if adapter is None:
         raise ValueError(

@@ -1,0 +1,314 @@
+"""`kpt.Loop`: a user's own loop over the steps of `fit`."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from tests.support import REFERENCE, random_rows, read_log, weights
+
+ROWS = random_rows(12, seed=3)
+
+
+def make(cls=kpt.SFTTask, lora=True, optimizer=None, **settings):
+    task = cls.from_preset(
+        REFERENCE / "models" / "llama3",
+        sequence_length=64,
+        lora=kpt.LoRA(rank=4) if lora else None,
+    )
+    if cls is kpt.GRPOTask:
+        settings |= {"rewards": [lambda completions: [0.0] * len(completions)]}
+        settings |= {"num_generations": 4, "max_completion_length": 8}
+    task.compile(optimizer or keras.optimizers.Adam(1e-2), **settings)
+    return task
+
+
+def data(count=6, seed=0, scale=1.0, **extras):
+    """Data of GRPO: pairs that share a prompt, of different lengths."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        if i % 2 == 0:
+            prompt = rng.integers(3, 500, rng.integers(3, 9))
+        size = int(rng.integers(2, 8))
+        found.append(
+            kpt.Datum(
+                prompt,
+                rng.integers(3, 500, size),
+                advantages=scale * (-1.0) ** i * (1 + i),
+                old_per_token_logps=-rng.uniform(5, 7, size),
+                **extras,
+            )
+        )
+    return found
+
+
+def assert_equal(one, other, tolerance=0.0):
+    theirs = weights(other)
+    for name, value in weights(one).items():
+        np.testing.assert_allclose(
+            value, theirs[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def loop_of(task, batches, **kwargs):
+    logs = []
+    with kpt.Loop(task, **kwargs) as loop:
+        for batch in batches:
+            loop.forward_backward(batch)
+            logs.append({k: float(v) for k, v in loop.optim_step().items()})
+    return logs
+
+
+@pytest.mark.parametrize(
+    "lora, settings",
+    [(True, {}), (False, {"micro_batch_size": 2, "max_grad_norm": 0.1})],
+)
+def test_one_call_a_step_is_fit_bit_for_bit(lora, settings, tmp_path):
+    by_fit, by_loop = make(lora=lora, **settings), make(lora=lora, **settings)
+    log = kpt.callbacks.MetricsLog(tmp_path)
+    by_fit.fit(ROWS, 4, 2, shuffle=False, callbacks=[log], verbose=0)
+    batches = [ROWS[i : i + 4] for i in range(0, 12, 4)] * 2
+    logs = loop_of(by_loop, batches)
+    assert_equal(by_fit, by_loop)
+    assert by_loop.step == by_fit.step == 6
+    for line, found in zip(read_log(tmp_path), logs, strict=True):
+        assert line["loss"] == found["loss"]
+        assert line["grad_norm"] == found["grad_norm"]
+
+
+def test_preferences_are_those_of_fit():
+    rows = [
+        {"prompt": f"{i} + {i}", "chosen": f" = {2 * i}", "rejected": " = 0"}
+        for i in range(1, 9)
+    ]
+    by_fit, by_loop = make(kpt.DPOTask), make(kpt.DPOTask)
+    by_fit.fit(rows, 4, shuffle=False, verbose=0)
+    loop_of(by_loop, [rows[:4], rows[4:]])
+    assert_equal(by_fit, by_loop)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"packing": True}, {"share_prefix": True}]
+)
+def test_several_calls_add_up(settings):
+    """To the update of one call with all data, however they are laid out."""
+    # Adam turns rounding into steps where a gradient is all but 0.
+    whole, parts = (
+        make(kpt.GRPOTask, optimizer=keras.optimizers.SGD(0.1)) for _ in "ab"
+    )
+    everything = data(6, seed=1)
+    [log] = loop_of(whole, [everything])
+    with kpt.Loop(parts, **settings) as loop:
+        results = [
+            loop.forward_backward(some)
+            for some in (everything[:2], everything[2:])
+        ]
+        found = loop.optim_step()
+        losses = [float(result.metrics["loss"]) for result in results]
+    assert_equal(whole, parts, 1e-6)
+    for name in ("loss", "grad_norm", "num_tokens"):
+        if name != "num_tokens" or not settings.get("share_prefix"):
+            assert float(found[name]) == pytest.approx(log[name], rel=1e-5)
+    assert losses[0] != losses[1]
+
+
+def test_metrics_can_be_read_before_the_step():
+    """They are the step's, whose weights then are those of `fit` to 1e-6."""
+    early, late = (
+        make(kpt.GRPOTask, optimizer=keras.optimizers.SGD(0.1)) for _ in "ab"
+    )
+    with kpt.Loop(early) as loop:
+        before = loop.forward_backward(data()).metrics
+        loop.optim_step()
+    with kpt.Loop(late) as loop:
+        result = loop.forward_backward(data())
+        loop.optim_step()
+        after = result.metrics
+    assert set(before) == set(after) and "loss" in before
+    for name in before:
+        assert float(before[name]) == pytest.approx(
+            float(after[name]), rel=1e-5, abs=1e-6
+        )
+    assert_equal(early, late, 1e-6)
+
+
+def test_samples_have_the_weights_of_the_last_step():
+    task = make(kpt.GRPOTask)
+    request = kpt.rollout.Request([5, 6, 7], max_tokens=6, seed=1)
+    with kpt.Loop(task) as loop:
+        for _ in range(2):
+            [[sample]] = loop.sample([request])
+            datum = kpt.Datum([5, 6, 7], sample.token_ids, advantages=1.0)
+            [logps] = loop.log_probs([datum])
+            np.testing.assert_allclose(
+                logps, sample.per_token_logps, atol=1e-5
+            )
+            loop.forward_backward([datum])
+            loop.optim_step(learning_rate=0.05)
+        [[new]] = loop.sample([request])
+    assert float(task.optimizer.learning_rate) == pytest.approx(0.05)
+    # What had an advantage became likely.
+    assert sum(new.per_token_logps) != pytest.approx(
+        sum(sample.per_token_logps)
+    )
+
+
+def test_a_state_that_is_loaded_goes_on(tmp_path):
+    straight, stopped, resumed = (make(kpt.GRPOTask) for _ in range(3))
+    batches = [data(seed=i) for i in range(4)]
+    loop_of(straight, batches)
+    with kpt.Loop(stopped) as loop:
+        for batch in batches[:2]:
+            loop.forward_backward(batch)
+            loop.optim_step()
+        loop.save_state(tmp_path / "2")
+        # The folder is replaced as a whole.
+        loop.save_state(tmp_path / "2")
+    with kpt.Loop(resumed) as loop:
+        loop.load_state(tmp_path / "2")
+        assert loop.step == 2
+        for batch in batches[2:]:
+            loop.forward_backward(batch)
+            loop.optim_step()
+    assert_equal(straight, resumed)
+
+
+def test_it_goes_on_from_a_checkpoint_of_fit(tmp_path):
+    first, second = make(), make()
+    checkpoint = kpt.callbacks.Checkpoint(tmp_path)
+    first.fit(ROWS, 4, callbacks=[checkpoint], verbose=0)
+    with kpt.Loop(second) as loop:
+        loop.load_state(tmp_path / "checkpoints" / "3")
+        assert loop.step == 3
+        assert_equal(first, second)
+        with pytest.raises(ValueError, match="No state can be read from"):
+            loop.load_state(tmp_path / "checkpoints" / "4")
+    other = make(lora=False)
+    with kpt.Loop(other) as loop:
+        with pytest.raises(ValueError, match="lora"):
+            loop.load_state(tmp_path / "checkpoints" / "3")
+
+
+def negative_mean(batch, outputs):
+    mask, logps = batch["completion_mask"], outputs["per_token_logps"]
+    return -(mask * logps).sum() / mask.sum(), {"lowest": logps.min()}
+
+
+def negative_sum(batch, outputs):
+    mask, logps = batch["completion_mask"], outputs["per_token_logps"]
+    return -(mask * logps).sum(), {}
+
+
+def test_a_loss_of_ones_own():
+    plain, own = (make(optimizer=keras.optimizers.SGD(0.1)) for _ in "ab")
+    loss = kpt.losses.FunctionLoss(negative_mean)
+    loop_of(plain, [ROWS[:4]])
+    with kpt.Loop(own) as loop:
+        result = loop.forward_backward(ROWS[:4], loss=loss)
+        loop.optim_step()
+        assert float(result.metrics["lowest"]) < 0
+        loop.forward_backward(ROWS[:4], loss=loss)
+        with pytest.raises(ValueError, match="FunctionLoss couples"):
+            loop.forward_backward(ROWS[4:8], loss=loss)
+        loop.optim_step()
+    loop_of(plain, [ROWS[:4]])
+    assert_equal(plain, own, 1e-6)
+
+
+def test_sums_are_never_divided():
+    loss = kpt.losses.FunctionLoss(negative_sum, is_sum=True)
+    norms = []
+    for parts in ([ROWS[:6]], [ROWS[:2], ROWS[2:6]]):
+        with kpt.Loop(make(loss=loss)) as loop:
+            for part in parts:
+                loop.forward_backward(part)
+            logs = loop.optim_step()
+        norms.append([float(logs["grad_norm"]), float(logs["loss"])])
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+
+
+def test_eight_devices_are_one(eight_devices):
+    alone = make(kpt.GRPOTask, lora=False)
+    batches = [data(seed=i) for i in range(2)]
+    [first, second] = loop_of(alone, batches)
+    del eight_devices
+    keras.distribution.set_distribution(kpt.distribution.fsdp())
+    spread = make(kpt.GRPOTask, lora=False)
+    with kpt.Loop(spread) as loop:
+        loop.forward_backward(batches[0])
+        loop.optim_step()
+        for part in (batches[1][:2], batches[1][2:]):
+            loop.forward_backward(part)
+        found = loop.optim_step()
+    assert float(found["grad_norm"]) == pytest.approx(
+        second["grad_norm"], rel=1e-4
+    )
+
+
+def test_what_is_misused_is_explained():
+    task = make(kpt.GRPOTask)
+    loop = kpt.Loop(task)
+    with pytest.raises(ValueError, match="`optim_step` is for the body of"):
+        loop.optim_step()
+    with loop:
+        with pytest.raises(ValueError, match="no gradients to step by"):
+            loop.optim_step()
+        with pytest.raises(ValueError, match="one Loop at a time"):
+            kpt.Loop(task).__enter__()
+        with pytest.raises(ValueError, match="`fit` is called while"):
+            task.fit([{"prompt": "a"}])
+        with pytest.raises(ValueError, match="trains on samples. Pass a list"):
+            loop.forward_backward([{"prompt": "a", "completion": "b"}])
+        with pytest.raises(ValueError, match="reads 'advantages'.*lack"):
+            loop.forward_backward([kpt.Datum([3], [4])])
+            loop.optim_step()
+        loop._begin_step()
+        with pytest.raises(ValueError, match="id 9999 at place 1 of `compl"):
+            loop.forward_backward([kpt.Datum([3], [4, 9999])])
+        with pytest.raises(ValueError, match="datum 1 with 65 tokens"):
+            loop.forward_backward(
+                [kpt.Datum([3], [4]), kpt.Datum([3], [4] * 64)]
+            )
+        with pytest.raises(ValueError, match="same extras.*datum 1"):
+            loop.forward_backward(
+                [kpt.Datum([3], [4], advantages=1.0), kpt.Datum([3], [4])]
+            )
+        with pytest.raises(ValueError, match="Datum at 0 and dict at 1"):
+            loop.forward_backward([kpt.Datum([3], [4]), {}])
+        with pytest.raises(ValueError, match="`loss` must be"):
+            loop.forward_backward(data(), loss="grpo")
+        loop.forward_backward(data())
+        with pytest.raises(ValueError, match="Gradients are not saved"):
+            loop.save_state("nowhere")
+        with pytest.raises(ValueError, match="another loss"):
+            loop.forward_backward(data(), loss=kpt.losses.DAPOLoss())
+        with pytest.raises(ValueError, match="positive number.*-1"):
+            loop.optim_step(learning_rate=-1)
+        loop.optim_step()
+    task = make()
+    with kpt.Loop(task):
+        with pytest.raises(ValueError, match="`compile` is called while"):
+            task.compile()
+    # Given back.
+    task.compile()
+    with pytest.raises(ValueError, match="compile"):
+        kpt.Loop(kpt.SFTTask.from_preset(REFERENCE / "models" / "llama3"))
+    with pytest.raises(ValueError, match="must be a task"):
+        kpt.Loop(task.causal_lm)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([3], []), "must have a completion.*1 tokens of a prompt and 0"),
+        (([3.5], [4]), "`prompt_ids` of a Datum must be a list of ints"),
+        (([3], [4, 5], [1.0]), "`mask`.*each of the 2 tokens"),
+        (([3], [4, 5], 1.0), "`mask` must have a number for each token"),
+    ],
+)
+def test_data_that_are_none(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kpt.Datum(*arguments)
+    with pytest.raises(ValueError, match="`advantages` of a Datum"):
+        kpt.Datum([3], [4, 5], advantages=[1.0, 2.0, 3.0])
