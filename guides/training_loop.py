@@ -75,16 +75,6 @@ samples have it. Its advantages are their differences to the mean.
 """
 
 
-def right(a, b, completion):
-    text = task.tokenizer.decode(completion.token_ids)
-    return text.strip() == str((a + b) % 10)
-
-
-def rewards(a, b, completions):
-    found = np.array([right(a, b, c) for c in completions], float)
-    return found * (2.0 - found.mean())
-
-
 loss = kpt.losses.ReinforceLoss()
 prompts = [task.tokenizer.encode(f"{a}+{b}=") for a, b in sums]
 shares = []
@@ -98,21 +88,21 @@ with kpt.Loop(task) as loop:
                 for ids in prompts
             ]
         )
-        data = []
+        data, right = [], []
         for (a, b), ids, group in zip(sums, prompts, groups):
-            reward = rewards(a, b, group)
+            answers = [task.tokenizer.decode(c.token_ids) for c in group]
+            found = np.array([x.strip() == str((a + b) % 10) for x in answers])
+            rewards = found * (2.0 - found.mean())
+            right.append(found.mean())
             data += [
-                kpt.Datum(ids, c.token_ids, advantages=r - reward.mean())
-                for c, r in zip(group, reward)
+                kpt.Datum(ids, c.token_ids, advantages=r - rewards.mean())
+                for c, r in zip(group, rewards)
             ]
         result = loop.forward_backward(data, loss)
         logs = loop.optim_step()
-        share = np.mean(
-            [right(a, b, c) for (a, b), g in zip(sums, groups) for c in g]
-        )
-        shares.append(float(share))
+        shares.append(float(np.mean(right)))
         print(
-            f"step {step}: {share:.0%} right, loss "
+            f"step {step}: {shares[-1]:.0%} right, loss "
             f"{float(result.metrics['loss']):.4f}, gradient "
             f"{float(logs['grad_norm']):.3f}"
         )

@@ -97,7 +97,8 @@ def read_log(folder):
 
 
 def passed_on(body):
-    """The names in `rewards=`, `episode=` and in calls of `kpt.episodes`."""
+    """The names in `rewards=`, `episode=`, in calls of `kpt.episodes` and in
+    `FunctionLoss`."""
     found = [
         part
         for node in body
@@ -108,7 +109,9 @@ def passed_on(body):
         )
         or (
             isinstance(part, ast.Call)
-            and ast.unparse(part.func).startswith("kpt.episodes.")
+            and ast.unparse(part.func).startswith(
+                ("kpt.episodes.", "kpt.losses.FunctionLoss")
+            )
         )
     ]
     return {
