@@ -13,6 +13,7 @@ import numpy as np
 from keras_posttrain import _console
 from keras_posttrain._spans import span
 from keras_posttrain.callbacks import callback_state, checks
+from keras_posttrain.callbacks.checkpoint_files import abstract
 from keras_posttrain.callbacks.directories import (
     advice,
     as_path,
@@ -319,7 +320,7 @@ class Checkpoint(keras.callbacks.Callback):
                 continue
             changed = run.check(meta, self.directory, self.override)
             best = {name: expected["trainable"] for name in meta["best"]}
-            wanted = jax.tree.map(_abstract, {**expected, "best": best})
+            wanted = jax.tree.map(abstract, {**expected, "best": best})
             arrays, error = self._try(
                 ocp.StandardCheckpointHandler(),
                 folder / "state",
@@ -465,9 +466,3 @@ def _copy(array):
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return jnp.array(array, copy=True)
     return np.array(array)
-
-
-def _abstract(array):
-    return jax.ShapeDtypeStruct(
-        array.shape, array.dtype, sharding=array.sharding
-    )

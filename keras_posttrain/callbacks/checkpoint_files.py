@@ -54,7 +54,7 @@ def read_arrays(path, arrays, meta):
     import orbax.checkpoint as ocp
 
     best = {name: arrays["trainable"] for name in meta["best"]}
-    wanted = jax.tree.map(_abstract, {**arrays, "best": best})
+    wanted = jax.tree.map(abstract, {**arrays, "best": best})
     return _read(
         path,
         ocp.StandardCheckpointHandler(),
@@ -82,7 +82,8 @@ def _checkpointer():
     return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
 
-def _abstract(array):
+def abstract(array):
+    """Returns the shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding
     )

@@ -2,6 +2,7 @@
 
 from keras_posttrain.metrics.bits_per_byte import BitsPerByte
 from keras_posttrain.metrics.metric import Metric
+from keras_posttrain.metrics.pass_at_k import pass_at_k
 from keras_posttrain.metrics.text_metrics import (
     BLEU,
     ROUGE,
@@ -16,4 +17,5 @@ __all__ = [
     "Metric",
     "ROUGE",
     "normalize_answer",
+    "pass_at_k",
 ]

@@ -5,6 +5,7 @@ import collections
 import numpy as np
 
 from keras_posttrain.losses import advantages as advantage_lib
+from keras_posttrain.metrics.pass_at_k import pass_at_k
 from keras_posttrain.rewards.reward import completion_text
 from keras_posttrain.rl.sampling import request_seed
 from keras_posttrain.rl.trajectory import length_metrics
@@ -28,15 +29,32 @@ def evaluate_prompts(
     total = [scoring.total(g.rewards, many)[0] for g in groups]
     # A completion without a reward is not right.
     right = np.nan_to_num(np.stack(total), nan=-np.inf) >= correct_reward
-    metrics |= length_metrics(groups) | {"pass@1": float(right.mean())}
+    metrics |= length_metrics(groups) | _pass_metrics(right)
     if hasattr(sampler, "results"):
         # Of episodes.
         metrics |= sampler.results()
     if many > 1:
         votes = [_majority(g, r, answer) for g, r in zip(groups, right)]
-        metrics[f"pass@{many}"] = float(right.any(1).mean())
         metrics[f"maj@{many}"] = float(np.mean(votes))
     return metrics
+
+
+def _pass_metrics(right):
+    """Computes pass@k for powers of two, and their standard errors.
+
+    `right` is a bool array `(prompts, samples)`.
+    """
+    prompts, many = right.shape
+    found = {}
+    for k in sorted({1 << i for i in range(many.bit_length())} | {many}):
+        if k > many:
+            continue
+        values = pass_at_k(many, right.sum(1), k)
+        found[f"pass@{k}"] = float(values.mean())
+        if prompts > 1:
+            error = values.std(ddof=1) / np.sqrt(prompts)
+            found[f"pass@{k}/stderr"] = float(error)
+    return found
 
 
 def _majority(group, right, answer):

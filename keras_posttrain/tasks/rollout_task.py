@@ -539,9 +539,11 @@ class RolloutTask(Task):
         Returns:
             A dict of floats: `reward` and the other metrics of rewards and
             lengths; `pass@1`, the fraction of correct completions; and with
-            `k` completions per prompt `pass@k`, the fraction of prompts with
-            at least one correct completion, and `maj@k`, the fraction whose
-            most frequent answer is correct.
+            `n` completions per prompt `pass@k` for `k` of 2, 4, ... and `n`,
+            the probability that one of `k` completions is correct
+            (`kpt.metrics.pass_at_k`), and `maj@n`, the fraction of prompts
+            whose most frequent answer is correct. `pass@k/stderr` is the
+            standard error over prompts, of two or more.
         """
         self._assert_compile_called("evaluate")
         checks.placed(self.causal_lm)

@@ -13,7 +13,7 @@ RISING = re.compile(
 )
 FALLING = re.compile(r"(.*[/_])?(loss|perplexity|kl|divergence|skipped)")
 # Metrics of any rollout whose names hang on a number.
-NUMBERED = re.compile(r"val_(pass|maj)@[1-9]\d*")
+NUMBERED = re.compile(r"val_(pass|maj)@[1-9]\d*(/stderr)?")
 
 
 def direction(name):

@@ -1,5 +1,6 @@
 """Metrics against the libraries that define them, and by hand."""
 
+import itertools
 import math
 
 import numpy as np
@@ -203,3 +204,20 @@ def test_a_missing_library_is_named(monkeypatch):
         kpt.metrics.BLEU()
     with pytest.raises(ImportError, match="rouge-score"):
         kpt.metrics.ROUGE()
+
+
+@pytest.mark.parametrize("n, k", [(5, 1), (5, 2), (5, 5), (7, 3)])
+def test_pass_at_k_is_the_share_of_subsets(n, k):
+    for right in range(n + 1):
+        samples = [i < right for i in range(n)]
+        subsets = list(itertools.combinations(samples, k))
+        share = sum(map(any, subsets)) / len(subsets)
+        assert kpt.metrics.pass_at_k(n, right, k) == pytest.approx(share)
+    # Products of large binomials are not formed.
+    assert 0 < kpt.metrics.pass_at_k(100_000, 1, 10) < 1.1e-4
+
+
+@pytest.mark.parametrize("n, right, k", [(4, 1, 5), (4, 1, 0), (4, [5], 1)])
+def test_pass_at_k_of_what_cannot_be(n, right, k):
+    with pytest.raises(ValueError, match="must be between.*Received"):
+        kpt.metrics.pass_at_k(n, right, k)

@@ -454,6 +454,11 @@ def test_evaluate_counts_what_is_right():
     found = task.evaluate(rows, 4, num_generations=4, answer=lambda ids: 0)
     assert found["pass@1"] == pytest.approx(8 / 24)
     assert found["pass@4"] == pytest.approx(3 / 6)
+    # Of the 6 pairs of two right ones and two wrong ones 5 have a right one.
+    assert found["pass@2"] == pytest.approx((5 / 6 + 5 / 6 + 1) / 6)
+    shares = [0.5, 0.5, 1, 0, 0, 0]
+    error = np.std(shares, ddof=1) / 6**0.5
+    assert found["pass@1/stderr"] == pytest.approx(error)
     # One answer in all: right where any with it is.
     assert found["maj@4"] == pytest.approx(3 / 6)
     assert found["reward"] == pytest.approx(8 / 24)
