@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 
-from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import checks
 
 # What a judge may answer, and the score of what it was shown first.
@@ -102,7 +101,7 @@ def win_rate(
     checks.positive_int("max_concurrency", max_concurrency)
     settings = dict(max_tokens=max_tokens, temperature=temperature, seed=seed)
     answers = task.generate(prompts, **settings)
-    if isinstance(other, Task):
+    if _samples(other):
         other = other.generate(prompts, **settings)
     shown = []
     for prompt, ours, theirs in zip(prompts, answers, other):
@@ -122,6 +121,10 @@ def win_rate(
         for prompt, a, b, scores in pairs
     ]
     return dataclasses.replace(found, samples=samples)
+
+
+def _samples(model):
+    return callable(getattr(model, "generate", None))
 
 
 def _prompts(rows):
@@ -145,14 +148,14 @@ def _prompts(rows):
 
 
 def _check(task, other, prompts, judge):
-    if not isinstance(task, Task):
+    if not _samples(task):
         raise ValueError(f"`task` must be a task. Received: task={task!r}")
     if not callable(judge):
         raise ValueError(
             "`judge` must be a function of a prompt and two answers. "
             f"Received: judge={judge!r}"
         )
-    if isinstance(other, Task):
+    if _samples(other):
         return
     is_list = isinstance(other, (list, tuple))
     if not is_list or not all(isinstance(x, str) for x in other):
