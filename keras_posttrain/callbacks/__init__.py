@@ -1,5 +1,6 @@
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.completions_log import CompletionsLog
+from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.metrics_log import MetricsLog
 from keras_posttrain.callbacks.mlflow import MLflow
 from keras_posttrain.callbacks.progress import Progress
@@ -13,6 +14,7 @@ from keras_posttrain.callbacks.wandb import WandB
 __all__ = [
     "Checkpoint",
     "CompletionsLog",
+    "Evaluate",
     "MLflow",
     "MetricsLog",
     "Progress",

@@ -7,9 +7,9 @@ import numpy as np
 
 from keras_posttrain.distribution import processes
 
-# Attributes of EarlyStopping and ReduceLROnPlateau, and of trackers.
+# Attributes of EarlyStopping and ReduceLROnPlateau, of trackers and Evaluate.
 COUNTERS = ("wait", "best", "best_epoch", "stopped_epoch", "cooldown_counter")
-COUNTERS += ("num_tokens",)
+COUNTERS += ("num_tokens", "evaluated_at")
 
 
 def by_name(callbacks):
@@ -34,6 +34,8 @@ def counters(callbacks):
             for key in COUNTERS
             if isinstance(getattr(callback, key, None), numbers.Real)
         }
+        if hasattr(callback, "evaluated_at"):
+            values["evaluated"] = dict(callback.evaluated)
         if values:
             found[name] = values
     return found

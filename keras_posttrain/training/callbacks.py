@@ -5,6 +5,7 @@ import keras
 from keras_posttrain import _console
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.divergence import Divergence
+from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.process_group import ProcessGroup
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.distribution import processes
@@ -18,9 +19,10 @@ def as_list(callbacks):
 
 
 def ordered(callbacks, verbose):
-    """Adds the run's own callbacks and sorts all, checkpoints last.
+    """Adds the run's own callbacks and sorts all.
 
-    They save what the others count at the end of an epoch.
+    Evaluations come first: they add to the logs that the others read.
+    Checkpoints come last: they save what the others count.
     """
     own = [Divergence()]
     if processes.count() > 1:
@@ -28,7 +30,8 @@ def ordered(callbacks, verbose):
     if verbose and not any(isinstance(c, Progress) for c in callbacks):
         own.append(Progress(verbose))
     return sorted(
-        own + list(callbacks), key=lambda c: isinstance(c, Checkpoint)
+        own + list(callbacks),
+        key=lambda c: isinstance(c, Checkpoint) - isinstance(c, Evaluate),
     )
 
 

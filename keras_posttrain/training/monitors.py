@@ -5,6 +5,8 @@ import re
 
 import keras
 
+from keras_posttrain.callbacks.evaluate import Evaluate
+
 # By the ends of their names, metrics that training raises or lowers. Of
 # others (`entropy`, lengths) neither can be said.
 RISING = re.compile(
@@ -48,7 +50,7 @@ def prepare(callbacks, names, validation_names):
         what = f"{type(callback).__name__}(monitor={metric!r})"
         numbered = NUMBERED.fullmatch(metric) and "val_pass@1" in known
         if metric not in known and not numbered:
-            if any(map(_may_add_metrics, callbacks)):
+            if any(_may_add(callback, metric) for callback in callbacks):
                 continue
             raise ValueError(_unknown(what, metric, known))
         if callback.mode != "auto":
@@ -75,8 +77,10 @@ def _unknown(what, metric, known):
     )
 
 
-def _may_add_metrics(callback):
-    """Returns whether a user's callback may add to the logs of an epoch."""
+def _may_add(callback, metric):
+    """Returns whether a callback may add a metric to the logs of an epoch."""
+    if isinstance(callback, Evaluate):
+        return metric.startswith(f"{callback.name}/")
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return "on_epoch_end" in vars(callback)
     own = type(callback)
