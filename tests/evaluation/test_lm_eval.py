@@ -106,7 +106,9 @@ CASES = [
     pytest.param("llama", True, None, id="llama"),
     pytest.param("qwen3", False, 4, id="qwen3-lora"),
     pytest.param("gemma2", True, None, id="gemma2", marks=pytest.mark.full),
-    pytest.param("gemma3_text", True, None, id="gemma3"),
+    pytest.param(
+        "gemma3_text", True, None, id="gemma3", marks=pytest.mark.full
+    ),
 ]
 
 
