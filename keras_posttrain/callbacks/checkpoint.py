@@ -6,14 +6,18 @@ import threading
 import warnings
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
 from keras_posttrain import _console
 from keras_posttrain._spans import span
 from keras_posttrain.callbacks import callback_state, checks
-from keras_posttrain.callbacks.checkpoint_files import abstract
+from keras_posttrain.callbacks.checkpoint_files import (
+    abstract,
+    contents,
+    detached,
+    handlers,
+)
 from keras_posttrain.callbacks.directories import (
     advice,
     as_path,
@@ -22,7 +26,9 @@ from keras_posttrain.callbacks.directories import (
     unlock,
 )
 from keras_posttrain.callbacks.divergence import Divergence
+from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.intervals import Interval
+from keras_posttrain.callbacks.retention import Retention
 from keras_posttrain.distribution import processes
 
 
@@ -55,7 +61,13 @@ class Checkpoint(keras.callbacks.Callback):
         every: int, steps between two checkpoints; or str, the time between
             them, such as `"10min"` (units are `s`, `min` and `h`). The end
             of training is saved too.
-        keep: int, number of checkpoints to keep.
+        keep: int, number of the newest checkpoints to keep.
+        keep_every: as `every`, or `None`: also keep a checkpoint from each
+            such interval.
+        monitor: name of a metric, such as `"val_loss"` or `"reward"`, or
+            `None`: also keep the checkpoint at which it was best. One at
+            which it was not logged, or not finite, is not compared.
+        mode: `"min"` or `"max"`, what is best; needed with `monitor`.
         from_step: int or `None`: return to the newest checkpoint that is not
             after this step, and delete the later ones. With `fit`'s
             `skip_steps`, a loss spike can be left out this way. The same
@@ -63,6 +75,11 @@ class Checkpoint(keras.callbacks.Callback):
         override: names of settings of the optimizer, such as
             `["learning_rate"]`, that may differ from those of the saved run:
             the run continues with those of `compile`, and prints the change.
+
+    Attributes:
+        best: the folder of the checkpoint at which `monitor` was best, a
+            `pathlib.Path`, or `None`. `Loop.load_state` reads it, and
+            `from_step` with its name, a step, goes back to it.
 
     Raises:
         ValueError: at the start of training, if the directory cannot be
@@ -79,7 +96,16 @@ class Checkpoint(keras.callbacks.Callback):
     reads_step_logs = True
 
     def __init__(
-        self, directory, every=500, keep=2, from_step=None, override=()
+        self,
+        directory,
+        every=500,
+        keep=2,
+        from_step=None,
+        override=(),
+        *,
+        keep_every=None,
+        monitor=None,
+        mode=None,
     ):
         super().__init__()
         if isinstance(override, str) or not all(
@@ -92,10 +118,11 @@ class Checkpoint(keras.callbacks.Callback):
             )
         self.override = tuple(override)
         self._interval = Interval(every)
-        checks.positive("keep", keep)
         checks.positive("from_step", from_step or 1)
         self.directory = as_path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
+        self._retention = Retention(keep, keep_every, monitor, mode)
+        self.best = None
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False
 
@@ -103,7 +130,7 @@ class Checkpoint(keras.callbacks.Callback):
         make_directory(self.directory)
         lock(self.directory)
         self._is_locked = True
-        self._manager = _manager(self.directory, self.keep)
+        self._manager = _manager(self.directory, self._retention)
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
         self._signal = signal.SIGTERM
@@ -141,7 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
         if not self._model.run.at_rest:
             return
         if self._is_due() and not self._is_epoch_over():
-            self._save(in_epoch=True)
+            self._save()
             self._end_if_terminated()
 
     def on_epoch_end(self, epoch, logs=None):
@@ -153,7 +180,7 @@ class Checkpoint(keras.callbacks.Callback):
         # Before `on_train_end`, where EarlyStopping restores its best
         # weights: a run with more epochs resumes from the last ones.
         if self._is_due() or is_last:
-            self._save()
+            self._save(epoch_logs=logs or {})
         self._end_if_terminated()
 
     def on_train_end(self, logs=None):
@@ -166,7 +193,7 @@ class Checkpoint(keras.callbacks.Callback):
         if processes.count() > 1 or self._manager is None:
             return
         if self._model.step > (self._saved or 0):
-            self._save(in_epoch=True)
+            self._save()
             # What ends now may take longer than the process is given.
             self._checked(self._manager.wait_until_finished)
 
@@ -177,6 +204,8 @@ class Checkpoint(keras.callbacks.Callback):
         if manager is not None:
             try:
                 self._checked(manager.wait_until_finished)
+                step = self._retention.best_step(manager)
+                self.best = None if step is None else self.directory / step
             finally:
                 manager.close()
         if self._is_locked:
@@ -257,10 +286,8 @@ class Checkpoint(keras.callbacks.Callback):
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
-    def _save(self, in_epoch=False):
-        # Imported late, as only runs with checkpoints need it.
-        import orbax.checkpoint as ocp
-
+    def _save(self, epoch_logs=None):
+        """Saves the present step; `epoch_logs` are those of its end, if so."""
         task, run = self.model, self.model.run
         if self._saved == task.step:
             return
@@ -269,10 +296,7 @@ class Checkpoint(keras.callbacks.Callback):
                 callback.flush()
         arrays, meta = run.training_state()
         arrays["best"] = callback_state.best_weights(run.callbacks, task)
-        if jax.default_backend() == "cpu":
-            # Arrays on the CPU are written without a copy, and the next step
-            # reuses their memory.
-            arrays = jax.tree.map(_copy, arrays)
+        in_epoch = epoch_logs is None
         meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
         stopped = task.stop_training and not self._stopped_in_epoch
         meta["stopped"] = bool(stopped)
@@ -280,18 +304,30 @@ class Checkpoint(keras.callbacks.Callback):
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
         meta["checksum"] = _checksum(meta)
+        metrics = self._retention.metrics(
+            self._logs(epoch_logs), epoch_ended=not in_epoch
+        )
         with span("checkpoint"):
             self._checked(
                 self._manager.save,
                 task.step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(arrays),
-                    meta=ocp.args.JsonSave(meta),
-                ),
+                args=contents(detached(arrays), meta),
+                metrics=metrics,
                 force=True,
             )
         self._saved = task.step
         self._interval.begin(task.step)
+
+    def _logs(self, epoch_logs):
+        """Returns logs without evaluations of an earlier step."""
+        old = tuple(
+            f"{callback.name}/"
+            for callback in self.model.run.callbacks
+            if isinstance(callback, Evaluate)
+            and callback.evaluated_at != self.model.step
+        )
+        logs = self.model.step_logs if epoch_logs is None else epoch_logs
+        return {k: v for k, v in logs.items() if not k.startswith(old)}
 
     def _restore(self):
         # Imported late, as only runs with checkpoints need it.
@@ -430,7 +466,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._manager.delete(step)
 
 
-def _manager(directory, keep):
+def _manager(directory, retention):
     # Imported late, as only runs with checkpoints need it.
     import orbax.checkpoint as ocp
 
@@ -442,8 +478,11 @@ def _manager(directory, keep):
 
     return Manager(
         directory,
+        handler_registry=handlers(),
         options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=retention.policy(),
+            best_fn=retention.value if retention.monitor else None,
+            best_mode=retention.mode or "max",
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
         ),
@@ -460,9 +499,3 @@ def _checksum(meta):
 def _complete_steps(directory):
     names = os.listdir(directory) if directory.exists() else []
     return sorted(int(n) for n in names if n.isdigit())
-
-
-def _copy(array):
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return jnp.array(array, copy=True)
-    return np.array(array)

@@ -15,14 +15,15 @@ class Interval:
     Args:
         every: int, steps; or str, a time such as `"30s"`, `"10min"` or
             `"1.5h"`.
+        name: str, that of the argument.
     """
 
-    def __init__(self, every):
+    def __init__(self, every, name="every"):
         self.steps = self.seconds = None
         if isinstance(every, str):
-            self.seconds = _seconds(every)
+            self.seconds = _seconds(every, name)
         else:
-            self.steps = checks.positive("every", every)
+            self.steps = checks.positive(name, every)
         self.step = self.time = 0
 
     def begin(self, step):
@@ -42,13 +43,13 @@ class Interval:
         return processes.from_first(is_over)
 
 
-def _seconds(text):
+def _seconds(text, name):
     """Returns the seconds of a text such as `"10min"`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", text)
     seconds = float(found[1]) * SECONDS[found[2]] if found else 0
     if not seconds:
         raise ValueError(
-            "`every` must be a positive int, steps, or a time such as "
-            f'"30s", "10min" or "1.5h". Received: every={text!r}'
+            f"`{name}` must be a positive int, steps, or a time such as "
+            f'"30s", "10min" or "1.5h". Received: {name}={text!r}'
         )
     return seconds
