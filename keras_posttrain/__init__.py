@@ -41,6 +41,7 @@ from keras_posttrain.models.lora import LoRA  # noqa: E402
 from keras_posttrain.models.quantized import Quantization  # noqa: E402
 from keras_posttrain.optimizers import decay_mask  # noqa: E402
 from keras_posttrain.reports.overlay import report  # noqa: E402
+from keras_posttrain.sweeps.sweep import sweep  # noqa: E402
 from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402
 from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
 from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
@@ -81,6 +82,7 @@ __all__ = [
     "report",
     "rewards",
     "rollout",
+    "sweep",
 ]
 
 _compilation_cache.enable()

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 
+import keras
 import pytest
 from safetensors.numpy import load_file
 
@@ -34,6 +35,12 @@ def correct(completions, answer):
 
 def broken(completions):
     raise ValueError("mine")
+
+
+async def ask(chat, prompt, answer):
+    reply = await chat(prompt)
+    reply = await chat("Are you sure?")
+    return float("y" in reply.text)
 """
 SIDES = {"chosen": " yes it is", "rejected": " no"}
 ROWS = {
@@ -122,6 +129,32 @@ def test_the_script_that_is_shown_gives_the_same_weights(folder, capsys, name):
     printed = "\n".join(line for line in printed.splitlines() if line)
     assert printed.endswith(script.replace('"again', '"other'))
     assert not (folder / "other").exists()
+
+
+def test_an_episode_is_scored_by_a_reward_model_on_quantized_weights(folder):
+    assert main([*command("reward", "scorer"), "--export"]) == 0
+    arguments = ["grpo", *command("sft")[1:-5], "--data", "prompts.jsonl"]
+    arguments += ["--reward-model", "scorer/model", "--quantize", "int8"]
+    arguments += ["--episode", "scores.py:ask", *SAMPLED]
+    assert main([*arguments, "--rollout", "NativeRollout(num_slots=4)"]) == 0
+    log = read_log(folder / "run")
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    for line in log:
+        parts = line["rewards/model/mean"] + line["rewards/ask/mean"]
+        assert line["reward"] == pytest.approx(parts, abs=1e-5)
+    lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
+    messages = json.loads(lines[0])["completion"]
+    assert [m["role"] for m in messages] == ["assistant", "user", "assistant"]
+    assert adapter(folder / "run")
+
+
+def test_a_distribution_is_set(folder, eight_devices):
+    rows = ["--batch-size", "8", "--distribution", "fsdp"]
+    assert main([*command("sft"), *rows]) == 0
+    found = keras.distribution.distribution()
+    assert found.device_mesh.devices.size == len(eight_devices)
+    assert [line["step"] for line in read_log(folder / "run")] == [1]
+    assert adapter(folder / "run")
 
 
 def test_an_interrupted_command_goes_on(folder, capsys):

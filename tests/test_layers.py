@@ -36,6 +36,7 @@ LEVELS = {
     "distill": 5,
     "tasks": 6,
     "evaluation": 7,
+    "sweeps": 7,
     "examples": 7,
     "_command_line": 7,
     "__main__": 8,

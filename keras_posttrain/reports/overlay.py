@@ -56,6 +56,11 @@ def report(runs, path):
     return path
 
 
+def has_run(folder):
+    """Returns whether a directory has what `report` reads."""
+    return any((pathlib.Path(folder) / name).exists() for name in (PAGE, LOG))
+
+
 def _read(path):
     """Returns the runs of a page or of a directory, a list of dicts."""
     if path.is_file():

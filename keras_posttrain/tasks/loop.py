@@ -64,6 +64,20 @@ class Loop:
     loss with one normalizer: losses that couple a batch, and router losses,
     refuse a second call.
 
+    What `fit` computes between sampling and a step is yours here:
+
+    - `rewards`, `episode`, `advantages` and the KL divergence in the reward
+      of a task that samples are not used. A loss with a `beta` reads
+      `ref_per_token_logps` of each `kpt.Datum`.
+    - `kpt.PPOTask` reads `advantages`, `returns`, `old_values` (`values`) and
+      `old_per_token_logps` of each `kpt.Datum`, see
+      `kpt.losses.generalized_advantages`. Its loss has two normalizers, so a
+      step takes one call.
+    - `kpt.DistillTask`, `kpt.DPOTask` and `kpt.RewardTask` take rows. To
+      distil from samples, pass them as rows with their `token_ids` and
+      `completion_mask`. A policy loss of distillation is not supported.
+    - A Loop runs in one process.
+
     Args:
         task: a compiled task. Its optimizer, clipping, micro-batches,
             adapter and reference are used.
@@ -246,17 +260,32 @@ class Loop:
         self._check_open("log_probs")
         if not _is_data(data):
             return self.task.log_probs(data)
-        batch = self._data_batch(data)
-        if "logps" not in self._programs:
-            self._programs["logps"] = jax.jit(self._logps)
-        weights = ModelWeights.of(self.task).values()
-        arrays = processes.put_rows(batch.arrays)
-        found = self._programs["logps"](*weights, arrays)
-        batch.arrays["logps"] = np.asarray(found)
-        return [
-            batch.tokens("logps", i)[len(datum.prompt_ids) :].astype("float32")
-            for i, datum in enumerate(data)
-        ]
+        return self._token_arrays("per_token_logps", data, self._logps)
+
+    def values(self, data):
+        """Computes the values of a `kpt.PPOTask` under the present weights.
+
+        Args:
+            data: list of `kpt.Datum`.
+
+        Returns:
+            A list of float32 arrays, of each `Datum` the value before each
+            of its completion's tokens: `old_values` of PPO's losses.
+
+        Raises:
+            ValueError: for a task without a value model.
+        """
+        self._check_open("values")
+        if getattr(self.task, "value_model", None) is None:
+            raise ValueError(
+                f"{type(self.task).__name__} has no value model, as a "
+                "`kpt.PPOTask` has."
+            )
+        if not _is_data(data):
+            raise ValueError(
+                f"`data` must be a list of `kpt.Datum`. Received: {data!r:.200}"
+            )
+        return self._token_arrays("values", data, self._values)
 
     def save_state(self, directory):
         """Saves weights, optimizer, step and random state, to resume from.
@@ -294,7 +323,11 @@ class Loop:
                 optimizer, or that cannot be read.
         """
         self._check_open("load_state")
-        path, saved = as_path(directory), self._saved()
+        path = as_path(directory)
+        if not isinstance(self.task, RolloutTask):
+            # Its reference or teachers, which a first call would make.
+            self.task.begin_run([[], []], 1, ())
+        saved = self._saved()
         meta = checkpoint_files.read_meta(path)
         ours = self.task.fingerprint()
         run_state.check(meta, ours, meta["seed"], path)
@@ -493,6 +526,25 @@ class Loop:
         return run_state.Saved.of(
             step, {f"{x.role}_{i}": x for i, x in enumerate(models)}
         )
+
+    def _token_arrays(self, name, data, function):
+        """Returns what a function computes of the tokens of completions."""
+        batch = self._data_batch(data)
+        if name not in self._programs:
+            self._programs[name] = jax.jit(function)
+        weights = ModelWeights.of(self.task).values()
+        arrays = processes.put_rows(batch.arrays)
+        found = self._programs[name](*weights, arrays)
+        batch.arrays[name] = np.asarray(found)
+        return [
+            batch.tokens(name, i)[len(datum.prompt_ids) :].astype("float32")
+            for i, datum in enumerate(data)
+        ]
+
+    def _values(self, trainable, frozen, batch):
+        with self.task.using_weights(trainable, frozen):
+            mask = batch["segment_ids"] > 0
+            return self.task.token_outputs(batch, mask, ("values",))["values"]
 
     def _logps(self, trainable, frozen, batch):
         with self.task.using_weights(trainable, frozen):

@@ -1,5 +1,7 @@
 """`kpt.Loop`: a user's own loop over the steps of `fit`."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -131,6 +133,130 @@ def test_metrics_can_be_read_before_the_step():
             float(after[name]), rel=1e-5, abs=1e-6
         )
     assert_equal(early, late, 1e-6)
+
+
+class Batches(keras.callbacks.Callback):
+    """Keeps the batches of a run that samples."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.found = self.model.run.collection.batches
+
+
+def data_of(batch):
+    """The data of a batch of one sequence a row, with what PPO reads."""
+    names = ("advantages", "returns", "old_values", "old_per_token_logps")
+    for i, count in enumerate((batch["segment_ids"] > 0).sum(axis=1)):
+        begin = int(np.argmax(batch["completion_mask"][i] > 0))
+        part = slice(begin, count)
+        ids = batch["token_ids"][i]
+        extras = {name: batch[name][i, part] for name in names}
+        yield kpt.Datum(ids[:begin], ids[part], **extras)
+
+
+def test_an_update_of_ppo_is_that_of_fit():
+    settings = {
+        "kl_coef": 0,
+        "num_iterations": 1,
+        "max_completion_length": 6,
+        "rewards": [lambda completions: [len(c) for c in completions]],
+    }
+    by_fit, by_batch, by_data = (
+        make(kpt.PPOTask, optimizer=keras.optimizers.SGD(0.1), **settings)
+        for _ in "abc"
+    )
+    rows = [{"prompt_ids": row["token_ids"][:9]} for row in ROWS[:4]]
+    kept = Batches()
+    by_fit.fit(rows, 4, shuffle=False, callbacks=[kept], verbose=0)
+    [batch] = kept.found
+    data = list(data_of(batch))
+    loop_of(by_batch, [batch])
+    assert_equal(by_fit, by_batch)
+    with kpt.Loop(by_data) as loop:
+        for name, known in (
+            (loop.values(data), "old_values"),
+            (loop.log_probs(data), "old_per_token_logps"),
+        ):
+            for found, datum in zip(name, data, strict=True):
+                np.testing.assert_allclose(
+                    found, datum.extras[known], atol=1e-5
+                )
+        loop.forward_backward(data)
+        loop.optim_step()
+        loop.forward_backward(data)
+        with pytest.raises(ValueError, match="has several normalizers"):
+            loop.forward_backward(data)
+        loop._begin_step()
+        with pytest.raises(ValueError, match="reads 'advantages'.*lack"):
+            loop.forward_backward([kpt.Datum([3], [4])])
+            loop.optim_step()
+        with pytest.raises(ValueError, match="must be a list of `kpt.Datum`"):
+            loop.values(rows)
+    assert_equal(by_fit, by_data, 1e-6)
+
+
+@functools.cache
+def teacher():
+    """A model of the student's tokens with other weights."""
+    task = kpt.SFTTask.from_preset(REFERENCE / "models" / "llama3")
+    for variable in task.trainable_variables:
+        variable.assign(1.2 * variable.value)
+    return task.causal_lm
+
+
+def distill(**settings):
+    task = kpt.DistillTask.from_preset(
+        REFERENCE / "models" / "llama3",
+        teacher=teacher(),
+        sequence_length=64,
+        lora=kpt.LoRA(rank=4),
+    )
+    task.compile(keras.optimizers.Adam(1e-2), **settings)
+    return task
+
+
+def test_distillation_is_that_of_fit_and_goes_on(tmp_path):
+    by_fit, by_loop, resumed = distill(), distill(), distill()
+    by_fit.fit(ROWS[:8], 4, shuffle=False, verbose=0)
+    with kpt.Loop(by_loop) as loop:
+        loop.forward_backward(ROWS[:4])
+        loop.optim_step()
+        loop.save_state(tmp_path / "1")
+        loop.forward_backward(ROWS[4:8])
+        loop.optim_step()
+        with pytest.raises(ValueError, match="reads more than a Datum has"):
+            loop.forward_backward(data())
+        with pytest.raises(ValueError, match="has no value model"):
+            loop.values(data())
+    with kpt.Loop(resumed) as loop:
+        loop.load_state(tmp_path / "1")
+        loop.forward_backward(ROWS[4:8])
+        loop.optim_step()
+    assert_equal(by_fit, by_loop)
+    assert_equal(by_fit, resumed)
+
+
+def test_samples_are_distilled_as_rows():
+    task = distill(loss=kpt.losses.ReverseKLLoss())
+    divergences = []
+    with kpt.Loop(task) as loop:
+        [samples] = loop.sample(
+            [
+                kpt.rollout.Request(
+                    [5, 6, 7], num_generations=4, max_tokens=6, seed=1
+                )
+            ]
+        )
+        rows = [
+            {
+                "token_ids": [5, 6, 7, *sample.token_ids],
+                "completion_mask": [0] * 3 + [1] * len(sample.token_ids),
+            }
+            for sample in samples
+        ]
+        for _ in range(4):
+            loop.forward_backward(rows)
+            divergences.append(float(loop.optim_step()["divergence"]))
+    assert divergences[-1] < 0.9 * divergences[0]
 
 
 def test_samples_have_the_weights_of_the_last_step():
