@@ -283,7 +283,8 @@ class Loop:
             )
         if not _is_data(data):
             raise ValueError(
-                f"`data` must be a list of `kpt.Datum`. Received: {data!r:.200}"
+                "`data` must be a list of `kpt.Datum`. "
+                f"Received: {data!r:.200}"
             )
         return self._token_arrays("values", data, self._values)
 
