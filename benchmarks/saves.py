@@ -7,10 +7,10 @@ All weights of a model are trained with AdamW, so that a checkpoint holds three
 floats a weight. Compared in one process are saves by
 `kpt.callbacks.Checkpoint` and by Orbax's `CheckpointManager` with its
 defaults, of copies of the arrays, since the next step takes over their memory.
-Printed are medians of `--saves` saves after a first one: the time before training goes
-on, the next step over the median step, the peak of resident memory over that
-before the save, and the processor time of all. Tables and figures are written
-to `results/saves.*`.
+Printed are medians of `--saves` saves after a first one: the time before
+training goes on, the next step over the median step, the peak of resident
+memory over that before the save, and the processor time of all. Tables and
+figures are written to `results/saves.*`.
 """
 
 import argparse
