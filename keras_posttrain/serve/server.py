@@ -210,6 +210,7 @@ def _handler(service, key):
                 data = self.read_body(Refused) if has_body else b""
                 given = self.headers.get("X-API-Key", "")
                 if not hmac.compare_digest(given.encode(), key.encode()):
+                    self.close_connection = True
                     raise Refused(
                         "The API key is not that of this server. Set "
                         "TINKER_API_KEY to the one that it shows.",

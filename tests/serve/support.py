@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import tempfile
 import urllib.error
@@ -16,6 +17,8 @@ from tinker import types
 import keras_posttrain as kpt
 from keras_posttrain.serve import TinkerServer
 
+# Else clients spend seconds on it when they are closed.
+os.environ["TINKER_TELEMETRY"] = "0"
 RANK, LENGTH = 4, 32
 ROWS = [
     {"prompt": f"{a}+{b}=", "completion": f"{(a + b) % 10}<"}
@@ -50,7 +53,7 @@ def client_of(server):
     try:
         yield client
     finally:
-        client.close("success").result(10)
+        client.close("success").result(60)
 
 
 def new_model(client, seed=1, rank=RANK, **settings):
@@ -123,3 +126,7 @@ def post(server, path, body, key=None, content="application/json"):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
+
+
+def ints(values):
+    return np.asarray(values, np.int32).tobytes()

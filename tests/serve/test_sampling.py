@@ -11,18 +11,6 @@ from tests.serve import support
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with support.serve(tmp_path_factory.mktemp("state")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with support.client_of(server) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def model(client):
     model = support.new_model(client)
     for _ in range(3):

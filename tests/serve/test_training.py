@@ -12,23 +12,6 @@ import keras_posttrain as kpt
 from tests.serve import support
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with support.serve(folder) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with support.client_of(server) as client:
-        yield client
-
-
 def test_steps_are_those_of_the_loop(client, folder, tmp_path):
     model = support.new_model(client, seed=3)
     parts = support.supervised(slice(5)), support.supervised(slice(5, 12))
