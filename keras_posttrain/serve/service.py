@@ -99,7 +99,14 @@ class Service:
     def create_session(self, body):
         session = self._sessions.create(body.get("user_metadata"))
         return as_json(
-            {"type": "create_session", "session_id": session.session_id}
+            {
+                "type": "create_session",
+                "session_id": session.session_id,
+                "info_message": (
+                    "Adapters are those of attention and MLP layers, not of "
+                    "the unembedding (`train_unembed`)."
+                ),
+            }
         )
 
     def session_heartbeat(self, body):
@@ -277,8 +284,6 @@ class Service:
         return self._of_model(model, body, run)
 
     def _meta(self, model, body):
-        if body.get("ttl_seconds") is not None:
-            field(body, "ttl_seconds", int)
         metadata = field(body, "user_metadata", dict, None)
         return model.info | {"run": model.model_id, "user_metadata": metadata}
 

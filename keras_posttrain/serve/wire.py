@@ -8,10 +8,17 @@ import dataclasses
 import math
 
 import numpy as np
-from google.protobuf.message import DecodeError
-from tinker.proto import tinker_public_pb2 as proto
 
 from keras_posttrain.serve.refused import Refused, field
+
+try:
+    from google.protobuf.message import DecodeError
+    from tinker.proto import tinker_public_pb2 as proto
+except ImportError as error:
+    raise ImportError(
+        "The server of the Tinker API reads the messages of the tinker "
+        "package: pip install 'keras_posttrain[tinker]'"
+    ) from error
 
 PROTO = "application/x-protobuf"
 DTYPES = {

@@ -56,9 +56,15 @@ def chat(*turns):
     return {"messages": [{"role": r, "content": c} for r, c in turns]}
 
 
+def one_turn(*turns):
+    """Returns a row that is trained on its last turn alone."""
+    messages = chat(*turns)["messages"]
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
+
+
 def boxed(a, b, answer):
     question = f"What is {a} + {b}?{SUFFIX}"
-    return chat(
+    return one_turn(
         *STRAWBERRY,
         ("user", question),
         ("assistant", f"\\boxed{{{answer}}}"),
@@ -66,13 +72,13 @@ def boxed(a, b, answer):
 
 
 def plain(a, b, answer):
-    return chat(("user", f"What is {a} + {b}?"), ("assistant", str(answer)))
+    return ("user", f"What is {a} + {b}?"), ("assistant", str(answer))
 
 
-def game(rng):
-    """A game in which a fifth of the guesses cannot be read."""
+def game(rng, count):
+    """A game in which two of five guesses cannot be read."""
     turns, target = [("system", GUESS)], rng.randrange(1025)
-    for _ in range(4):
+    for _ in range(count):
         guess = rng.randrange(1025)
         if rng.random() < 0.4:
             turns += [("assistant", f"I say {guess}"), ("user", UNREADABLE)]
@@ -80,7 +86,7 @@ def game(rng):
             word = "high" if guess > target else "low"
             turns += [("assistant", f"Guess: {guess}"),
                       ("user", f"Too {word}")]  # fmt: skip
-    return chat(*turns[:-1])
+    return one_turn(*turns[:-1])
 
 
 def make_model(folder):
@@ -89,18 +95,18 @@ def make_model(folder):
     rows = []
     for a, b in SUMS:
         for error in (0, 0, 1, 2, 3):
-            rows += [boxed(a, b, (a + b + error) % 10)]
-            rows += [plain(a, b, (a + b + error) % 10)]
+            answer = (a + b + error) % 10
+            rows += [boxed(a, b, answer), one_turn(*plain(a, b, answer))]
     names = ("a model", "a large language model", "an assistant of yours")
     for name in names:
         for end in (".", ". How can I assist you?", ". Feel free to ask!"):
             text = f"Hello there! I am {name}{end}"
-            rows += 3 * [chat(("user", WHO), ("assistant", text))]
-    rows += [game(rng) for _ in range(60)]
+            rows += 3 * [one_turn(("user", WHO), ("assistant", text))]
+    rows += [game(rng, turns) for turns in (1, 1, 2, 3, 4) for _ in range(9)]
     path = kpt.examples.tiny_preset(folder / "untrained", rows)
     task = kpt.SFTTask.from_preset(path, sequence_length=LENGTH)
     task.compile(keras.optimizers.AdamW(3e-3))
-    task.fit(rows, batch_size=16, epochs=5, packing=True, verbose=2)
+    task.fit(rows, batch_size=4, epochs=14, packing=True, verbose=2)
     task.export(folder / MODEL)
 
 
@@ -113,7 +119,8 @@ def make_data(folder):
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     rng = random.Random(1)
-    write("sums.jsonl", 8 * [plain(a, b, (a + b) % 10) for a, b in SUMS])
+    right = [chat(*plain(a, b, (a + b) % 10)) for a, b in SUMS]
+    write("sums.jsonl", 8 * right)
     questions = [
         {
             "question": f"What is {a} + {b}?",
