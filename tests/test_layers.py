@@ -37,6 +37,7 @@ LEVELS = {
     "tasks": 6,
     "evaluation": 7,
     "sweeps": 7,
+    "serve": 7,
     "examples": 7,
     "_command_line": 7,
     "__main__": 8,

@@ -15,6 +15,7 @@ import types
 import keras
 
 import keras_posttrain
+import keras_posttrain.serve
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "public_api.txt"
 # What Keras calls or what comes from dataclasses is not ours to document.
@@ -44,7 +45,7 @@ def public_classes():
     modules = [keras_posttrain, keras_posttrain.callbacks]
     modules += [keras_posttrain.losses, keras_posttrain.rewards]
     modules += [keras_posttrain.rollout, keras_posttrain.distribution]
-    modules += [keras_posttrain.episodes]
+    modules += [keras_posttrain.episodes, keras_posttrain.serve]
     values = [getattr(m, name) for m in modules for name in m.__all__]
     return [value for value in values if isinstance(value, type)]
 
@@ -92,6 +93,8 @@ def describe(module, prefix):
 
 def public_api():
     lines = list(describe(keras_posttrain, "keras_posttrain"))
+    # Not part of the package's import, as it needs an extra.
+    lines += describe(keras_posttrain.serve, "keras_posttrain.serve")
     return "\n".join(lines) + "\n"
 
 

@@ -2,17 +2,14 @@
 
 import concurrent.futures
 import http
-import http.server
 import json
 import secrets
-import socketserver
 import threading
 import weakref
 
 from keras_posttrain.episodes import chat_api
+from keras_posttrain.episodes.loopback import LoopbackHandler, LoopbackServer
 
-# The longest request, in bytes.
-MAX_REQUEST = 64 * 2**20
 PATHS = ("/v1/chat/completions", "/chat/completions")
 
 
@@ -28,8 +25,8 @@ class ChatServer:
 
     def __init__(self):
         self._answers = {}
-        self._server = _Server(("127.0.0.1", 0), _handler(self._answers))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._server = LoopbackServer(_handler(self._answers))
+        self.url = f"http://127.0.0.1:{self._server.port}/v1"
         # It must not keep the object.
         threading.Thread(
             target=self._server.serve_forever, args=(0.1,), daemon=True
@@ -57,26 +54,13 @@ def _stop(server):
     server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    block_on_close = False
-    # Hundreds of agents may begin at once.
-    request_queue_size = 1024
-
-    def handle_error(self, request, client_address):
-        """Says nothing: a client that has gone needs no answer."""
-
-
 def _handler(answers):
     """Returns the class that handles requests.
 
     `answers` has the function of each open session by its key.
     """
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(LoopbackHandler):
         def do_GET(self):
             if self._session() is None:
                 return
@@ -89,7 +73,7 @@ def _handler(answers):
 
         def do_POST(self):
             try:
-                body = self._body()
+                body = self.read_body(chat_api.Refused)
                 if (answer := self._session()) is None:
                     return
                 if self.path.partition("?")[0] not in PATHS:
@@ -102,20 +86,6 @@ def _handler(answers):
                 self._stream(found.chunks())
             else:
                 self._send(200, found.completion())
-
-        def _body(self):
-            length = self.headers.get("Content-Length")
-            if length is None or not length.isdecimal():
-                self.close_connection = True
-                raise chat_api.Refused("`Content-Length` is missing.", 411)
-            if int(length) > MAX_REQUEST:
-                self.close_connection = True
-                raise chat_api.Refused(
-                    f"A request has at most {MAX_REQUEST} bytes. Received: "
-                    f"{length}",
-                    413,
-                )
-            return self.rfile.read(int(length))
 
         def _session(self):
             """Returns the function of the session, or refuses."""
@@ -137,11 +107,7 @@ def _handler(answers):
 
         def _send(self, status, body):
             data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.send_bytes(status, data, "application/json")
 
         def _stream(self, chunks):
             self.send_response(200)
@@ -152,9 +118,6 @@ def _handler(answers):
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
-
-        def log_message(self, *args):
-            """Says nothing on standard error."""
 
     return Handler
 

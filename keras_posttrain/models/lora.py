@@ -274,12 +274,7 @@ class Adapter(keras.layers.Layer):
         causal_lm.trainable = False
         self.a, self.b = [], []
         for pair in self.pairs:
-            bound = 1 / np.sqrt(pair.in_size)
-            digest = hashlib.sha256(f"{lora.seed}/{pair.name}".encode())
-            seed = int.from_bytes(digest.digest()[:4], "little") >> 1
-            uniform = keras.initializers.RandomUniform(
-                -bound, bound, seed=seed
-            )
+            uniform = _uniform(pair, lora.seed)
             layouts = pair.factor_layouts()
             shapes = pair.factor_shapes(lora.rank)
             # `add_weight` would not let us choose the layout.
@@ -304,6 +299,16 @@ class Adapter(keras.layers.Layer):
         self._active = True
         self._dropout = None
         self.attach()
+
+    def initial_factors(self, seed):
+        """Returns the values of each `A` that `LoRA(seed=seed)` begins with.
+
+        Those of each `B` are zero.
+        """
+        return [
+            _uniform(pair, seed)(a.shape, dtype="float32")
+            for pair, a in zip(self.pairs, self.a)
+        ]
 
     def check_layers(self):
         """Raises a `ValueError` where Keras would not call the adapter."""
@@ -710,6 +715,14 @@ class Adapter(keras.layers.Layer):
                 f"{module_names(more)}, which {why}. "
                 f"Received: targets={self.lora.targets!r}"
             )
+
+
+def _uniform(pair, seed):
+    """Returns the initializer of `A`, which differs between layers."""
+    bound = 1 / np.sqrt(pair.in_size)
+    digest = hashlib.sha256(f"{seed}/{pair.name}".encode())
+    seed = int.from_bytes(digest.digest()[:4], "little") >> 1
+    return keras.initializers.RandomUniform(-bound, bound, seed=seed)
 
 
 def adapter_of(causal_lm, lora):
