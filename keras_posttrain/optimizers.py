@@ -162,6 +162,15 @@ def decay_mask(params):
 
     Returns:
         A dict of bools of the same keys.
+
+    Example:
+
+    ```python
+    kpt.decay_mask({"dense/kernel": np.ones((2, 2)), "norm/scale": np.ones(2)})
+    # {"dense/kernel": True, "norm/scale": False}
+    adamw = optax.adamw(1e-5, weight_decay=0.1, mask=kpt.decay_mask)
+    task.compile(optimizer=adamw)
+    ```
     """
     return {path: is_decayed(path, x) for path, x in params.items()}
 

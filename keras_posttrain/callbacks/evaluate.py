@@ -36,7 +36,7 @@ class Evaluate(keras.callbacks.Callback):
     def held_out(task):
         return task.evaluate(rows, metrics=[kpt.metrics.ExactMatch()])
 
-    task.fit(trained, callbacks=[
+    task.fit(rows, callbacks=[
         kpt.callbacks.Evaluate(held_out, every=50, name="held_out"),
         kpt.callbacks.MetricsLog("run/"),
     ])

@@ -48,6 +48,12 @@ class Progress(keras.callbacks.Callback):
         verbose: 1 or `"auto"` for the above, 2 for one line per epoch.
         display: `None` for the display that suits the output, or an object
             like those of `keras_posttrain.callbacks.displays`.
+
+    Example:
+
+    ```python
+    task.fit(rows, verbose=0, callbacks=[kpt.callbacks.Progress(verbose=2)])
+    ```
     """
 
     reads_step_logs = True

@@ -44,7 +44,7 @@ class Trace(Harmless, keras.callbacks.Callback):
     Example:
 
     ```python
-    task.fit(rows, callbacks=[kpt.callbacks.Trace("run/", steps=(10, 12))])
+    task.fit(rows, callbacks=[kpt.callbacks.Trace("run/", steps=(2, 2))])
     ```
     """
 

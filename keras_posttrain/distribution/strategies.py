@@ -43,6 +43,15 @@ class ShardedWeights(keras.distribution.ModelParallel):
         ValueError: while a model is made, if a weight of more than a
             megabyte has no axis that can be split, or if
             `num_expert_shards` does not divide the number of experts.
+
+    Example:
+
+    ```python
+    mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
+    layout = kpt.distribution.ShardedWeights(mesh, shard_over_data=True)
+    keras.distribution.set_distribution(layout)
+    task = kpt.SFTTask.from_preset("qwen3_0.6b_en")
+    ```
     """
 
     def __init__(self, device_mesh, shard_over_data, num_expert_shards=1):

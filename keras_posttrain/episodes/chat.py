@@ -32,6 +32,18 @@ class Reply:
             read.
         ended: string or `None`: the limit after which no turn can follow:
             `"length"` (of the turn), `"turns"`, `"tokens"` or `"context"`.
+
+    Example:
+
+    ```python
+    async def episode(chat, question, answer):
+        reply = await chat(question)
+        if reply.ended == "length":
+            return 0.0
+        return float(answer in reply.text)
+
+    task.compile(episode=episode, num_generations=4)
+    ```
     """
 
     text: str

@@ -42,6 +42,18 @@ class Episode:
             then equal runs have equal games.
         name: string, of its reward in metrics; by default that of the
             function.
+
+    Example:
+
+    ```python
+    async def digit(chat, answer):
+        reply = await chat("Which digit do I think of?")
+        return float(reply.text.strip() == answer)
+
+    limits = kpt.episodes.Limits(turns=1)
+    episode = kpt.episodes.Episode(digit, limits=limits)
+    task.compile(episode=episode, num_generations=4)
+    ```
     """
 
     function: object

@@ -32,6 +32,15 @@ class Limits:
             loss.
         limit_reward: the reward of an episode that a limit ended: `"keep"`,
             `"zero"` or `"at most zero"`.
+
+    Example:
+
+    ```python
+    limits = kpt.episodes.Limits(turns=4, limit_reward="zero")
+    limits.reward(1.0)  # 0.0
+    tools = kpt.episodes.Tools([kpt.episodes.python], limits=limits)
+    task.compile(rewards=[correct], episode=tools)
+    ```
     """
 
     turns: int | None = None

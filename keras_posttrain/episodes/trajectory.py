@@ -23,6 +23,19 @@ class Segment:
             for what was not sampled.
         routed_experts: int16 array of shape `(tokens - 1, mixtures, top_k)`,
             as of `kpt.rollout.Completion`, or `None`.
+
+    Example:
+
+    ```python
+    segment = kpt.episodes.Segment(
+        token_ids=np.array([5, 6, 7]),
+        mask=np.array([0.0, 1.0, 1.0]),
+        per_token_logps=np.array([0.0, -1.0, -0.5]),
+        token_versions=np.array([-1, 3, 3]),
+        turns=np.array([-1, 0, 0]),
+    )
+    segment.without_loss().mask  # [0.0, 0.0, 0.0]
+    ```
     """
 
     token_ids: np.ndarray
@@ -57,6 +70,20 @@ class Trajectory:
             `None` where it has no reward of its own.
         counts: dict of floats, such as the calls of tools.
         error: string, of a failed episode.
+
+    Example:
+
+    ```python
+    segment = kpt.episodes.Segment(
+        token_ids=np.array([5, 6, 7]),
+        mask=np.array([0.0, 1.0, 1.0]),
+        per_token_logps=np.array([0.0, -1.0, -0.5]),
+        token_versions=np.array([-1, 3, 3]),
+        turns=np.array([-1, 0, 0]),
+    )
+    trajectory = kpt.episodes.Trajectory([segment], ended="done", reward=1.0)
+    trajectory.sampled_ids  # [6, 7]
+    ```
     """
 
     segments: list

@@ -35,6 +35,17 @@ class WinRate:
             that was shown first: 0.5 without a bias.
         samples: list of dicts by row: `prompt`, `answer`, `other` and
             `scores`, those of the task's answer in both orders.
+
+    Example:
+
+    ```python
+    def judge(prompt, first, second):
+        return "tie" if first == second else "first"
+
+    found = kpt.evaluation.win_rate(task, ["none"], ["2 + 2 ="], judge)
+    found.value  # 0.5
+    found.inconsistent, found.first  # 1.0, 1.0
+    ```
     """
 
     value: float

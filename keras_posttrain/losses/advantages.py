@@ -251,6 +251,15 @@ class LeaveOneOutAdvantages(Advantages):
 
     Reference:
         - [Ahmadian et al., 2024](https://arxiv.org/abs/2402.14740).
+
+    Example:
+
+    ```python
+    advantages = kpt.losses.LeaveOneOutAdvantages()
+    advantages([1.0, 0.0, 0.0, 1.0], num_generations=4)
+    # [0.6667, -0.6667, -0.6667, 0.6667]
+    task.compile(advantages=advantages, rewards=[correct])
+    ```
     """
 
     beta: float = 0.0
@@ -315,6 +324,15 @@ class GDPOAdvantages(Advantages):
 
     Reference:
         - [Liu et al., 2026](https://arxiv.org/abs/2601.05242).
+
+    Example:
+
+    ```python
+    advantages = kpt.losses.GDPOAdvantages()
+    rewards = [[1.0, 90.0], [0.0, 10.0]]  # two functions
+    advantages(rewards, num_generations=2)  # [0.7071, -0.7071]
+    task.compile(advantages=advantages, rewards=[correct])
+    ```
     """
 
     std_offset: float = 1e-4
@@ -351,6 +369,15 @@ class ReinforcePlusPlusAdvantages(Advantages):
 
     Reference:
         - [Hu et al., 2025](https://arxiv.org/abs/2501.03262).
+
+    Example:
+
+    ```python
+    advantages = kpt.losses.ReinforcePlusPlusAdvantages()
+    advantages([1.0, 0.0, 0.0, 1.0], num_generations=2)
+    # [0.866, -0.866, -0.866, 0.866]
+    task.compile(advantages=advantages, rewards=[correct])
+    ```
     """
 
     baseline: bool = False
@@ -382,6 +409,15 @@ class PassAtKAdvantages(Advantages):
 
     Reference:
         - [Chen et al., 2025](https://arxiv.org/abs/2508.10751).
+
+    Example:
+
+    ```python
+    advantages = kpt.losses.PassAtKAdvantages(k=2)
+    advantages([1.0, 0.0, 0.0, 0.0], num_generations=4)
+    # [1.0, -0.3333, -0.3333, -0.3333]
+    task.compile(advantages=advantages, rewards=[correct])
+    ```
     """
 
     k: int

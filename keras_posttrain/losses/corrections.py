@@ -35,6 +35,15 @@ class TopEntropyMask:
 
     Reference:
         - [Wang et al., 2025](https://arxiv.org/abs/2506.01939).
+
+    Example:
+
+    ```python
+    mask = kpt.losses.TopEntropyMask(quantile=0.25)
+    loss = kpt.losses.GRPOLoss(beta=0.0, masks=(mask,))
+    value, metrics = loss(policy_batch, policy_outputs)
+    metrics["mask_ratio/top_entropy"]  # 0.75
+    ```
     """
 
     quantile: float = 0.2
@@ -74,6 +83,15 @@ class OffPolicyMask:
 
     Reference:
         - [DeepSeek-AI, 2025](https://arxiv.org/abs/2512.02556), section 3.1.
+
+    Example:
+
+    ```python
+    mask = kpt.losses.OffPolicyMask(threshold=0.1)
+    loss = kpt.losses.GRPOLoss(beta=0.0, masks=(mask,))
+    value, metrics = loss(policy_batch, policy_outputs)
+    metrics["mask_ratio/off_policy"]  # 0.5
+    ```
     """
 
     threshold: float

@@ -31,6 +31,15 @@ class ReverseKL:
 
     Reference:
         - [Wang et al., 2023](https://arxiv.org/abs/2309.16240), table 1.
+
+    Example:
+
+    ```python
+    divergence = kpt.losses.ReverseKL()
+    divergence(np.log([1.0, 4.0]))  # [0.0, 1.3863]
+    loss = kpt.losses.DPOLoss(divergence=divergence)
+    loss(pair_batch, pair_outputs)[0]  # 0.5981
+    ```
     """
 
     def __call__(self, log_ratios):
@@ -42,6 +51,15 @@ class ForwardKL:
     """`KL(reference || policy)`: the score is `-reference / policy`.
 
     Call arguments, returns and reference as in `ReverseKL`.
+
+    Example:
+
+    ```python
+    divergence = kpt.losses.ForwardKL()
+    divergence(np.log([1.0, 4.0]))  # [-1.0, -0.25]
+    loss = kpt.losses.DPOLoss(divergence=divergence)
+    loss(pair_batch, pair_outputs)[0]  # 0.5825
+    ```
     """
 
     def __call__(self, log_ratios):
@@ -53,6 +71,15 @@ class JensenShannon:
     """The Jensen-Shannon divergence: `log(2 u / (1 + u))` of the ratio `u`.
 
     Call arguments, returns and reference as in `ReverseKL`.
+
+    Example:
+
+    ```python
+    divergence = kpt.losses.JensenShannon()
+    divergence(np.log([1.0, 4.0]))  # [-0.6931, -0.2231]
+    loss = kpt.losses.DPOLoss(divergence=divergence)
+    loss(pair_batch, pair_outputs)[0]  # 0.6444
+    ```
     """
 
     def __call__(self, log_ratios):
@@ -70,6 +97,15 @@ class AlphaDivergence:
 
     Args:
         alpha: float between 0 and 1. The paper tries 0.3, 0.5 and 0.7.
+
+    Example:
+
+    ```python
+    divergence = kpt.losses.AlphaDivergence(alpha=0.5)
+    divergence(np.log([1.0, 4.0]))  # [-2.0, -1.0]
+    loss = kpt.losses.DPOLoss(divergence=divergence)
+    loss(pair_batch, pair_outputs)[0]  # 0.5943
+    ```
     """
 
     alpha: float = 0.5

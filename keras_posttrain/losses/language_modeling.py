@@ -75,6 +75,15 @@ class DFTLoss(TokenLoss):
     `dft_loss` of each token, averaged as in `SFTLoss`. Improbable tokens get
     a smaller weight, which makes the update that of a policy gradient with a
     bounded reward.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.DFTLoss()
+    batch = {"completion_mask": np.array([[0.0, 1.0, 1.0]])}
+    outputs = {"per_token_logps": np.log([[1.0, 0.5, 0.25]])}
+    loss(batch, outputs)[0]  # 0.3466
+    ```
     """
 
     def token_loss(self, logps):

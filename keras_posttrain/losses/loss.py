@@ -31,6 +31,20 @@ class Loss:
 
     Returns:
         `(loss, metrics)`: a float32 scalar, and a dict of float32 scalars.
+
+    Example:
+
+    ```python
+    class LogpLoss(kpt.losses.Loss):
+        def normalizers(self, batch):
+            return {"loss": batch["completion_mask"].sum()}
+
+        def total(self, batch, outputs):
+            logps = batch["completion_mask"] * outputs["per_token_logps"]
+            return {"loss": -logps.sum()}, {}
+
+    LogpLoss()(pair_batch, pair_outputs)[0]  # 1.0
+    ```
     """
 
     metric_names = ()
@@ -95,6 +109,17 @@ class TokenLoss(Loss):
     `completion_mask`. The language-model head uses `token_loss` to form the
     gradient while a chunk of logits is in memory, so that the vocabulary is
     projected only once.
+
+    Example:
+
+    ```python
+    class FocalLoss(kpt.losses.TokenLoss):
+        def token_loss(self, logps):
+            return -((1 - jnp.exp(logps)) ** 2) * logps
+
+    FocalLoss()(pair_batch, pair_outputs)[0]  # 0.4917
+    task.compile(loss=FocalLoss())
+    ```
     """
 
     metric_names = ("mean_token_accuracy", "entropy")

@@ -248,6 +248,18 @@ class ReferenceLoss(PairLoss):
     References:
         - [Liu et al., 2024](https://arxiv.org/abs/2409.06411), LD-DPO.
         - [Zhou et al., 2024](https://arxiv.org/abs/2406.11827), WPO.
+
+    Example:
+
+    ```python
+    class ExponentialPairLoss(kpt.losses.ReferenceLoss):
+        def pair_losses(self, values):
+            margins = values.chosen_ratios - values.rejected_ratios
+            return jnp.exp(-self.beta * margins)
+
+    ExponentialPairLoss(beta=0.5)(pair_batch, pair_outputs)[0]  # exp(-1)
+    task.compile(loss=ExponentialPairLoss(beta=0.5))
+    ```
     """
 
     ld_alpha: float | None = None
@@ -260,6 +272,14 @@ def preference_margins(chosen_ratios, rejected_ratios, beta, divergence=None):
     """Computes `beta * (score(chosen) - score(rejected))` of each pair.
 
     The scores are those of a `divergence`, as in `MarginLoss`.
+
+    Example:
+
+    ```python
+    kpt.losses.preference_margins(3.0, 1.0, beta=0.5)  # 1.0
+    forward = kpt.losses.ForwardKL()
+    kpt.losses.preference_margins(1.0, 0.0, 0.5, forward)  # 0.3161
+    ```
     """
     score = divergence or ReverseKL()
     return beta * (score(chosen_ratios) - score(rejected_ratios))
@@ -277,6 +297,17 @@ class MarginLoss(PairLoss):
             `AlphaDivergence(alpha)`, or another function from log-ratios to
             scores of the same shape. `None` is the reverse KL.
         beta, ld_alpha, use_weighting: see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    class SquaredHingeLoss(kpt.losses.MarginLoss):
+        def pair_losses(self, values):
+            return jax.nn.relu(1 - self.margins(values)) ** 2
+
+    SquaredHingeLoss(beta=0.1)(pair_batch, pair_outputs)[0]  # 0.64
+    task.compile(loss=SquaredHingeLoss(beta=0.1))
+    ```
     """
 
     ld_alpha: float | None = None

@@ -114,6 +114,14 @@ class PPOLoss(ClippedLoss):
     Args:
         epsilon, epsilon_high, delta: see `ppo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.PPOLoss(epsilon=0.2)
+    loss(policy_batch, policy_outputs)[0]  # -0.1
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
 
@@ -212,7 +220,8 @@ class GRPOLoss(ClippedLoss):
     outputs = {
         "per_token_logps": np.log([[1.0, 0.5, 0.75], [1.0, 0.5, 0.25]]),
     }
-    value, metrics = loss(batch, outputs)  # -(1 + 1.2) / 4 + (1 + 0.8) / 4
+    value, metrics = loss(batch, outputs)
+    # value is -(1 + 1.2) / 4 + (1 + 0.8) / 4
     ```
     """
 
@@ -246,6 +255,14 @@ class DrGRPOLoss(ClippedLoss):
 
     Reference:
         - [Liu et al., 2025](https://arxiv.org/abs/2503.20783).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.DrGRPOLoss(max_completion_length=4)
+    loss(policy_batch, policy_outputs)[0]  # -0.05
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     importance_sampling_level: str = "token"
@@ -283,6 +300,14 @@ class DAPOLoss(ClippedLoss):
 
     Reference:
         - [Yu et al., 2025](https://arxiv.org/abs/2503.14476).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.DAPOLoss(epsilon=0.2, epsilon_high=0.28)
+    loss(policy_batch, policy_outputs)[0]  # -0.12
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     epsilon_high: float | None = 0.28
@@ -303,6 +328,14 @@ class BNPOLoss(ClippedLoss):
 
     Reference:
         - [Xiao et al., 2025](https://arxiv.org/abs/2506.02864).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.BNPOLoss(epsilon=0.2)
+    loss(policy_batch, policy_outputs)[0]  # -0.1
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     importance_sampling_level: str = "token"
@@ -378,6 +411,14 @@ class GSPOLoss(ClippedLoss):
     to 1, hence the narrow clip of the paper, 3e-4 and 4e-4. The paper uses
     no KL term. Tunix keeps 0.2, which clips almost nothing. For the arguments
     see `PPOLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.GSPOLoss(epsilon=3e-4, epsilon_high=4e-4)
+    loss(policy_batch, policy_outputs)[0]  # -0.0003
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     epsilon: float = 3e-4
@@ -402,6 +443,14 @@ class GSPOTokenLoss(ClippedLoss):
 
     Reference:
         - [Zheng et al., 2025](https://arxiv.org/abs/2507.18071), section 4.3.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.GSPOTokenLoss(epsilon=3e-4, epsilon_high=4e-4)
+    loss(policy_batch, policy_outputs)[0]  # -0.0003
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     epsilon: float = 3e-4
@@ -433,6 +482,14 @@ class LUSPOLoss(ClippedLoss):
 
     Reference:
         - [Liu et al., 2026](https://arxiv.org/abs/2602.05261).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.LUSPOLoss(epsilon=0.002)
+    loss(policy_batch, policy_outputs)[0]  # -0.0045
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     epsilon: float = 2e-3
@@ -493,6 +550,14 @@ class CISPOLoss(PolicyLoss):
         max_ratio: float, the largest weight.
         importance_sampling_level: see `GRPOLoss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.CISPOLoss(max_ratio=5.0)
+    loss(policy_batch, policy_outputs)[0]  # -0.0654
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     importance_sampling_level: str = "token"
@@ -560,6 +625,14 @@ class SAPOLoss(PolicyLoss):
         positive_temperature, negative_temperature: see `sapo_loss`.
         importance_sampling_level: see `GRPOLoss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.SAPOLoss()
+    loss(policy_batch, policy_outputs)[0]  # -0.2923
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     importance_sampling_level: str = "token"
@@ -653,6 +726,14 @@ class VESPOLoss(PolicyLoss):
         k_positive, lambda_positive, k_negative, lambda_negative: see
             `vespo_loss`.
         beta, kl_estimator, entropy_coef, masks, correction: see `PolicyLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.VESPOLoss()
+    loss(policy_batch, policy_outputs)[0]  # -0.0535
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     k_positive: float = 2.0
@@ -736,6 +817,14 @@ class ReinforceLoss(PolicyLoss):
     References:
         - [Williams, 1992](https://doi.org/10.1007/BF00992696).
         - [Ahmadian et al., 2024](https://arxiv.org/abs/2402.14740), RLOO.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ReinforceLoss()
+    loss(policy_batch, policy_outputs)[0]  # -0.5493
+    task.compile(loss=loss, rewards=[correct])
+    ```
     """
 
     epsilon: float | None = None

@@ -153,6 +153,14 @@ class IPOLoss(ReferenceLoss):
     authors' code and TRL compute it; the paper's formula has the sums. The
     reported rewards are those of the sums. The paper's experiments use
     `beta` (its tau) from 0.1 to 1. For the arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.IPOLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 16.0
+    task.compile(loss=loss)
+    ```
     """
 
     def pair_losses(self, values):
@@ -195,6 +203,14 @@ class HingeLoss(MarginLoss):
     SLiC's calibration loss with DPO's rewards, as normalised by RSO
     ([Liu et al., 2023](https://arxiv.org/abs/2309.06657)). For the arguments
     see `MarginLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.HingeLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.8
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(hinge_loss)
@@ -244,6 +260,14 @@ class RobustDPOLoss(MarginLoss):
         label_smoothing: float, 0 or more and below 0.5: the share of pairs
             with swapped labels. The paper tries 0.1 to 0.4.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.RobustDPOLoss(beta=0.1, label_smoothing=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.5731
+    task.compile(loss=loss)
+    ```
     """
 
     label_smoothing: float = 0.1
@@ -303,6 +327,14 @@ class ExoPairLoss(MarginLoss):
             the rejected completion under the smoothed label. The paper's is
             0.001.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ExoPairLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 2.422
+    task.compile(loss=loss)
+    ```
     """
 
     label_smoothing: float = 1e-3
@@ -349,6 +381,14 @@ class NCAPairLoss(ReferenceLoss):
 
     Unlike DPO, it also maintains the likelihood of the chosen completion. The
     paper's `beta` is 0.01. For the arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.NCAPairLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 1.3388
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(nca_pair_loss)
@@ -386,6 +426,14 @@ class BCOPairLoss(ReferenceLoss):
     As in TRL, the rewards are not shifted. The paper subtracts their running
     mean; this loss has no state. The paper's `beta` is 0.01. For the
     arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.BCOPairLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 1.2888
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(bco_pair_loss)
@@ -423,6 +471,14 @@ class SPPOHardLoss(ReferenceLoss):
     The paper estimates the probability that one completion is preferred;
     with hard labels it is 1 and 0. The paper's `beta` (1 / eta) is 0.001. For
     the arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.SPPOHardLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 32.0
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(sppo_hard_loss)
@@ -484,6 +540,14 @@ class AOTLoss(ReferenceLoss):
         label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta, ld_alpha: see `ReferenceLoss`. The paper's `beta` is 0.01.
             `use_weighting` has no meaning among sorted values.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.AOTLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.5981
+    task.compile(loss=loss)
+    ```
     """
 
     paired: bool = True
@@ -541,6 +605,14 @@ class APOZeroLoss(ReferenceLoss):
 
     For chosen completions that are better than the policy's own. The paper's
     `beta` is 0.1. For the arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.APOZeroLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.95
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(apo_zero_loss)
@@ -578,6 +650,14 @@ class APODownLoss(ReferenceLoss):
 
     For chosen completions that are worse than the policy's own. The paper's
     `beta` is 0.1. For the arguments see `ReferenceLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.APODownLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.9751
+    task.compile(loss=loss)
+    ```
     """
 
     function = staticmethod(apo_down_loss)
@@ -623,6 +703,14 @@ class DiscoPOPLoss(MarginLoss):
         tau: float above 0, the width of the transition. The paper's is 0.05.
         beta, ld_alpha, use_weighting, divergence: see `MarginLoss`. The
             paper's `beta` is 0.05.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.DiscoPOPLoss(beta=0.05)
+    loss(pair_batch, pair_outputs)[0]  # 0.8738
+    task.compile(loss=loss)
+    ```
     """
 
     tau: float = 0.05

@@ -38,6 +38,14 @@ class ChosenSFTLoss(PairLoss):
 
     Reference:
         - [Pang et al., 2024](https://arxiv.org/abs/2404.19733).
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ChosenSFTLoss()
+    loss(pair_batch, pair_outputs)[0]  # 0.5
+    task.compile(loss=loss)
+    ```
     """
 
     metric_names = (*PAIR_METRICS, "nll_loss")
@@ -98,6 +106,14 @@ class CPOLoss(PairLoss):
         nll_coef: float, the weight of the cross-entropy (TRL's `cpo_alpha`).
         label_smoothing: float, 0 or more and below 0.5, as in `DPOLoss`.
         beta: see `PairLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.CPOLoss(beta=0.1, nll_coef=1.0)
+    loss(pair_batch, pair_outputs)[0]  # 1.0981
+    task.compile(loss=loss)
+    ```
     """
 
     nll_coef: float = 1.0
@@ -131,7 +147,16 @@ class CPOLoss(PairLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOHingeLoss(CPOLoss):
-    """`CPOLoss` with `hinge_loss` of rewards; `label_smoothing` must be 0."""
+    """`CPOLoss` with `hinge_loss` of rewards; `label_smoothing` must be 0.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.CPOHingeLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 1.3
+    task.compile(loss=loss)
+    ```
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,7 +169,16 @@ class CPOHingeLoss(CPOLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CPOIPOLoss(CPOLoss):
-    """`CPOLoss` with `ipo_loss` of means; `label_smoothing` must be 0."""
+    """`CPOLoss` with `ipo_loss` of means; `label_smoothing` must be 0.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.CPOIPOLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 16.5
+    task.compile(loss=loss)
+    ```
+    """
 
     averages = True
 
@@ -213,6 +247,14 @@ class SimPOLoss(CPOLoss):
         alpha: float, AlphaPO's exponent, 0 for SimPO. AlphaPO's best is
             0.25.
         beta, nll_coef, label_smoothing: see `CPOLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.SimPOLoss(beta=2.0, gamma=0.5)
+    loss(pair_batch, pair_outputs)[0]  # 0.2014
+    task.compile(loss=loss)
+    ```
     """
 
     beta: float = 2.0
@@ -288,6 +330,14 @@ class ORPOLoss(PairLoss):
             as in the authors' code and in TRL, or only the completion, as in
             the paper. Needs `positions` in the batch.
         beta: see `PairLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.ORPOLoss(beta=0.1)
+    loss(pair_batch, pair_outputs)[0]  # 0.5171
+    task.compile(loss=loss)
+    ```
     """
 
     include_prompt: bool = True

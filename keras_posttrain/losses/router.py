@@ -176,6 +176,7 @@ class RouterLoss:
     Example:
 
     ```python
+    task = kpt.SFTTask(mixtral)
     task.compile(router_loss=kpt.losses.RouterLoss(balance=0.001, z=0.001))
     ```
     """

@@ -33,6 +33,18 @@ class LabelledLoss(Loss):
         outputs: dict of arrays of shape `(rows, length)`:
             `per_token_logps`, and `ref_per_token_logps` if the batch has
             none.
+
+    Example:
+
+    ```python
+    class LogisticLoss(kpt.losses.LabelledLoss):
+        def sequence_losses(self, good, log_ratios, baseline):
+            signs = jnp.where(good, 1.0, -1.0)
+            return -jax.nn.log_sigmoid(self.beta * signs * log_ratios)
+
+    LogisticLoss(beta=0.5)(label_batch, pair_outputs)[0]  # 0.4741
+    task.compile(loss=LogisticLoss(beta=0.5))
+    ```
     """
 
     beta: float = 0.1
@@ -263,6 +275,14 @@ class APOZeroUnpairedLoss(LabelledLoss):
 
     For desirable completions that are better than the policy's own. For the
     arguments see `LabelledLoss`.
+
+    Example:
+
+    ```python
+    loss = kpt.losses.APOZeroUnpairedLoss(beta=0.1)
+    loss(label_batch, pair_outputs)[0]  # 0.475
+    task.compile(loss=loss)
+    ```
     """
 
     def sequence_losses(self, good, log_ratios, baseline):

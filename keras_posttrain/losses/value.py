@@ -35,7 +35,7 @@ def token_rewards(rewards, mask, segment_ids, kl=None, beta=0.0):
     Example:
 
     ```python
-    token_rewards(
+    kpt.losses.token_rewards(
         np.array([[0.5]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
     )  # [[0, 0, 0.5]]
     ```
@@ -107,10 +107,13 @@ def generalized_advantages(
     Example:
 
     ```python
-    advantages, returns = generalized_advantages(
-        np.array([[0.0, 1.0]]), np.array([[0.5, 0.5]]), np.array([[1, 1]]),
+    advantages, returns = kpt.losses.generalized_advantages(
+        np.array([[0.0, 1.0]]),
+        np.array([[0.5, 0.5]]),
+        np.array([[1, 1]]),
         gae_lambda=1.0,
-    )  # [[0.5, 0.5]], [[1.0, 1.0]]
+    )
+    advantages, returns  # [[0.5, 0.5]], [[1.0, 1.0]]
     ```
     """
     _check_shapes(
@@ -167,7 +170,7 @@ def whiten(values, mask, *, shift_mean=True, epsilon=1e-8):
     Example:
 
     ```python
-    whiten(np.array([1.0, 3.0, 9.0]), np.array([1, 1, 0]))
+    kpt.losses.whiten(np.array([1.0, 3.0, 9.0]), np.array([1, 1, 0]))
     # [-0.7071, 0.7071, 0]
     ```
     """

@@ -37,6 +37,16 @@ class Metric:
         reads: `"text"` for a metric of sampled completions, or
             `"log_probs"` for one of the rows' own tokens.
         is_mean: bool, whether `value` is the mean of a single number.
+
+    Example:
+
+    ```python
+    class Length(kpt.metrics.Metric):
+        def measure(self, prediction, references, prompt):
+            return len(prediction)
+
+    task.evaluate(rows, metrics=[Length()])["length/n"]  # 16
+    ```
     """
 
     reads = "text"

@@ -203,7 +203,7 @@ def normalize_answer(text):
     Example:
 
     ```python
-    normalize_answer("The Eiffel Tower!")  # "eiffel tower"
+    kpt.metrics.normalize_answer("The Eiffel Tower!")  # "eiffel tower"
     ```
     """
     text = text.lower().translate(str.maketrans("", "", string.punctuation))

@@ -33,7 +33,10 @@ def report(runs, path):
     Example:
 
     ```python
-    kpt.report({"1e-4": "runs/a", "1e-5": "runs/b"}, "both.html")
+    for name in ("a", "b"):
+        report = kpt.callbacks.Report(f"runs/{name}")
+        task.fit(rows, verbose=0, callbacks=[report])
+    kpt.report({"first": "runs/a", "second": "runs/b"}, "both.html")
     ```
     """
     if isinstance(runs, (str, os.PathLike)):

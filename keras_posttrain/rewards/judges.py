@@ -150,8 +150,8 @@ class ModelReward(Reward):
     Example:
 
     ```python
-    classifier = keras_hub.models.TextClassifier.from_preset("…")
-    task.compile(rewards=[kpt.rewards.ModelReward(classifier, label=1)])
+    judge = kpt.RewardTask.from_preset("qwen3_0.6b_en")
+    task.compile(rewards=[kpt.rewards.ModelReward(judge)])
     ```
     """
 

@@ -185,7 +185,7 @@ def completion_text(completion):
     Example:
 
     ```python
-    completion_text([{"role": "assistant", "content": "42"}])  # "42"
+    kpt.rewards.completion_text([{"role": "assistant", "content": "42"}])  # "42"
     ```
     """
     if isinstance(completion, str):

@@ -30,10 +30,7 @@ def check_rewards(functions, column_names, where="the dataset"):
     Example:
 
     ```python
-    def correct(completions, answer):
-        return [float(a in c) for a, c in zip(answer, completions)]
-
-    check_rewards([correct], ["prompt", "answer"])  # ["correct"]
+    kpt.rewards.check_rewards([correct], ["prompt", "answer"])  # ["correct"]
     ```
     """
     if not isinstance(functions, (list, tuple)) or not functions:
@@ -112,8 +109,9 @@ def run_rewards(
     def short(completions):
         return [float(len(c) < 3) for c in completions]
 
-    rewards, _ = run_rewards([short], ["1 + 1 =", "2 + 2 ="], ["2", "four"])
-    # [[1.0], [0.0]]
+    prompts, completions = ["1 + 1 =", "2 + 2 ="], ["2", "four"]
+    rewards, _ = kpt.rewards.run_rewards([short], prompts, completions)
+    rewards  # [[1.0], [0.0]]
     ```
     """
     batch = Batch(

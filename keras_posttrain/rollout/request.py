@@ -37,6 +37,14 @@ class Request:
         return_routed_experts: bool, whether completions have the experts of
             their tokens. The built-in engine records them in mixtures of
             experts; other engines refuse it.
+
+    Example:
+
+    ```python
+    request = kpt.rollout.Request(ids, num_generations=2, max_tokens=4, seed=0)
+    [completions] = engine.generate([request])
+    [task.tokenizer.decode(c.token_ids) for c in completions]
+    ```
     """
 
     token_ids: tuple
@@ -90,6 +98,14 @@ class Completion:
             `(prompt and completion tokens - 1, mixtures, top_k)`, the experts
             that each token but the last chose in each layer that has some;
             or `None`.
+
+    Example:
+
+    ```python
+    request = kpt.rollout.Request(ids, max_tokens=4, temperature=0)
+    [[completion]] = engine.generate([request])
+    completion.token_ids, completion.finish_reason
+    ```
     """
 
     token_ids: list
@@ -118,6 +134,14 @@ class Scores:
             at each position, best first, or `None`. The first row is 0.
         top_logps: float32 array of shape `(tokens, k)`, their
             log-probabilities, or `None`. The first row is 0.
+
+    Example:
+
+    ```python
+    [scores] = engine.score([ids], top_k=2)
+    scores.per_token_logps
+    scores.top_ids[-1]
+    ```
     """
 
     per_token_logps: np.ndarray

@@ -63,6 +63,27 @@ class Rollout(keras.callbacks.Callback):
         turn: lock that is held by each call of `generate` and `score`.
         returns_routed_experts: bool, whether completions of mixtures can have
             the experts of their tokens.
+
+    Example:
+
+    ```python
+    class Silence(kpt.rollout.Rollout):  # ends each sample at once
+        def sync_weights(self):
+            self.weight_version += 1
+            return self.weight_version
+
+        def _generate(self, requests, on_tokens, progress):
+            end = task.tokenizer.eos_token_id
+            sample = kpt.rollout.Completion(
+                [end], np.zeros(1, "float32"), "stop", self.weight_version
+            )
+            return [[sample] * r.num_generations for r in requests]
+
+    engine = Silence()
+    engine.set_model(task)
+    [[completion]] = engine.generate([kpt.rollout.Request(ids)])
+    completion.finish_reason  # "stop"
+    ```
     """
 
     overlaps = needs_weights = returns_routed_experts = False

@@ -74,10 +74,12 @@ class Session:
 
     ```python
     with engine.session() as session:
-        [first] = session.submit(kpt.rollout.Request(ids, seed=0)).result()
-        ids = [*ids, *first.token_ids, *tool_ids]
-        [second] = session.submit(kpt.rollout.Request(ids, seed=1)).result()
-        session.release([*ids, *second.token_ids])
+        request = kpt.rollout.Request(ids, max_tokens=4, seed=0)
+        [first] = session.submit(request).result()
+        more = [*ids, *first.token_ids, *task.tokenizer.encode(" Next:")]
+        request = kpt.rollout.Request(more, max_tokens=4, seed=1)
+        [second] = session.submit(request).result()
+        session.release([*more, *second.token_ids])
     ```
     """
 

@@ -91,10 +91,15 @@ class Loop:
     Example:
 
     ```python
+    def reward(token_ids):
+        return float("4" in task.tokenizer.decode(token_ids))
+
     with kpt.Loop(task) as loop:
-        for step in range(100):
-            requests = [kpt.rollout.Request(ids, num_generations=8, seed=step)]
-            [samples] = loop.sample(requests)
+        for step in range(2):
+            request = kpt.rollout.Request(
+                ids, num_generations=8, max_tokens=8, seed=step
+            )
+            [samples] = loop.sample([request])
             rewards = np.array([reward(s.token_ids) for s in samples])
             data = [
                 kpt.Datum(ids, s.token_ids, advantages=r - rewards.mean())

@@ -53,6 +53,18 @@ class RolloutTask(Task):
     A step with all-zero advantages, because the rewards of each group are
     equal, is skipped: momentum, weight decay, the KL term and the loss of
     routers change no weight either. It counts as `skipped`.
+
+    Example:
+
+    ```python
+    class CISPOTask(kpt.RolloutTask):
+        def default_loss(self):
+            return kpt.losses.CISPOLoss()
+
+    task = CISPOTask.from_preset("qwen3_0.6b_en")
+    task.compile(rewards=[correct], num_generations=4)
+    isinstance(task.objective, kpt.losses.CISPOLoss)  # True
+    ```
     """
 
     auto_learning_rates = (1e-5, 1e-6)

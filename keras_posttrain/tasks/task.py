@@ -84,6 +84,18 @@ class Task(keras.Model):
             layers for the backward pass; over a mesh's model axis also the
             sums over devices, about as much again.
         chunk_size: int or `None`, tokens whose logits exist at once.
+
+    Example:
+
+    ```python
+    class DynamicSFTTask(kpt.SFTTask):
+        def default_loss(self):
+            return kpt.losses.DFTLoss()
+
+    task = DynamicSFTTask.from_preset("qwen3_0.6b_en")
+    task.compile()
+    isinstance(task, kpt.Task)  # True
+    ```
     """
 
     # The learning rates of `optimizer="auto"`: with an adapter, and without.

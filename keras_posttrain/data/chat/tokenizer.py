@@ -46,9 +46,9 @@ class Tokenizer:
     Example:
 
     ```python
-    tokenizer = Tokenizer.from_directory("path/to/huggingface/model")
+    tokenizer = kpt.Tokenizer.from_directory(preset)
     ids, offsets = tokenizer.encode_with_offsets("Hello world")
-    tokenizer.decode(ids)
+    tokenizer.decode(ids)  # "Hello world"
     ```
     """
 

@@ -38,11 +38,12 @@ def mix(datasets, weights=None, *, repeat=False, seed=0):
     Example:
 
     ```python
-    rows = kpt.data.mix(
-        {"chat": "chat/*.jsonl", "math": math_rows},
-        weights={"chat": 0.7, "math": 0.3},
+    more_rows = [{"prompt": "1 + 1 =", "completion": " 2"}] * 8
+    mixture = kpt.data.mix(
+        {"sums": rows, "ones": more_rows},
+        weights={"sums": 0.7, "ones": 0.3},
     )
-    task.fit(rows)
+    task.fit(mixture)
     ```
     """
     _check(datasets, weights, seed)

@@ -50,7 +50,7 @@ class NativeRollout(Rollout):
     ```python
     engine = kpt.rollout.NativeRollout()
     engine.set_model(task)
-    [[completion]] = engine.generate([kpt.rollout.Request([1, 5, 9])])
+    [[completion]] = engine.generate([kpt.rollout.Request(ids, max_tokens=4)])
     completion.token_ids, completion.per_token_logps
     ```
     """
