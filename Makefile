@@ -12,7 +12,8 @@ SETUP := pyproject.toml constraints.txt
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export KERAS_BACKEND := jax
 
-.PHONY: quickstart vllm test test-full test-vllm lint bench clean
+.PHONY: quickstart vllm test test-full test-vllm lint docs docs-check bench \
+clean
 
 quickstart: .venv/.installed
 	$(BIN)/python guides/quickstart.py
@@ -38,6 +39,14 @@ lint: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The site, in `site/`. The guides run once, those with vLLM after `make vllm`.
+docs: .venv/.installed-docs
+	$(BIN)/python -m docs.build
+
+# In a headless Chromium, which must be installed.
+docs-check: docs
+	$(BIN)/python -m docs.check
+
 bench: .venv/.installed
 	$(BIN)/python benchmarks/sft.py
 	$(BIN)/python benchmarks/rollout.py
@@ -47,7 +56,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/distill.py
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .pytest_cache .ruff_cache docs/build site
 
 .venv/.created:
 	$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) \
@@ -64,6 +73,11 @@ clean:
 	@echo "Installing what the tests compare with ..."
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[test]"
+	touch $@
+
+.venv/.installed-docs: .venv/.installed-test
+	@echo "Installing what builds the documentation ..."
+	$(PIP) -e ".[docs]"
 	touch $@
 
 # torch first, so that a CPU build is taken; what comes beside it are CUDA

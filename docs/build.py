@@ -96,6 +96,9 @@ def copy_pages(source):
         text = (ROOT / file).read_text(encoding="utf-8")
         if file == "LICENSE":
             text = f"# License\n\n```text\n{text}```\n"
+        elif not re.search(r"^# ", text, re.MULTILINE):
+            # A table of results.
+            text = f"# {pathlib.Path(page).name}\n\n{text}"
         # Its sections are part of the first page.
         target = source / f"{'readme' if page == 'index' else page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,11 +198,15 @@ def timed(title, function, *arguments):
 
 def run_sphinx(source, site):
     """Every warning is an error: a link or a name that is not there."""
+    made = BUILD / "html"
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-j", "2"]
     command += ["-W", "--keep-going", "-c", ROOT / "docs"]
-    command += ["-d", BUILD / "doctrees", source, site]
+    command += ["-d", BUILD / "doctrees", source, made]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, env=env)
+    shutil.rmtree(site, ignore_errors=True)
+    # Files that only Sphinx reads stay behind.
+    shutil.copytree(made, site, ignore=shutil.ignore_patterns(".*", "*.inv"))
 
 
 def replace_changed(new, old):

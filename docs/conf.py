@@ -28,6 +28,9 @@ html_title = f"{project} {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+# The search reads other pages for it, which files may not do.
+html_show_search_summary = False
+exclude_patterns = ["readme.md"]
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"

@@ -29,6 +29,7 @@ import time
 import tokenize
 import traceback
 import types
+import warnings
 
 # Examples of layouts use several devices.
 if "jax" not in sys.modules:
@@ -40,6 +41,8 @@ if "jax" not in sys.modules:
     )
 # Trackers write to the folder of the example.
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("MLFLOW_TRACKING_URI", "mlruns")
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -477,7 +480,12 @@ class Runner:
                         self._execute(code, scope, name)
                     self._made[code] = scope[name]
                 scope[name] = self._made[code]
-            with contextlib.redirect_stdout(printed):
+            with (
+                contextlib.redirect_stdout(printed),
+                warnings.catch_warnings(),
+            ):
+                # Such as that of a tracker that fails.
+                warnings.simplefilter("error", UserWarning)
                 count = self._execute(example.source, scope, example.name)
         finally:
             os.chdir(before)

@@ -127,6 +127,7 @@ def linked(text, name, names):
         target = posixpath.relpath(f"{match[1]}.ipynb", here or ".")
         return f"[{match[0]}]({target})"
 
+    text = re.sub(r"\]\(([\w/.]+)\.py\)", r"](\1.ipynb)", text)
     return re.sub(r"`(?:guides/)?([\w/]+)\.py`", replace, text)
 
 

@@ -72,7 +72,7 @@ def shapes_only():
     with kpt.distribution.shapes_only():
         task = kpt.SFTTask.from_preset("llama3_8b_en", load_weights=False)
     task.compile()
-    print(task.plan("v5e:4x4", batch_size=16))
+    print(task.plan("cpu:8", batch_size=8))
     ```
     """
     with without_values() as made:

@@ -20,6 +20,12 @@ class UpdateReference(keras.callbacks.Callback):
     Example:
 
     ```python
+    task.compile(
+        loss=kpt.losses.GRPOLoss(beta=0.04),
+        rewards=[correct],
+        num_generations=4,
+        max_completion_length=8,
+    )
     task.fit(prompts, callbacks=[kpt.callbacks.UpdateReference(every=100)])
     ```
     """

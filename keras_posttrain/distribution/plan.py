@@ -138,6 +138,14 @@ class Plan:
         refusal: str or `None`, the compiler's error.
         refused_bytes: float or `None`, the memory that it asked for.
         advice: tuple of str, changes to make if it does not, or may not, fit.
+
+    Example:
+
+    ```python
+    plan = task.plan("cpu:1", batch_size=8)
+    plan.tokens, plan.parameters
+    print(plan)
+    ```
     """
 
     name: str

@@ -70,7 +70,7 @@ def search(
     Example:
 
     ```python
-    print(kpt.distribution.search(task, "v5e:4x4", batch_size=16))
+    print(kpt.distribution.search(task, "cpu:8", batch_size=8))
     ```
     """
     if strategies is None:

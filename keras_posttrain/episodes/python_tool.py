@@ -88,6 +88,8 @@ class Python:
         # As of a function: what the model is told of the tool.
         object.__setattr__(self, "__name__", "python")
         object.__setattr__(self, "__doc__", type(self).__call__.__doc__)
+        hints = type(self).__call__.__annotations__
+        object.__setattr__(self, "__annotations__", hints)
 
     def __call__(self, code: str) -> str:
         """Runs Python code and returns what it prints.

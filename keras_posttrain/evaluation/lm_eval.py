@@ -68,9 +68,16 @@ def lm_eval(task, *, engine=None, max_length=None, think_end_token=None):
     Example:
 
     ```python
-    import lm_eval
+    from lm_eval.api.instance import Instance
 
     model = kpt.evaluation.lm_eval(task)
+    request = Instance("loglikelihood", {}, ("2 + 2 =", " 4"), 0)
+    [(log_prob, is_greedy)] = model.loglikelihood([request])
+    ```
+
+    The harness downloads the rows of its own tasks:
+
+    ```
     found = lm_eval.simple_evaluate(model=model, tasks=["gsm8k"], limit=100)
     found["results"]["gsm8k"]
     ```

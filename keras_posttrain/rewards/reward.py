@@ -185,7 +185,8 @@ def completion_text(completion):
     Example:
 
     ```python
-    kpt.rewards.completion_text([{"role": "assistant", "content": "42"}])  # "42"
+    messages = [{"role": "assistant", "content": "42"}]
+    kpt.rewards.completion_text(messages)  # "42"
     ```
     """
     if isinstance(completion, str):

@@ -98,7 +98,7 @@ class Browser:
         if method == "Network.requestWillBeSent":
             self.requests.append(about["request"]["url"])
 
-    def open(self, path, width=1400, height=1000, dark=False):
+    def resize(self, width, height=1000):
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -106,18 +106,35 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
+
+    def open(
+        self,
+        path,
+        width=1400,
+        height=1000,
+        dark=False,
+        query="",
+        has="main",
+        pause=0.3,
+    ):
+        """Opens a file, and waits for an element by its selector `has`."""
+        self.resize(width, height)
         scheme = {
             "name": "prefers-color-scheme",
             "value": "dark" if dark else "light",
         }
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.absolute().as_uri())
+        self.call("Page.navigate", url=path.absolute().as_uri() + query)
         ready = "document.readyState === 'complete'"
+        self.wait(f"{ready} && !!document.querySelector({json.dumps(has)})")
+        time.sleep(pause)
+
+    def wait(self, condition):
+        """Waits until an expression in the page is true."""
         end = time.monotonic() + LIMIT
-        while not self.run(f"{ready} && !!document.querySelector('main')"):
-            assert time.monotonic() < end, self.errors
+        while not self.run(condition):
+            assert time.monotonic() < end, (condition, self.errors)
             time.sleep(0.05)
-        time.sleep(0.3)
 
     def run(self, script):
         """The value of an expression in the page."""
