@@ -25,8 +25,6 @@ import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import nbformat
-
 from docs import examples, guides, reference
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -118,7 +116,7 @@ def write_guides(source, fresh, may_run):
         made = guides.record(path, BUILD / "runs", fresh, may_run)
         target = source / "guides" / f"{name}.ipynb"
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = nbformat.writes(guides.notebook(path, made, set(names)))
+        text = json.dumps(guides.notebook(path, made, set(names)))
         target.write_text(text, encoding="utf-8")
         copy = source / "files" / "guides" / f"{name}.py"
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -86,9 +86,7 @@ def check(site, problems):
             problems.append(f"{page.name} does not describe {name}")
     tab = browser.Browser()
     try:
-        found = {
-            page: check_page(tab, page, problems) for page in pages(site)
-        }
+        found = {page: check_page(tab, page, problems) for page in pages(site)}
         check_links(found, problems)
         for name in ("GRPOTask", "dpo_loss", "packing"):
             check_search(tab, site, name, problems)

@@ -257,6 +257,7 @@ def function_of(member):
     return member if inspect.isfunction(member) else None
 
 
+@functools.cache
 def examples():
     """All examples, a class's before those of its methods."""
     found = []
@@ -406,8 +407,12 @@ def shown(value):
 class Runner:
     """Runs examples in one process, which share models."""
 
-    def __init__(self, folder):
-        self.folder = pathlib.Path(folder).absolute()
+    def __init__(self, folder, epochs=4):
+        """Keeps models and the examples' folders in `folder`.
+
+        The model is trained for `epochs` on sums.
+        """
+        self.folder, self.epochs = pathlib.Path(folder).absolute(), epochs
         self._made = {}
         self._count = 0
 
@@ -421,7 +426,7 @@ class Runner:
         ]
         with contextlib.redirect_stdout(io.StringIO()):
             return kpt.examples.tiny_preset(
-                self.folder / "tiny", rows, epochs=4
+                self.folder / "tiny", rows, epochs=self.epochs
             )
 
     def _execute(self, source, scope, name):

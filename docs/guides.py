@@ -17,7 +17,6 @@ import time
 
 import jax
 import keras
-import nbformat
 
 import keras_posttrain as kpt
 from docs import run_guide
@@ -25,6 +24,10 @@ from docs import run_guide
 ROOT = pathlib.Path(__file__).parent.parent
 RUNNER = ROOT / "docs" / "run_guide.py"
 LIMIT = 3600
+LOGGED = re.compile(
+    r"[IWEF]0000 |WARNING: All log messages before absl::"
+    r"|To enable the following instructions: "
+)
 
 
 def guides():
@@ -86,9 +89,12 @@ def record(path, kept, fresh=False, may_run=True):
 
 
 def shown(text):
-    """Printed text as a terminal shows it, without lines written over."""
+    """Printed text as a terminal shows it, without lines written over.
+
+    What TensorFlow logs about the machine, through KerasHub, is left out.
+    """
     lines = [line.rsplit("\r", 1)[-1] for line in text.split("\n")]
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if not LOGGED.match(line))
 
 
 def heading(path, made):
@@ -138,45 +144,49 @@ def notebook(path, made, names=()):
         path: path of the guide.
         made: dict, its `record`, or `None`.
         names: set of strings, the guides that a text may link to.
+
+    Returns:
+        A dict in version 4.5 of Jupyter's format.
     """
-    cells = [nbformat.v4.new_markdown_cell(heading(path, made))]
-    if made is None:
-        parts = run_guide.split(path.read_text(encoding="utf-8"))
-        parts = [
-            {"kind": "text" if code is None else "code", "source": text}
-            for text, code in parts
-        ]
-    else:
-        parts = made["cells"]
+    parts = made["cells"] if made else _cells_without_outputs(path)
+    cells = [_cell("markdown", heading(path, made))]
     # The header became the first cell.
-    for cell in parts[1:]:
-        if cell["kind"] == "text":
-            text = linked(cell["source"], name_of(path), names)
-            cells.append(nbformat.v4.new_markdown_cell(text))
-            continue
-        outputs = []
-        if cell.get("text", "").strip():
-            outputs.append(
-                nbformat.v4.new_output(
-                    "stream", name="stdout", text=shown(cell["text"])
-                )
-            )
-        for image in cell.get("figures", ()):
-            outputs.append(
-                nbformat.v4.new_output(
-                    "display_data", data={"image/png": image}
-                )
-            )
-        cells.append(
-            nbformat.v4.new_code_cell(cell["source"], outputs=outputs)
-        )
+    for part in parts[1:]:
+        if part["kind"] == "text":
+            text = linked(part["source"], name_of(path), names)
+            cells.append(_cell("markdown", text))
+        else:
+            more = {"execution_count": None, "outputs": _outputs(part)}
+            cells.append(_cell("code", part["source"]) | more)
     # Equal runs give equal files.
-    for number, cell in enumerate(cells):
-        cell["id"] = f"cell-{number}"
-    made = nbformat.v4.new_notebook(cells=cells)
-    made.metadata["kernelspec"] = {
-        "name": "python3",
-        "display_name": "Python 3",
-        "language": "python",
+    cells = [c | {"id": f"cell-{i}"} for i, c in enumerate(cells)]
+    kernel = {"name": "python3", "display_name": "Python 3"}
+    return {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel | {"language": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
     }
-    return made
+
+
+def _cells_without_outputs(path):
+    return [
+        {"kind": "text" if code is None else "code", "source": text}
+        for text, code in run_guide.split(path.read_text(encoding="utf-8"))
+    ]
+
+
+def _cell(kind, source):
+    return {"cell_type": kind, "metadata": {}, "source": source}
+
+
+def _outputs(part):
+    """What a cell printed and drew, in Jupyter's format."""
+    found, text = [], shown(part.get("text", ""))
+    if text.strip():
+        stream = {"output_type": "stream", "name": "stdout"}
+        found.append(stream | {"text": text})
+    for image in part.get("figures", ()):
+        picture = {"output_type": "display_data", "metadata": {}}
+        found.append(picture | {"data": {"image/png": image}})
+    return found

@@ -28,12 +28,14 @@ def targets():
             found[written.replace("keras_posttrain", "kpt", 1)] = full
         own = name.rpartition(".")[2]
         last.setdefault(own, []).append(name)
-    # A class may be named alone, where there is only one.
+    # A class or function may be named alone, where there is only one.
     for own, names in last.items():
-        if len(names) == 1 and own[0].isupper() and not own.isupper():
+        is_clear = "_" in own or own[0].isupper() and not own.isupper()
+        if len(names) == 1 and is_clear:
             found.setdefault(own, names[0])
             value = examples.public_names()[names[0]]
-            for member in examples.own_members(value):
+            is_class = isinstance(value, type)
+            for member in examples.own_members(value) if is_class else ():
                 found.setdefault(f"{own}.{member}", f"{names[0]}.{member}")
     return found
 

@@ -57,9 +57,9 @@ GROUPS = (
     ),
     (
         "callbacks",
-        "Callbacks and reports",
-        "Keras callbacks that save, log, trace and show a run.",
-        "callbacks. report",
+        "Callbacks, reports and sweeps",
+        "Save, log, trace, show and compare runs.",
+        "callbacks. report sweep",
     ),
     (
         "evaluation",

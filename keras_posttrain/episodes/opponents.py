@@ -24,10 +24,15 @@ class Frozen:
     Example:
 
     ```python
+    async def duel(first, second):
+        mine = await first("Say a number.")
+        other = await second("Say a number.")
+        return {first: float(mine.text > other.text)}
+
+    frozen = kpt.episodes.Frozen(every=20)
     task.compile(
-        episode=kpt.episodes.Episode(
-            tic_tac_toe, opponents={"o": kpt.episodes.Frozen(every=20)}
-        )
+        episode=kpt.episodes.Episode(duel, opponents={"second": frozen}),
+        num_generations=4,
     )
     ```
     """

@@ -20,6 +20,7 @@ from keras_posttrain.episodes.errors import EpisodeError
 from keras_posttrain.episodes.python_child import PR_SET_CHILD_SUBREAPER
 from keras_posttrain.episodes.python_tool import Python, python
 from keras_posttrain.episodes.run_tool import call
+from keras_posttrain.episodes.schema import json_schema
 
 # The second as where the kernel allows no namespaces.
 TOOLS = {
@@ -409,6 +410,12 @@ def test_settings_that_make_no_sense(setting):
     [(name, value)] = setting.items()
     with pytest.raises(ValueError, match=f"`{name}`.*{name}={value}"):
         Python(**setting)
+
+
+def test_a_model_is_told_of_its_argument():
+    told = json_schema(python)["function"]
+    assert told["name"] == "python"
+    assert told["parameters"]["properties"]["code"]["type"] == "string"
 
 
 def children():
