@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -145,6 +146,20 @@ def write_guides(source, fresh, may_run):
     index.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
+def run_all(runner):
+    """Runs all examples; then an error names those that failed."""
+    found, failed = [], []
+    for example in examples.examples():
+        try:
+            found.append(runner.run(example))
+        except Exception:
+            traceback.print_exc()
+            failed.append(example.name)
+    if failed:
+        raise ValueError(f"Examples failed: {', '.join(failed)}.")
+    return found
+
+
 def outcomes(fresh):
     """The outcomes of all examples; they run if the code has changed."""
     digest = hashlib.sha256()
@@ -160,8 +175,7 @@ def outcomes(fresh):
             for record in json.loads(kept.read_text(encoding="utf-8"))
         ]
     with tempfile.TemporaryDirectory() as folder:
-        runner = examples.Runner(folder)
-        found = [runner.run(example) for example in examples.examples()]
+        found = run_all(examples.Runner(folder))
     BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob("examples-*.json"):
         old.unlink()

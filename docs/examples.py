@@ -64,9 +64,7 @@ SETUP = {
     "jnp": "import jax.numpy as jnp",
     "optax": "import optax",
     "asyncio": "import asyncio",
-    "json": "import json",
     "os": "import os",
-    "pathlib": "import pathlib",
     "openai": "import openai",
     "rows": """
         rows = [
@@ -75,12 +73,8 @@ SETUP = {
             for b in range(1, 5)
         ]
     """,
-    "pairs": """
-        pairs = [
-            {"prompt": f"{a} + {b} =", "chosen": f" {a + b}", "rejected": " 1"}
-            for a in range(1, 5)
-            for b in range(1, 5)
-        ]
+    "held_out": """
+        held_out = [{"prompt": "5 + 5 =", "completion": " 10"}]
     """,
     "prompts": """
         prompts = [
@@ -342,7 +336,8 @@ def value_of(text):
     text = text.strip().removeprefix("#").strip()
     match = re.match(r"(\w+) is (.+)", text)
     name, text = (match[1], match[2]) if match else (None, text)
-    for candidate in (text, *re.split(r": |, the |, by ", text)[:1]):
+    # What follows a colon or a comma may be an explanation.
+    for candidate in (text, re.split(r": |, (?=[a-z])", text)[0]):
         try:
             code = compile(candidate, "comment", "eval")
             return name, eval(code, {"__builtins__": {}}, dict(CONSTANTS))
@@ -372,27 +367,16 @@ def comments(source):
 
 def compare(found, stated, where):
     """Raises an error if a value is not the one in the comment."""
-    if isinstance(stated, (str, bool, dict)) or stated is None:
-        is_equal = found == stated
-    elif isinstance(stated, tuple) and not isinstance(found, tuple):
+    if isinstance(stated, tuple) and not isinstance(found, tuple):
         # The value and how it comes about.
-        compare(found, stated[0], where)
-        return
-    elif isinstance(stated, tuple):
+        stated = stated[0]
+    if isinstance(stated, (list, tuple)):
         for first, second in zip(found, stated, strict=True):
             compare(first, second, where)
-        return
-    elif isinstance(stated, list) and any(
-        isinstance(x, (list, str)) for x in stated
-    ):
-        for first, second in zip(found, stated, strict=True):
-            compare(first, second, where)
-        return
-    else:
-        is_equal = np.allclose(
-            np.asarray(found, "float64"), stated, rtol=1e-3, atol=6e-5
-        )
-    if not is_equal:
+    elif isinstance(stated, (int, float)):
+        if not np.isclose(found, stated, rtol=1e-3, atol=6e-5):
+            raise AssertionError(f"{where}: {found!r}, not {stated!r}")
+    elif found != stated:
         raise AssertionError(f"{where}: {found!r}, not {stated!r}")
 
 

@@ -9,11 +9,12 @@ import pytest
 import keras_posttrain as kpt
 from docs import build, examples, guides, reference
 
-# A compiler for TPUs, and compilers of several layouts.
+# A compiler for TPUs, several layouts, several runs.
 SLOW = {
     "keras_posttrain.Task.plan",
     "keras_posttrain.distribution.search",
     "keras_posttrain.distribution.shapes_only",
+    "keras_posttrain.sweep",
 }
 
 
