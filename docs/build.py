@@ -49,10 +49,15 @@ def pages():
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         name = path.relative_to(ROOT).as_posix()
         found[name] = f"benchmarks/{path.stem}"
-    for path in guides.guides():
+    for path in [*guides.guides(), *texts()]:
         name = path.relative_to(ROOT).as_posix()
         found[name] = f"guides/{guides.name_of(path)}"
     return found
+
+
+def texts():
+    """The guides that are text alone."""
+    return sorted((ROOT / "guides").rglob("*.md"))
 
 
 def relinked(text, file, source):
@@ -72,7 +77,7 @@ def relinked(text, file, source):
             posixpath.join(posixpath.dirname(file), match[1])
         )
         if target in known:
-            end = ".ipynb" if target.startswith("guides/") else ".md"
+            end = ".ipynb" if target.endswith(".py") else ".md"
             found = known[target] + end
         elif (ROOT / target).is_file():
             found = f"files/{target}"
@@ -90,7 +95,7 @@ def relinked(text, file, source):
 def copy_pages(source):
     """Writes the pages that are files of the repository."""
     for file, page in pages().items():
-        if file.startswith("guides/"):
+        if file.endswith(".py"):
             continue
         text = (ROOT / file).read_text(encoding="utf-8")
         if file == "LICENSE":
@@ -112,7 +117,7 @@ def copy_pages(source):
 def write_guides(source, fresh, may_run):
     """Writes the notebooks of the guides, and the page that lists them."""
     names = {guides.name_of(path): path for path in guides.guides()}
-    parts, listed = {}, []
+    listed = {}
     for name, path in names.items():
         made = guides.record(path, BUILD / "runs", fresh, may_run)
         target = source / "guides" / f"{name}.ipynb"
@@ -123,27 +128,42 @@ def write_guides(source, fresh, may_run):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
         fields = guides.header(path)
-        folder = name.rpartition("/")[0]
-        parts.setdefault(folder, []).append(
-            f"| [{fields['Title']}]({name}.ipynb) | {fields['Description']} |"
-        )
-        listed.append(name)
-    # The first one first.
-    listed.sort(key=lambda name: name != "quickstart")
+        listed[name] = fields["Title"], fields["Description"], ".ipynb"
+    for path in texts():
+        title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+        text = " ".join(rest.strip().partition("\n\n")[0].split())
+        about = reference.summary(text)
+        listed[guides.name_of(path)] = title.lstrip("# "), about, ".md"
+    index = source / "guides" / "index.md"
+    index.write_text(guides_page(listed), encoding="utf-8")
+
+
+def guides_page(listed):
+    """The page that lists guides, by folder.
+
+    Args:
+        listed: dict from names to `(title, description, end of the file)`.
+    """
     lines = [
         "# Guides",
         "Each guide is a script that runs from top to bottom, on a tiny model "
         "that it makes. The outputs and plots here are those of such a run. "
         "For a real model change one line, `preset`.",
     ]
-    for folder, rows in parts.items():
+    # The first one first.
+    names = sorted(listed, key=lambda name: (name != "quickstart", name))
+    for folder in sorted({name.rpartition("/")[0] for name in names}):
         if folder:
             lines.append(f"## {folder.capitalize()}")
-        lines.append("\n".join(["| guide | about |", "|---|---|", *rows]))
-    toctree = "\n".join(listed)
+        rows = ["| guide | about |", "|---|---|"]
+        for name in names:
+            title, about, end = listed[name]
+            if name.rpartition("/")[0] == folder:
+                rows.append(f"| [{title}]({name}{end}) | {about} |")
+        lines.append("\n".join(rows))
+    toctree = "\n".join(names)
     lines.append(f"```{{toctree}}\n:hidden:\n\n{toctree}\n```")
-    index = source / "guides" / "index.md"
-    index.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return "\n\n".join(lines) + "\n"
 
 
 def run_all(runner):

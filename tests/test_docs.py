@@ -105,7 +105,7 @@ def test_a_page_has_the_example_and_its_output(tmp_path):
 def test_links_of_the_pages_resolve(tmp_path):
     build.copy_pages(tmp_path)
     for file, page in build.pages().items():
-        if file.startswith("guides/"):
+        if file.endswith(".py"):
             continue
         name = "readme" if page == "index" else page
         text = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
