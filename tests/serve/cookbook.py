@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -167,57 +168,59 @@ RECIPES = {
     ),
     "preference_dpo": (
         "preference.dpo.train",
-        "dataset=hhh learning_rate=1e-3 batch_size=20 max_length=256",
+        "dataset=hhh learning_rate=5e-3 batch_size=20 max_length=256",
         "accuracy",
     ),
     "preference_shorter": (
         "preference.shorter.train",
         f"renderer_name={RENDERER} batch_size=2 group_size=8 max_tokens=24 "
-        "learning_rate=1e-3 eval_every=0 max_steps=12",
+        "learning_rate=5e-3 eval_every=0 max_steps=12",
         "env/all/ac_tokens_per_turn",
     ),
     "distillation": (
         "distillation.on_policy_distillation",
         "dataset=deepmath groups_per_batch=12 group_size=4 max_tokens=6 "
-        f"learning_rate=1e-3 lora_rank={RANK} eval_every=0 max_steps=12 "
-        f"teacher_model={MODEL} teacher_checkpoint={{supervised}}",
+        f"learning_rate=1e-2 lora_rank={RANK} eval_every=0 max_steps=12 "
+        f"teacher_model={MODEL}",
         "teacher_kl",
     ),
     "multiplayer": (
         "multiplayer_rl.guess_number.train",
         f"renderer_name={RENDERER} batch_size=2 group_size=8 max_tokens=8 "
-        "learning_rate=1e-3 eval_every=0 max_steps=12",
+        "learning_rate=5e-3 eval_every=0 max_steps=12",
         "env/all/reward/total",
     ),
 }
 
 
-def run(name, python, folder, server, checkpoints):
+def saved(folder, name):
+    """Returns the last sampler weights that a recipe has saved."""
+    path = folder / "logs" / name / "checkpoints.jsonl"
+    lines = path.read_text().splitlines()
+    return json.loads(lines[-1])["sampler_path"]
+
+
+def run(name, python, folder, server):
     """Runs a recipe and returns the values of its metric."""
     module, arguments, metric = RECIPES[name]
     log = folder / "logs" / name
-    arguments = arguments.format(**checkpoints).split()
+    shutil.rmtree(log, ignore_errors=True)
+    if name == "distillation":
+        arguments += f" teacher_checkpoint={saved(folder, 'supervised')}"
     environment = os.environ | {
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": server.key,
         "TINKER_TELEMETRY": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    # A shell's prompt to choose a folder would wait.
-    if module != "rl_loop":
-        arguments.append("behavior_if_log_dir_exists=delete")
     subprocess.run(
         [python, "-m", f"tinker_cookbook.recipes.{module}",
-         f"model_name={MODEL}", f"log_path={log}", *arguments],
+         f"model_name={MODEL}", f"log_path={log}", *arguments.split()],
         cwd=folder, env=environment, check=True,
     )  # fmt: skip
     lines = (log / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    last = (log / "checkpoints.jsonl").read_text().splitlines()
-    for line in last:
-        checkpoints[name] = json.loads(line).get("sampler_path")
-    found = [k for k in rows[-1] if k == metric or k.endswith(metric)]
-    return [row[found[0]] for row in rows if found and found[0] in row]
+    return [row[metric] for row in rows if metric in row]
 
 
 def main():
@@ -237,11 +240,10 @@ def main():
         lora=kpt.LoRA(rank=32, alpha=32),
         sequence_length=LENGTH,
     )
-    checkpoints = {}
     settings = {"name": MODEL, "tokenizer": str(folder / MODEL)}
     with TinkerServer(task, folder / "state", **settings) as server:
         for name in given.only:
-            values = run(name, given.python, folder, server, checkpoints)
+            values = run(name, given.python, folder, server)
             print(name, RECIPES[name][2], [round(x, 3) for x in values])
 
 
