@@ -11,11 +11,8 @@ from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.batches.prompt_stream import prompt_order
 from keras_posttrain.data.rows.datasets import is_stream
-from keras_posttrain.data.rows.prompts import (
-    Prompt,
-    prepare_columns,
-    prepare_prompts,
-)
+from keras_posttrain.data.rows.prompt_encoder import Prompt
+from keras_posttrain.data.rows.prompts import prepare_columns, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes

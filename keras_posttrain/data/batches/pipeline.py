@@ -1,7 +1,6 @@
 """Batches of examples in a known order, with a position to save."""
 
 import bisect
-import hashlib
 import os
 
 import grain
@@ -11,6 +10,7 @@ from keras_posttrain.data import order
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
 from keras_posttrain.data.batches.layout import BatchLayout
+from keras_posttrain.data.rows.examples import digest_of
 
 # How many sequences are packed together, and how many batches are built
 # ahead of the step that takes them.
@@ -257,7 +257,7 @@ class RandomAccess:
         self.build = build
         self.fingerprint = settings | {
             "num_examples": len(examples),
-            "tokens": _hash_tokens(examples),
+            "tokens": digest_of(examples),
         }
         if settings["packing"]:
             # Packed once, so that an epoch always has as many batches.
@@ -326,13 +326,3 @@ class RandomAccess:
         for batch in ahead:
             step += 1
             yield batch, step, step % self.num_batches == 0
-
-
-def _hash_tokens(examples):
-    digest = hashlib.blake2b(digest_size=8)
-    for example in examples:
-        digest.update(example.token_ids.tobytes())
-        digest.update(example.completion_mask.tobytes())
-        # Everything that an example has in addition to one sequence.
-        digest.update(getattr(example, "other_bytes", b""))
-    return digest.hexdigest()

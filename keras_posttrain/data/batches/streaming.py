@@ -10,7 +10,7 @@ from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.rows.distillation_example import DistillationExample
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.images import Images
-from keras_posttrain.data.rows.preference import Preference
+from keras_posttrain.data.rows.preference_encoder import Preference
 
 # How many positions are kept; more than are ever prefetched.
 KEPT = 64
