@@ -1,5 +1,6 @@
 """Batches of examples in a known order, with a position to save."""
 
+import array
 import bisect
 import os
 
@@ -225,6 +226,10 @@ class BatchAdapter(DataAdapter):
             if wanted:
                 yield batch
 
+    def close(self):
+        """Stops reading a stream ahead, until it is iterated again."""
+        self._source.close()
+
     def get_numpy_iterator(self):
         return self.get_jax_iterator()
 
@@ -236,6 +241,38 @@ def _positive(name, value):
             f"`{name}` must be an int of at least 1. Received: {name}={value}."
         )
     return int(value)
+
+
+class _SingleRows:
+    """Rows of one example each: lists of indices of examples."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        return [row]
+
+
+class _PackedRows:
+    """Rows of several examples: lists of their indices, in little memory."""
+
+    def __init__(self):
+        self.members, self.ends = array.array("q"), array.array("q", [0])
+
+    def add(self, indices, rows):
+        """Adds rows, lists of places in a list of indices."""
+        for row in rows:
+            self.members.extend(int(indices[place]) for place in row)
+            self.ends.append(len(self.members))
+
+    def __len__(self):
+        return len(self.ends) - 1
+
+    def __getitem__(self, row):
+        return self.members[self.ends[row] : self.ends[row + 1]].tolist()
 
 
 class RandomAccess:
@@ -259,24 +296,29 @@ class RandomAccess:
             "num_examples": len(examples),
             "tokens": digest_of(examples),
         }
+        self.rows = _SingleRows(len(examples))
         if settings["packing"]:
             # Packed once, so that an epoch always has as many batches.
-            numbers = self._order(len(examples), 0)
-            indices = [int(numbers[i]) for i in range(len(examples))]
-            self.rows = []
+            indices = order.indices(len(examples), self.shuffle, self.seed, 0)
+            lengths = getattr(examples, "lengths", None)
+            if lengths is None:
+                lengths = [len(example.token_ids) for example in examples]
+            self.rows = _PackedRows()
             for at in range(0, len(indices), window):
                 part = indices[at : at + window]
-                sizes = [len(examples[i].token_ids) for i in part]
                 packed = packing_lib.pack(
-                    sizes, settings["sequence_length"], max_sequences
+                    [int(lengths[i]) for i in part],
+                    settings["sequence_length"],
+                    max_sequences,
                 )
-                self.rows += [[part[i] for i in row] for row in packed]
-        else:
-            self.rows = [[i] for i in range(len(examples))]
+                self.rows.add(part, packed)
         self.num_batches = -(-len(self.rows) // self.batch_size)
 
     def _order(self, size, stream):
         return order.shuffled(size, self.shuffle, self.seed, stream)
+
+    def close(self):
+        """Does nothing: no rows are read ahead for long."""
 
     def initial_state(self):
         """Returns the position before the first batch."""
