@@ -42,6 +42,8 @@ class DistillationEncoder:
 
     def __post_init__(self):
         encoding.check_train_on(self.train_on)
+        if self.teacher_names is not None:
+            self.teacher_names = list(self.teacher_names)
         self.row_type = RowTypeCheck()
         self.first_prompt, self.last = {}, -1
 

@@ -43,6 +43,9 @@ class RowSettings:
     images: ImageReader | None = None
 
     def __post_init__(self):
+        # Keras wraps the dicts and lists of a model's attributes.
+        kwargs = _plain(self.chat_template_kwargs)
+        object.__setattr__(self, "chat_template_kwargs", kwargs)
         if self.sequence_length < 2:
             raise ValueError(
                 "`sequence_length` must be at least 2: a token is predicted "
@@ -54,6 +57,16 @@ class RowSettings:
                 f"`truncation` must be one of {TRUNCATIONS}. Received: "
                 f"truncation={self.truncation!r}."
             )
+
+
+def _plain(value):
+    """Returns a value with Python's own dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(map(_plain, value))
+    return value
 
 
 class DroppedRow(Exception):

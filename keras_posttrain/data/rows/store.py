@@ -1,5 +1,6 @@
 """A file of tokenized rows, from which examples are read one at a time."""
 
+import array
 import collections.abc
 import hashlib
 import json
@@ -29,7 +30,7 @@ class StoreWriter:
 
     def __init__(self, path):
         self.path = path
-        self.sizes, self.lengths = [], []
+        self.sizes, self.lengths = array.array("q"), array.array("i")
         self.digest = hashlib.blake2b(digest_size=8)
         # Without a buffer, all that was added is in the file.
         self._file, self._checksum = open(path, "x+b", buffering=0), 0
@@ -49,12 +50,13 @@ class StoreWriter:
         """
         self._write(part.records)
         self.digest.update(part.hashed)
-        self.sizes += part.sizes
-        self.lengths += part.lengths
+        self.sizes.extend(part.sizes)
+        self.lengths.extend(part.lengths)
 
     def finish(self, report):
         """Ends the file with its index; `report` is what JSON can store."""
-        offsets = np.cumsum([len(MAGIC), *self.sizes], dtype=np.int64)
+        sizes = np.concatenate([[len(MAGIC)], self.sizes])
+        offsets = np.cumsum(sizes, dtype=np.int64)
         self._write(offsets.astype("<i8").tobytes())
         self._write(np.array(self.lengths, "<i4").tobytes())
         footer = json.dumps(
