@@ -9,6 +9,7 @@ from keras_posttrain.data.rows.streams import KEPT
 # The most examples, and the most bytes of them, that are read ahead.
 AHEAD = 2 * 2048
 MAX_BYTES = 2**28
+NAME = "keras_posttrain rows"
 
 
 class Lookahead:
@@ -67,7 +68,7 @@ class _Reader(threading.Thread):
     """Reads an iterator to its end, as far ahead as there is room."""
 
     def __init__(self, iterator):
-        super().__init__(name="keras_posttrain rows", daemon=True)
+        super().__init__(name=NAME, daemon=True)
         self._iterator, self._error = iterator, None
         self._found, self._bytes = collections.deque(), 0
         self._closed = self._ended = False

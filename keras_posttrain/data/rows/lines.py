@@ -4,9 +4,10 @@ import collections.abc
 import concurrent.futures
 import functools
 import hashlib
-import os
 
 import numpy as np
+
+from keras_posttrain.data.rows.disk import DiskFile
 
 # Bytes that are hashed, or searched for lines, at once.
 BLOCK = 2**24
@@ -26,13 +27,13 @@ class LineRows(collections.abc.Sequence):
 
     def __init__(self, paths, parse):
         self._paths, self._parse = paths, parse
-        self._files = [open(path, "rb") for path in paths]
+        self._files = [DiskFile(path) for path in paths]
         self._places = None
 
     def _lines(self):
         """Returns the file, start and length of each row, as arrays."""
         if self._places is None:
-            found = [_find_lines(file) for file in self._files]
+            found = [_find_lines(path) for path in self._paths]
             counts = [len(starts) for starts, _ in found]
             self._places = (
                 np.repeat(np.arange(len(found), dtype=np.int32), counts),
@@ -49,14 +50,13 @@ class LineRows(collections.abc.Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         files, starts, sizes = self._lines()
         number, start = int(files[index]), int(starts[index])
-        file = self._files[number].fileno()
-        line = os.pread(file, int(sizes[index]), start)
+        path, file = self._paths[number], self._files[number]
+        line = file.read(start, start + int(sizes[index]))
 
         def line_number():
-            before = np.memmap(self._files[number], np.uint8, "r")[:start]
-            return int(np.count_nonzero(before == ord("\n"))) + 1
+            return file.read(0, start).count(b"\n") + 1
 
-        return self._parse(self._paths[number], line, line_number)
+        return self._parse(path, line, line_number)
 
     def content_digest(self):
         """Returns a hash of the files' bytes, 16 bytes."""
@@ -64,25 +64,25 @@ class LineRows(collections.abc.Sequence):
         # Hashing releases the interpreter.
         with concurrent.futures.ThreadPoolExecutor() as threads:
             for file in self._files:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(str(size).encode())
+                digest.update(str(file.size).encode())
                 hash_block = functools.partial(_hash_block, file)
-                for part in threads.map(hash_block, range(0, size, BLOCK)):
+                starts = range(0, file.size, BLOCK)
+                for part in threads.map(hash_block, starts):
                     digest.update(part)
         return digest.digest()
 
 
 def _hash_block(file, start):
-    block = os.pread(file.fileno(), BLOCK, start)
+    block = file.read(start, start + BLOCK)
     return hashlib.blake2b(block, digest_size=32).digest()
 
 
-def _find_lines(file):
+def _find_lines(path):
     """Returns the starts and the sizes of lines that are not blank."""
-    size = os.fstat(file.fileno()).st_size
+    size = path.stat().st_size
     if not size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    data = np.memmap(file, np.uint8, "r")
+    data = np.memmap(path, np.uint8, "r")
     ends = [
         at + np.flatnonzero(data[at : at + BLOCK] == ord("\n"))
         for at in range(0, size, BLOCK)
@@ -97,4 +97,6 @@ def _find_lines(file):
     for i in np.flatnonzero(kept)[unclear]:
         line = data[starts[i] : stops[i]].tobytes()
         kept[i] = bool(line.decode("utf-8-sig", "replace").strip())
-    return starts[kept], (stops - starts)[kept]
+    # With the newline, as a file is read.
+    sizes = np.minimum(stops + 1, size) - starts
+    return starts[kept], sizes[kept]

@@ -10,6 +10,7 @@ import zlib
 import numpy as np
 
 from keras_posttrain.data.rows import records
+from keras_posttrain.data.rows.disk import DiskFile
 
 MAGIC = b"keras_posttrain rows 1\n"
 # The file ends with the footer's checksum and length.
@@ -109,16 +110,16 @@ class StoredExamples(collections.abc.Sequence):
 
     def __init__(self, path, restore=None):
         self._restore = restore
-        self._file = open(path, "rb")
+        self._file = DiskFile(path)
         try:
             self._read_index()
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(str(error)) from error
 
     def _read_index(self):
-        size = os.fstat(self._file.fileno()).st_size
-        end = size - TAIL.itemsize
-        tail = np.frombuffer(self._bytes(end, size), TAIL)[0]
+        end = self._file.size - TAIL.itemsize
+        tail = self._bytes(end, self._file.size)
+        tail = np.frombuffer(tail, TAIL)[0]
         start = end - int(tail["length"])
         footer = self._bytes(start, end)
         if zlib.crc32(footer) != tail["checksum"]:
@@ -138,16 +139,9 @@ class StoredExamples(collections.abc.Sequence):
         self.digest, self.report = footer["digest"], footer["report"]
 
     def _bytes(self, start, stop):
-        """Reads some bytes, in any thread."""
-        if start < 0:
+        data = self._file.read(start, stop) if start >= 0 else b""
+        if len(data) < stop - start:
             raise Damaged("it is too short")
-        data = bytearray(stop - start)
-        view, done = memoryview(data), 0
-        while done < len(data):
-            count = os.preadv(self._file.fileno(), [view[done:]], start + done)
-            if not count:
-                raise Damaged("it is too short")
-            done += count
         return data
 
     def __len__(self):
