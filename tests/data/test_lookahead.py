@@ -94,7 +94,7 @@ def test_an_error_comes_where_its_row_is_taken():
     assert not threads()
 
 
-@pytest.mark.parametrize("how", ["close", "again"])
+@pytest.mark.parametrize("how", ["close", "again", "drop"])
 def test_a_stream_that_is_left_is_read_no_further(how):
     rows = Rows(10**9)
     data, report = adapter(rows)
@@ -105,6 +105,9 @@ def test_a_stream_that_is_left_is_read_no_further(how):
         read = rows.read
         time.sleep(0.05)
         assert rows.read == read and not threads()
+    elif how == "drop":
+        del data
+        wait_until(lambda: not threads())
     else:
         next(iterate(data))
         assert not thread.is_alive() and len(threads()) == 1

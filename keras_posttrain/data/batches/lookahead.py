@@ -3,6 +3,7 @@
 import collections
 import copy
 import threading
+import weakref
 
 from keras_posttrain.data.rows.streams import KEPT
 
@@ -35,6 +36,8 @@ class Lookahead:
         if self._reader is None and self._count > KEPT:
             self._reader = _Reader(self._iterator)
             self._reader.start()
+            # Whoever drops it without `close` is not waited for.
+            weakref.finalize(self, self._reader.stop)
         if self._reader is None:
             self.state, self.example = _read(self._iterator)
         else:
@@ -112,10 +115,13 @@ class _Reader(threading.Thread):
             self._changed.notify_all()
             return pair
 
-    def close(self):
+    def stop(self):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self):
+        self.stop()
         self.join()
 
 

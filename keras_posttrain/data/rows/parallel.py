@@ -31,7 +31,9 @@ def num_workers():
     """
     setting = os.environ.get(VARIABLE, "")
     if not setting:
-        return len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
     if not setting.isdecimal():
         raise ValueError(
             f"The environment variable `{VARIABLE}` must be a number of "

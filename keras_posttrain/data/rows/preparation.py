@@ -205,17 +205,20 @@ class Preparation:
                 ours.setdefault(source, (index, value))
         return True
 
-    def restore(self, rows, example):
-        """Makes an example of what was stored of it.
+    def restorer(self, rows):
+        """Returns the function of what is stored of an example to it.
 
-        Args:
-            rows: the rows, for what is not stored.
-            example: an `Example`.
+        It is `None` where all of it is stored. Else it reads the rest in the
+        example's row.
         """
         if not hasattr(self.encode, "restore"):
-            return example
-        new, _ = self._convert(rows[example.row], "row")
-        return self.encode.restore(example, new)
+            return None
+
+        def restore(example):
+            new, _ = self._convert(rows[example.row], "row")
+            return self.encode.restore(example, new)
+
+        return restore
 
     def __call__(self, index, row):
         report = self.report

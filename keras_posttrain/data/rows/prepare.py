@@ -1,7 +1,6 @@
 """Prepares all rows of a dataset, or finds them prepared."""
 
 import contextlib
-import functools
 import time
 import warnings
 
@@ -61,7 +60,7 @@ def _read(entry, rows, prepare):
     """Returns the stored examples of rows, or `None`."""
     if entry is None:
         return None
-    examples = entry.read(functools.partial(prepare.restore, rows))
+    examples = entry.read(prepare.restorer(rows))
     if examples is not None:
         prepare.report.clear()
         prepare.report.add(examples.report)
@@ -71,7 +70,7 @@ def _read(entry, rows, prepare):
 def _prepare_many(rows, prepare, entry, examples, done):
     """Prepares the rows after the first `done`, whose examples are given."""
     filtered = datasets.is_filtered(rows)
-    restore = functools.partial(prepare.restore, rows)
+    restore = prepare.restorer(rows)
     with contextlib.ExitStack() as stack:
         if entry is not None:
             stack.enter_context(entry.locked())
@@ -94,7 +93,7 @@ class _Found:
 
     Args:
         entry: `Entry` of the file, or `None` for a list.
-        restore: function of a stored example to an example.
+        restore: as of `Preparation.restorer`.
         examples: list, the first ones.
     """
 
@@ -119,7 +118,7 @@ class _Found:
                 return
             except OSError as error:
                 self._give_up(error)
-        self.examples += map(self.restore, part.examples())
+        self.examples += self._restored(part.examples())
 
     def finish(self, report):
         """Returns all examples; those of a file have the report's numbers."""
@@ -137,10 +136,15 @@ class _Found:
         if self._writer is not None:
             self._writer.close()
 
+    def _restored(self, examples):
+        if self.restore is None:
+            return examples
+        return list(map(self.restore, examples))
+
     def _give_up(self, error):
         """Goes on in memory where the file cannot be written."""
         self._warn(error)
-        self.examples = list(map(self.restore, self._writer.examples()))
+        self.examples = self._restored(self._writer.examples())
         self._writer.close()
         self._writer = None
 
