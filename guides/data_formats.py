@@ -178,6 +178,14 @@ if importlib.util.find_spec("datasets"):
 """
 [Grain](https://google-grain.readthedocs.io) pipelines filter, map or mix rows.
 A `MapDataset` has random access, and is shuffled and resumed like a list.
+
+Rows with random access are tokenized before training, many of them by one
+process per core (the environment variable `KERAS_POSTTRAIN_WORKERS` sets
+another number). What takes more than a second is kept in
+`~/.cache/keras_posttrain/rows`, or in the directory that
+`KERAS_POSTTRAIN_CACHE` names (`off` for none): another run on the same rows,
+with the same tokenizer, template and settings, reads it there. The rows of
+`.jsonl` files of 32 MiB and more are not held in memory.
 """
 
 dataset = grain.MapDataset.source(rows).filter(
@@ -188,8 +196,8 @@ print(task.prepare(dataset)[1])
 """
 An `IterDataset` is read during training, for data that does not fit into
 memory. It is shuffled and packed in windows, and its position is saved with a
-checkpoint. Rows are prepared as they are read, so an invalid row raises its
-error at that point, and the report is filled during training. Every task takes
+checkpoint. A thread prepares rows ahead of the steps, so an invalid row raises
+its error during training, and the report is filled meanwhile. Every task takes
 streams.
 
 Other iterables of dicts are streams as well: a Hugging Face `IterableDataset`,

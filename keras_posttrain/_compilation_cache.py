@@ -7,7 +7,8 @@ import platform
 
 import jax
 
-VARIABLE = "KERAS_POSTTRAIN_CACHE"
+from keras_posttrain import _cache
+
 # The shortest compilation, in seconds, whose program is stored.
 THRESHOLD = "jax_persistent_cache_min_compile_time_secs"
 
@@ -22,19 +23,13 @@ def enable():
     Programs that compile in less than a second are stored too, unless the
     configuration says otherwise: a run has dozens of them.
     """
-    setting = os.environ.get(VARIABLE, "")
-    if setting.lower() in ("0", "off", "false", "no"):
+    directory = _cache.directory()
+    if directory is None or jax.config.jax_compilation_cache_dir:
         return
-    if jax.config.jax_compilation_cache_dir:
-        return
-    if setting:
-        directory = pathlib.Path(setting).expanduser()
-    else:
-        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    if not os.environ.get(_cache.VARIABLE):
         # Home directories are shared by machines, and a program compiled for
         # one CPU may not run on another.
-        directory = pathlib.Path(root, "keras_posttrain", _machine())
-        directory = directory.expanduser()
+        directory = directory / _machine()
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if THRESHOLD.upper() not in os.environ:
         jax.config.update(THRESHOLD, 0.0)

@@ -15,6 +15,7 @@ LEVELS = {
     "workers": -1,
     "losses": 0,
     "_compilation_cache": 0,
+    "_cache": -1,
     "_console": -1,
     "_spans": -2,
     "_tensorflow": 0,

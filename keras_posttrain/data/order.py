@@ -1,5 +1,7 @@
 """The order of a dataset's rows, and whose order a saved position is of."""
 
+import functools
+
 import grain
 import numpy as np
 
@@ -11,10 +13,25 @@ def shuffled(size, shuffle, seed, stream):
     order; without `shuffle` numbers ascend.
     """
     numbers = grain.MapDataset.range(size)
-    if not shuffle:
-        return numbers
+    return numbers.shuffle(seed=_seed(seed, stream)) if shuffle else numbers
+
+
+def indices(size, shuffle, seed, stream):
+    """Returns all numbers of `shuffled` as an int64 array, in less time."""
+    if not shuffle or size < 2:
+        return np.arange(size)
+    place = functools.partial(
+        grain.experimental.index_shuffle,
+        max_index=size - 1,
+        seed=_seed(seed, stream),
+        rounds=4,
+    )
+    return np.fromiter(map(place, range(size)), np.int64, size)
+
+
+def _seed(seed, stream):
     seeds = np.random.SeedSequence([seed % 2**32, stream])
-    return numbers.shuffle(seed=int(seeds.generate_state(1)[0]))
+    return int(seeds.generate_state(1)[0])
 
 
 def check_same(ours, theirs):

@@ -9,7 +9,7 @@ from keras_posttrain.data.rows.distillation_example import (
     DistillationExample,
     teacher_view,
 )
-from keras_posttrain.data.rows.prompts import Prompt
+from keras_posttrain.data.rows.prompt_encoder import Prompt
 from keras_posttrain.distill.teacher_cache import first_with_loss
 
 # The column of a prompt that the teacher reads in place of the student's.

@@ -3,10 +3,8 @@ import dataclasses
 import numpy as np
 
 from keras_posttrain.data.batches.preference import preference_layout
-from keras_posttrain.data.rows.preference import (
-    Preference,
-    prepare_preferences,
-)
+from keras_posttrain.data.rows.preference import prepare_preferences
+from keras_posttrain.data.rows.preference_encoder import Preference
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import keras_words, padding

@@ -11,11 +11,8 @@ from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.batches.prompt_stream import prompt_order
 from keras_posttrain.data.rows.datasets import is_stream
-from keras_posttrain.data.rows.prompts import (
-    Prompt,
-    prepare_columns,
-    prepare_prompts,
-)
+from keras_posttrain.data.rows.prompt_encoder import Prompt
+from keras_posttrain.data.rows.prompts import prepare_columns, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes
@@ -364,7 +361,8 @@ class RolloutTask(Task):
             max_staleness=max_staleness,
             micro_batch_size=self.micro_batch_size,
         )
-        prompts, self.data_report = self.prepare_prompts(dataset)
+        with _console.silenced(settings.verbose == 0):
+            prompts, self.data_report = self.prepare_prompts(dataset)
         streamed = is_stream(prompts)
         check_epochs(prompts, epochs)
         if not streamed:
@@ -377,9 +375,10 @@ class RolloutTask(Task):
         settings.show(padding.describe(self.micro_batch_size, *filled))
         held_out = None
         if validation_data is not None:
-            held_out, report = self.prepare_prompts(
-                validation_data, "validation_data"
-            )
+            with _console.silenced(settings.verbose == 0):
+                held_out, report = self.prepare_prompts(
+                    validation_data, "validation_data"
+                )
             held_out = list(held_out)
             settings.show(report)
         rl_checks.evaluation(
@@ -567,7 +566,8 @@ class RolloutTask(Task):
         )
         prompts = dataset
         if not _are_prepared(dataset):
-            prompts, report = self.prepare_prompts(dataset)
+            with _console.silenced(verbose == 0):
+                prompts, report = self.prepare_prompts(dataset)
             prompts = list(prompts)
             show_report(report, verbose)
         sampling = dataclasses.replace(

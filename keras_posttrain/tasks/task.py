@@ -10,6 +10,7 @@ from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preparation import RowSettings
+from keras_posttrain.data.rows.store import StoredExamples
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import fsdp, processes, shapes_only
 from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
@@ -486,10 +487,14 @@ class Task(keras.Model):
             skip_steps=skip_steps,
             micro_batch_size=self.micro_batch_size,
         )
-        examples, self.data_report = self.prepare(dataset)
+        with _console.silenced(settings.verbose == 0):
+            examples, self.data_report = self.prepare(dataset)
         held_out = []
         if validation_data is not None:
-            held_out, report = self.prepare(validation_data, "validation_data")
+            with _console.silenced(settings.verbose == 0):
+                held_out, report = self.prepare(
+                    validation_data, "validation_data"
+                )
             check_epochs(held_out, epochs)
             if not is_stream(held_out):
                 settings.show(report)
@@ -524,6 +529,7 @@ class Task(keras.Model):
         try:
             return self.run.fit()
         finally:
+            data.close()
             if streamed:
                 settings.show(self.data_report)
 
@@ -608,7 +614,8 @@ class Task(keras.Model):
             dataset = metrics.rows
         examples, report = [], None
         if not isinstance(dataset, BatchAdapter):
-            examples, report = self.prepare(dataset)
+            with _console.silenced(verbose == 0 or not processes.is_first()):
+                examples, report = self.prepare(dataset)
             if not is_stream(examples):
                 show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
@@ -932,7 +939,8 @@ class Task(keras.Model):
         checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         # Those that `evaluate` has prepared are taken as they are.
-        if isinstance(rows, list) and rows and isinstance(rows[0], Example):
+        prepared = isinstance(rows, (list, StoredExamples)) and len(rows)
+        if prepared and isinstance(rows[0], Example):
             examples = rows
         else:
             examples, _ = self.prepare(

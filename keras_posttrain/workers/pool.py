@@ -67,6 +67,15 @@ class Workers:
         }
         self.seconds, self.count = seconds, count
         self._idle, self._pid = [], os.getpid()
+        self._started, self._closed = weakref.WeakSet(), False
+
+    def close(self):
+        """Kills all processes; calls that other threads wait for fail."""
+        self._closed = True
+        for worker in list(self._started):
+            # Its connection is closed by the thread that reads it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
 
     def map(self, calls):
         """Calls the function with each of several dicts of arguments.
@@ -130,9 +139,13 @@ class Workers:
         if self._pid != os.getpid():
             # A forked process must not talk to the workers of its parent.
             self._idle, self._pid = [], os.getpid()
+        if self._closed:
+            raise RuntimeError("The workers were closed.")
         with contextlib.suppress(IndexError):
             return self._idle.pop()
-        return _Worker({**self.settings, "path": sys.path})
+        worker = _Worker({**self.settings, "path": sys.path})
+        self._started.add(worker)
+        return worker
 
     def _put_back(self, worker):
         if len(self._idle) < self.count:

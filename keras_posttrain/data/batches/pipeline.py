@@ -1,7 +1,7 @@
 """Batches of examples in a known order, with a position to save."""
 
+import array
 import bisect
-import hashlib
 import os
 
 import grain
@@ -11,6 +11,7 @@ from keras_posttrain.data import order
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
 from keras_posttrain.data.batches.layout import BatchLayout
+from keras_posttrain.data.rows.examples import digest_of
 
 # How many sequences are packed together, and how many batches are built
 # ahead of the step that takes them.
@@ -225,6 +226,10 @@ class BatchAdapter(DataAdapter):
             if wanted:
                 yield batch
 
+    def close(self):
+        """Stops reading a stream ahead, until it is iterated again."""
+        self._source.close()
+
     def get_numpy_iterator(self):
         return self.get_jax_iterator()
 
@@ -236,6 +241,38 @@ def _positive(name, value):
             f"`{name}` must be an int of at least 1. Received: {name}={value}."
         )
     return int(value)
+
+
+class _SingleRows:
+    """Rows of one example each: lists of indices of examples."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, row):
+        return [row]
+
+
+class _PackedRows:
+    """Rows of several examples: lists of their indices, in little memory."""
+
+    def __init__(self):
+        self.members, self.ends = array.array("q"), array.array("q", [0])
+
+    def add(self, indices, rows):
+        """Adds rows, lists of places in a list of indices."""
+        for row in rows:
+            self.members.extend(int(indices[place]) for place in row)
+            self.ends.append(len(self.members))
+
+    def __len__(self):
+        return len(self.ends) - 1
+
+    def __getitem__(self, row):
+        return self.members[self.ends[row] : self.ends[row + 1]].tolist()
 
 
 class RandomAccess:
@@ -257,26 +294,31 @@ class RandomAccess:
         self.build = build
         self.fingerprint = settings | {
             "num_examples": len(examples),
-            "tokens": _hash_tokens(examples),
+            "tokens": digest_of(examples),
         }
+        self.rows = _SingleRows(len(examples))
         if settings["packing"]:
             # Packed once, so that an epoch always has as many batches.
-            numbers = self._order(len(examples), 0)
-            indices = [int(numbers[i]) for i in range(len(examples))]
-            self.rows = []
+            indices = order.indices(len(examples), self.shuffle, self.seed, 0)
+            lengths = getattr(examples, "lengths", None)
+            if lengths is None:
+                lengths = [len(example.token_ids) for example in examples]
+            self.rows = _PackedRows()
             for at in range(0, len(indices), window):
                 part = indices[at : at + window]
-                sizes = [len(examples[i].token_ids) for i in part]
                 packed = packing_lib.pack(
-                    sizes, settings["sequence_length"], max_sequences
+                    [int(lengths[i]) for i in part],
+                    settings["sequence_length"],
+                    max_sequences,
                 )
-                self.rows += [[part[i] for i in row] for row in packed]
-        else:
-            self.rows = [[i] for i in range(len(examples))]
+                self.rows.add(part, packed)
         self.num_batches = -(-len(self.rows) // self.batch_size)
 
     def _order(self, size, stream):
         return order.shuffled(size, self.shuffle, self.seed, stream)
+
+    def close(self):
+        """Does nothing: no rows are read ahead for long."""
 
     def initial_state(self):
         """Returns the position before the first batch."""
@@ -326,13 +368,3 @@ class RandomAccess:
         for batch in ahead:
             step += 1
             yield batch, step, step % self.num_batches == 0
-
-
-def _hash_tokens(examples):
-    digest = hashlib.blake2b(digest_size=8)
-    for example in examples:
-        digest.update(example.token_ids.tobytes())
-        digest.update(example.completion_mask.tobytes())
-        # Everything that an example has in addition to one sequence.
-        digest.update(getattr(example, "other_bytes", b""))
-    return digest.hexdigest()

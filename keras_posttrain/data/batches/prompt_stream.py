@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from keras_posttrain.data import order
-from keras_posttrain.data.batches.streaming import Lookahead
+from keras_posttrain.data.batches.lookahead import Lookahead
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.prompts import PromptOrder
 
@@ -65,11 +65,13 @@ class PromptStream:
             "seed": int(seed),
             "stream": True,
         }
-        self.epoch = 0
+        self.epoch, self._iterator = 0, None
         self._begin()
 
     def _begin(self, stream=None, window=0, used=0):
         """Starts reading an epoch at a window, from a prompt of it on."""
+        if self._iterator is not None:
+            self._iterator.close()
         self._iterator, self._stream = None, stream
         # All that were read, and the number in the epoch of the first one. A
         # window is there as a whole or not at all: a position may be asked

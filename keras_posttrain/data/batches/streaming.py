@@ -1,24 +1,16 @@
 """Batches of a stream, a bounded window at a time, with a position."""
 
 import base64
-import copy
 import dataclasses
 
 import numpy as np
 
 from keras_posttrain.data.batches import packing as packing_lib
-from keras_posttrain.data.rows.distillation_example import DistillationExample
-from keras_posttrain.data.rows.examples import Example
-from keras_posttrain.data.rows.images import Images
-from keras_posttrain.data.rows.preference import Preference
+from keras_posttrain.data.batches.lookahead import Lookahead
+from keras_posttrain.data.rows.records import EXAMPLES
 
 # How many positions are kept; more than are ever prefetched.
 KEPT = 64
-# The examples that a position may hold.
-EXAMPLES = {
-    kind.__name__: kind
-    for kind in (Example, DistillationExample, Preference, Images)
-}
 
 
 class History:
@@ -91,6 +83,13 @@ class Stream:
         if not (self.packing or self.shuffle):
             self.window = self.batch_size
         self.fingerprint = dict(settings)
+        self._ahead = None
+
+    def close(self):
+        """Stops reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def initial_state(self):
         """Returns the position before the first batch."""
@@ -119,10 +118,12 @@ class Stream:
 
     def batches(self, position, step, skip):
         """Yields `(batch, position after it, whether the epoch ends)`."""
+        # An iterator that was dropped may still be reading.
+        self.close()
         iterator = iter(self.examples)
         if position.stream is not None:
             iterator.set_state(position.stream)
-        ahead = Lookahead(iterator)
+        ahead = self._ahead = Lookahead(iterator)
         if ahead.at_end and not position.carried:
             raise ValueError(
                 "A stream must have examples to train on. Received: a stream "
@@ -166,33 +167,6 @@ class Stream:
             order = np.random.default_rng(seeds).permutation(len(rows))
             rows = [rows[i] for i in order]
         return rows
-
-
-class Lookahead:
-    """An iterator that reads one example ahead to know its end.
-
-    `state` is the iterator's state before the example that was read ahead.
-    """
-
-    def __init__(self, iterator):
-        self.iterator = iterator
-        self._look()
-
-    def _look(self):
-        self.state = copy.deepcopy(self.iterator.get_state())
-        self.example = next(self.iterator, None)
-
-    @property
-    def at_end(self):
-        return self.example is None
-
-    def take(self, count):
-        """Returns at most `count` of the next examples."""
-        taken = []
-        while len(taken) < count and not self.at_end:
-            taken.append(self.example)
-            self._look()
-        return taken
 
 
 def _to_json(value):

@@ -44,9 +44,12 @@ def _map_strings(value, function):
 
 def free_marks(conversation):
     """Finds two private-use characters that a `Conversation` lacks."""
-    used = set().union(*_strings_of(conversation))
-    free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
-    marks = list(itertools.islice(free, 2))
+    strings = list(_strings_of(conversation))
+    marks = list(map(chr, _PRIVATE_USE[:2]))
+    if any(mark in string for string in strings for mark in marks):
+        used = set().union(*strings)
+        free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
+        marks = list(itertools.islice(free, 2))
     if len(marks) < 2:
         raise ValueError(
             "Messages cannot use every private-use character of U+F0000 to "

@@ -156,6 +156,16 @@ class Tokenizer:
             backend, names, chat_template=template, stop_token_ids=stops
         )
 
+    @property
+    def content(self):
+        """Strings and numbers that everything it does depends on."""
+        return (
+            self.backend.to_str(),
+            sorted(self.special_tokens.items()),
+            self.chat_template,
+            self.stop_token_ids,
+        )
+
     def encode(self, text, add_special_tokens=False):
         """Encodes a text.
 

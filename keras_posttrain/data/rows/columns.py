@@ -41,6 +41,10 @@ def describe(needed):
     return "{" + ", ".join(f"'{column}'" for column in names) + "}"
 
 
+def _types():
+    return ", ".join(map(describe, KINDS))
+
+
 def check_dict(row, where):
     """Raises where a row is no dict; `where` names it in the error."""
     if not isinstance(row, dict):
@@ -64,17 +68,16 @@ def row_kind(row, where):
     ]
     if "masked_tokens" in complete:
         complete.remove("tokens")
-    types = ", ".join(map(describe, KINDS))
     if len(complete) > 1:
         raise ValueError(
             "A row must have the columns of one type. Received: "
             f"{where} has those of "
             f"{' and '.join(map(describe, complete))}. Remove one of them. "
-            f"Row types: {types}."
+            f"Row types: {_types()}."
         )
     if not complete:
         raise ValueError(
-            f"A row must have the columns of one of {types}. Received: "
+            f"A row must have the columns of one of {_types()}. Received: "
             f"{where} with the columns {list(map(str, row))}."
             + _suggestion(row, given)
         )

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 
 import numpy as np
 
@@ -58,6 +59,25 @@ def completion_example(prompt, completion, mask, row, images=None):
     )
 
 
+def hashed(example):
+    """Returns the bytes of an example that identify it in a hash."""
+    if own := getattr(example, "hashed", None):
+        return own
+    parts = [example.token_ids.tobytes(), example.completion_mask.tobytes()]
+    # Everything that an example has in addition to one sequence.
+    return b"".join([*parts, getattr(example, "other_bytes", b"")])
+
+
+def digest_of(examples):
+    """Returns the hash of examples, which those of a file know."""
+    if known := getattr(examples, "digest", None):
+        return known
+    digest = hashlib.blake2b(digest_size=8)
+    for example in examples:
+        digest.update(hashed(example))
+    return digest.hexdigest()
+
+
 @dataclasses.dataclass
 class DataReport:
     """The numbers of a dataset's rows: kept, dropped and cut.
@@ -88,6 +108,28 @@ class DataReport:
     converted: dict = dataclasses.field(default_factory=collections.Counter)
     unused: dict = dataclasses.field(default_factory=collections.Counter)
     sources: dict = dataclasses.field(default_factory=collections.Counter)
+
+    def clear(self):
+        """Sets all numbers back to those of no rows."""
+        vars(self).update(vars(type(self)(self.name)))
+
+    def add(self, counted):
+        """Adds the numbers of further rows: `counts` of their report."""
+        for name, value in counted.items():
+            if isinstance(value, dict):
+                getattr(self, name).update(value)
+            elif name == "longest":
+                self.longest = max(self.longest, value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+    def counts(self):
+        """Returns all numbers as a dict that JSON can store."""
+        values = {k: v for k, v in vars(self).items() if k != "name"}
+        return {
+            k: dict(v) if isinstance(v, dict) else int(v)
+            for k, v in values.items()
+        }
 
     @property
     def loss_share(self):

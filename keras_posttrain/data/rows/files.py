@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import csv
+import functools
 import glob
 import gzip
 import io
@@ -11,6 +12,8 @@ import lzma
 import os
 import pathlib
 import zlib
+
+from keras_posttrain.data.rows.lines import LineRows
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -24,6 +27,8 @@ MAGIC = {
 # The columns of a CSV file that hold no text, but JSON.
 JSON_COLUMNS = ("messages", "conversations", "tools", "weight", "margin")
 JSON_COLUMNS += ("label", "completion_mask")
+# The bytes from which on rows of lines are not read into memory.
+LARGE = 2**25
 KINDS = (
     "`.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, or one of these with "
     "`.gz`, `.bz2`, `.xz` or `.zst`"
@@ -50,19 +55,35 @@ def read_files(paths, name):
         name: string, the dataset's name in errors.
 
     Returns:
-        A list of rows.
+        A list of rows; of large files with a JSON object a line `LineRows`,
+        which are read later.
 
     Raises:
         ValueError: there is no such file, or it cannot be read.
         ImportError: it needs a package that is not installed.
     """
     paths = [paths] if is_path(paths) else list(paths)
-    return [
-        row
-        for path in paths
-        for file in _files(pathlib.Path(path), name)
-        for row in _read(file, name)
+    found = [
+        file for path in paths for file in _files(pathlib.Path(path), name)
     ]
+    if _stay_on_disk(found):
+        return LineRows(found, functools.partial(_parse_line, name))
+    return [row for file in found for row in _read(file, name)]
+
+
+def _stay_on_disk(paths):
+    """Returns whether files are large, and each line can be read alone."""
+    return sum(path.stat().st_size for path in paths) >= LARGE and all(
+        path.suffix.lower() in (".jsonl", ".ndjson") and not _compression(path)
+        for path in paths
+    )
+
+
+def _compression(path):
+    """Returns the first bytes that say how a file is compressed, or `None`."""
+    with path.open("rb") as file:
+        first = file.read(8)
+    return next((magic for magic in MAGIC if first.startswith(magic)), None)
 
 
 def _files(path, name):
@@ -113,12 +134,11 @@ def _read(path, name):
 
 def _open(path, name):
     """Opens a file, decompressed where its first bytes say so."""
-    with path.open("rb") as file:
-        first = file.read(8)
-    for magic, opened in MAGIC.items():
-        if first.startswith(magic):
-            return opened(path) if opened else _open_zstd(path, name)
-    return path.open("rb")
+    magic = _compression(path)
+    if magic is None:
+        return path.open("rb")
+    opened = MAGIC[magic]
+    return opened(path) if opened else _open_zstd(path, name)
 
 
 def _open_zstd(path, name):
@@ -183,18 +203,34 @@ def _parse(text):
 
 
 def _read_lines(path, name):
-    rows = []
-    for number, line in _lines(path, name):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_parse(line))
-        except ValueError as error:
-            raise ValueError(
-                f"`{name}` must hold one JSON object a line. Received: "
-                f"line {number} of {str(path)!r}: {error}."
-            ) from error
-    return rows
+    return [
+        _parse_object(line, number, path, name)
+        for number, line in _lines(path, name)
+        if line.strip()
+    ]
+
+
+def _parse_line(name, path, line, number):
+    """Parses one line of a file alone; see `LineRows`."""
+    try:
+        return _parse(line.decode("utf-8-sig"))
+    except ValueError:
+        # What is wrong is said as of a file that is read from its start.
+        number = number()
+    if number == 1:
+        _check_encoding(line, path, name)
+    line = _decode(line, f"line {number} of", path, name)
+    return _parse_object(line, number, path, name)
+
+
+def _parse_object(line, number, path, name):
+    try:
+        return _parse(line)
+    except ValueError as error:
+        raise ValueError(
+            f"`{name}` must hold one JSON object a line. Received: "
+            f"line {number} of {str(path)!r}: {error}."
+        ) from error
 
 
 def _read_json(path, name):

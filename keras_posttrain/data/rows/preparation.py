@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from keras_posttrain.data.rows import columns, datasets, known_formats
+from keras_posttrain.data.rows import columns, known_formats
 from keras_posttrain.data.rows.images import (
     COLUMNS,
     ImageReader,
@@ -43,6 +43,9 @@ class RowSettings:
     images: ImageReader | None = None
 
     def __post_init__(self):
+        # Keras wraps the dicts and lists of a model's attributes.
+        kwargs = _plain(self.chat_template_kwargs)
+        object.__setattr__(self, "chat_template_kwargs", kwargs)
         if self.sequence_length < 2:
             raise ValueError(
                 "`sequence_length` must be at least 2: a token is predicted "
@@ -54,6 +57,16 @@ class RowSettings:
                 f"`truncation` must be one of {TRUNCATIONS}. Received: "
                 f"truncation={self.truncation!r}."
             )
+
+
+def _plain(value):
+    """Returns a value with Python's own dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(map(_plain, value))
+    return value
 
 
 class DroppedRow(Exception):
@@ -110,7 +123,10 @@ class Preparation:
 
     Args:
         encode: function `(index, row, where)` to an `EncodedRow`; `where`
-            names the row in errors. It may raise `DroppedRow`.
+            names the row in errors. It may raise `DroppedRow`. `key` is a
+            dict of its settings, `None` where its examples are not worth
+            storing; `firsts` a list of dicts of what the first row of each
+            source has set for the others, as `(index, value)`.
         settings: `RowSettings`.
         messages: `Messages`.
         report: `DataReport`, filled as rows are prepared.
@@ -137,6 +153,72 @@ class Preparation:
         self._kept, self._prompts, self._converts = kept, prompts, converts
         # The rows of a stream are counted when they are first read.
         self._counted = 0
+
+    @property
+    def key(self):
+        """All that the examples of given rows depend on, or `None`."""
+        if self.encode.key is None:
+            return None
+        settings = self.settings
+        tokenizer = settings.tokenizer and settings.tokenizer.content
+        return {
+            "encoder": type(self.encode).__name__,
+            "encoder settings": self.encode.key,
+            "tokenizer": tokenizer,
+            "limit": self.limit,
+            "kept": (self._kept.start, self._kept.stop),
+            "converts": self._converts,
+        } | {
+            name: getattr(settings, name)
+            for name in (
+                "sequence_length",
+                "vocabulary_size",
+                "truncation",
+                "chat_template_kwargs",
+                "images",
+            )
+        }
+
+    def first_values(self):
+        """Returns `encode.firsts` as lists that JSON can store."""
+        return [
+            [[source, *first] for source, first in firsts.items()]
+            for firsts in self.encode.firsts
+        ]
+
+    def agrees(self, first_values):
+        """Takes over what rows elsewhere have set for the others.
+
+        Args:
+            first_values: as of `first_values`.
+
+        Returns:
+            Bool, `False` where they are not of the types of the rows before.
+        """
+        found = list(zip(self.encode.firsts, first_values, strict=True))
+        for ours, theirs in found:
+            for source, _, value in theirs:
+                if source in ours and ours[source][1] != value:
+                    return False
+        for ours, theirs in found:
+            for source, index, value in theirs:
+                ours.setdefault(source, (index, value))
+        return True
+
+    def restorer(self, rows):
+        """Returns the function of what is stored of an example to it.
+
+        It is `None` where all of it is stored. Else it reads the rest in the
+        example's row.
+        """
+        if not hasattr(self.encode, "restore"):
+            return None
+
+        def restore(example):
+            new, _ = self._convert(rows[example.row], "row")
+            return self.encode.restore(example, new)
+
+        return restore
 
     def __call__(self, index, row):
         report = self.report
@@ -168,16 +250,8 @@ class Preparation:
 
     def _encoded(self, index, row, where, report):
         """Returns the `EncodedRow`, of a row that is converted first."""
-        tokenizer = self.settings.tokenizer
         try:
-            new, format = row, None
-            if self._converts:
-                new, format = known_formats.convert(
-                    row,
-                    where,
-                    has_template=getattr(tokenizer, "chat_template", None),
-                    prompts=self._prompts,
-                )
+            new, format = self._convert(row, where)
             if format is not None:
                 report.converted[format] += 1
                 if hasattr(row, "source"):
@@ -203,6 +277,18 @@ class Preparation:
                 if column not in read and value is not None
             )
         return encoded
+
+    def _convert(self, row, where):
+        """Returns a row in this library's format, and the one it had."""
+        if not self._converts:
+            return row, None
+        tokenizer = self.settings.tokenizer
+        return known_formats.convert(
+            row,
+            where,
+            has_template=getattr(tokenizer, "chat_template", None),
+            prompts=self._prompts,
+        )
 
     def _check(self, sides, where):
         """Returns the tokens of the longest side.
@@ -247,27 +333,23 @@ class Preparation:
         return [(ids.astype(np.int32), mask * weight) for ids, mask in sides]
 
 
-def prepare_rows(dataset, prepare):
-    """Prepares all rows of a dataset by a `Preparation`.
+def prepare_part(prepare, start, rows, filtered):
+    """Prepares some rows of a dataset.
 
-    Takes a dataset and returns `(examples, report)` as `prepare_sft` does.
+    Args:
+        prepare: `Preparation`.
+        start: int, the index of the first one.
+        rows: list of rows.
+        filtered: bool, whether `None` is a row that was filtered out.
+
+    Returns:
+        List of examples.
     """
-    report = prepare.report
-    rows = datasets.open_dataset(dataset, report.name)
-    if datasets.is_stream(rows):
-        examples = rows.map_with_index(prepare)
-        return examples.filter(lambda example: example is not None), report
     examples = []
-    for index in range(len(rows)):
-        row = rows[index]
-        # A Grain dataset gives `None` for a row that it has filtered.
-        if row is None and datasets.is_filtered(rows):
+    for index, row in enumerate(rows, start):
+        if row is None and filtered:
             continue
         example = prepare(index, row)
         if example is not None:
             examples.append(example)
-    if not examples:
-        raise ValueError(
-            prepare.messages.none_left.format(name=report.name, report=report)
-        )
-    return examples, report
+    return examples
