@@ -9,7 +9,7 @@ import typing
 FAULTS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 # Deeper arguments have no use, and overflow the stacks of what reads them.
 _LEVELS = 32
-_THOUGHTS = (
+THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|channel>", "<channel|>"),
@@ -37,7 +37,7 @@ class ParsedTurn(typing.NamedTuple):
 
 def split_thoughts(text):
     """Splits a text behind the model's thoughts, which call nothing."""
-    for begin, end in _THOUGHTS:
+    for begin, end in THOUGHTS:
         thoughts, found, rest = text.partition(end)
         if found:
             return thoughts + found, rest

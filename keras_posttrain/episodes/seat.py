@@ -2,12 +2,11 @@
 
 import asyncio
 import dataclasses
-import json
+import functools
 
 import numpy as np
 
-from keras_posttrain.episodes import calls
-from keras_posttrain.episodes.chat import Reply
+from keras_posttrain.episodes.turn_reader import TurnReader
 from keras_posttrain.rollout.request import Request
 
 
@@ -34,17 +33,11 @@ class Table:
     max_tokens: int
     temperature: float
     stop_token_ids: tuple
-    # Formats of calls by the text of tools.
-    _formats: dict = dataclasses.field(default_factory=dict)
 
-    def format(self, tools):
-        """Returns the format in which the model writes calls of tools."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._formats:
-            self._formats[key] = calls.choose(
-                self.tokenizer, tools, self.bridges.kwargs
-            )
-        return self._formats[key]
+    @functools.cached_property
+    def reader(self):
+        """The `TurnReader`."""
+        return TurnReader(self.tokenizer, self.bridges.kwargs)
 
     def seat(self, session, seeds):
         """Returns the place of one player of one episode.
@@ -109,25 +102,4 @@ class Seat:
 
     def read(self, token_ids, tools):
         """Returns the `Reply` of a sampled turn."""
-        tokenizer = self.table.tokenizer
-        text, found, unreadable = tokenizer.decode(token_ids), [], []
-        if tools:
-            turn = calls.decode_turn(tokenizer, token_ids)
-            parsed = self.table.format(tools)(turn, tools)
-            if parsed.calls or parsed.unreadable:
-                text = parsed.content
-            found, unreadable = parsed.calls, parsed.unreadable
-        message = {"role": "assistant", "content": text}
-        if found:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    **({"id": c["id"]} if c.get("id") else {}),
-                    "function": {
-                        "name": c["name"],
-                        "arguments": c["arguments"],
-                    },
-                }
-                for c in found
-            ]
-        return Reply(text, message, found, unreadable)
+        return self.table.reader.read(token_ids, tools)

@@ -82,7 +82,7 @@ class EvaluationEngine:
         found, tokens = [None] * len(requests), [[] for _ in requests]
         pending, count = range(len(requests)), FIRST_TOKENS
         while pending:
-            part = [_rest(requests[i], tokens[i], count) for i in pending]
+            part = [rest_of(requests[i], tokens[i], count) for i in pending]
             for i, [completion] in zip(pending, engine.generate(part)):
                 tokens[i] += completion.token_ids
                 kept = ends[i](tokens[i])
@@ -98,7 +98,7 @@ class EvaluationEngine:
         return found
 
 
-def _rest(request, tokens, count):
+def rest_of(request, tokens, count):
     """Returns a request for the next `count` tokens of a sample."""
     return dataclasses.replace(
         request,
@@ -107,3 +107,31 @@ def _rest(request, tokens, count):
         drawn=len(tokens),
         first_sample=request.first_sample or 0,
     )
+
+
+class EndOfText:
+    """Finds the first token with which a text has one of some words.
+
+    Args:
+        tokenizer: `Tokenizer`.
+        texts: list of strings.
+    """
+
+    def __init__(self, tokenizer, texts):
+        self.tokenizer, self.texts = tokenizer, texts
+        # Tokens that are known not to end it.
+        self.seen = 0
+
+    def __call__(self, token_ids):
+        start, self.seen = self.seen, len(token_ids)
+        if not self._has_ended(token_ids):
+            return None
+        return next(
+            count
+            for count in range(start + 1, len(token_ids) + 1)
+            if self._has_ended(token_ids[:count])
+        )
+
+    def _has_ended(self, token_ids):
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return any(end in text for end in self.texts)

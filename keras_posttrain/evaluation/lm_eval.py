@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from keras_posttrain.data.chat import chat
-from keras_posttrain.evaluation.engine import EvaluationEngine
+from keras_posttrain.evaluation.engine import EndOfText, EvaluationEngine
 from keras_posttrain.rollout import Request
 from keras_posttrain.training import checks
 
@@ -273,7 +273,7 @@ class _Requests:
             seen[own] += 1
             asked.append((own, number))
             until.append(texts)
-            ends.append(_EndOfText(self.tokenizer, texts))
+            ends.append(EndOfText(self.tokenizer, texts))
         found = []
         with tqdm(
             total=len(asked), disable=disable_tqdm, desc="answers"
@@ -328,34 +328,6 @@ class _Requests:
         for end in until:
             text = text.split(end)[0]
         return text
-
-
-class _EndOfText:
-    """Finds the first token with which a text has one of some words.
-
-    Args:
-        tokenizer: `Tokenizer`.
-        texts: list of strings.
-    """
-
-    def __init__(self, tokenizer, texts):
-        self.tokenizer, self.texts = tokenizer, texts
-        # Tokens that are known not to end it.
-        self.seen = 0
-
-    def __call__(self, token_ids):
-        start, self.seen = self.seen, len(token_ids)
-        if not self._has_ended(token_ids):
-            return None
-        return next(
-            count
-            for count in range(start + 1, len(token_ids) + 1)
-            if self._has_ended(token_ids[:count])
-        )
-
-    def _has_ended(self, token_ids):
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return any(end in text for end in self.texts)
 
 
 def _numbered(request, number):

@@ -116,6 +116,11 @@ class Session:
         alone = processes.count() == 1
         self._thread.join(CLOSE_SECONDS if alone else None)
 
+    @property
+    def has_ended(self):
+        """Bool, whether it takes no requests any more."""
+        return self.closed or self._error is not None
+
     def submit(self, request):
         """Asks for the samples of a request.
 
@@ -140,7 +145,7 @@ class Session:
         )
         future = concurrent.futures.Future()
         with self._changed:
-            if self.closed or self._error is not None:
+            if self.has_ended:
                 raise RuntimeError(
                     "A session takes requests until it ends. Submit them "
                     "inside of `with engine.session() as session:`."
