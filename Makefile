@@ -73,6 +73,8 @@ clean:
 	@echo "Installing what the tests compare with ..."
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[test]"
+	$(PIP) -e ".[reasoning-gym]" || echo "Its tests are skipped: \
+	reasoning-gym needs a C compiler and Python's headers."
 	touch $@
 
 .venv/.installed-docs: .venv/.installed-test
