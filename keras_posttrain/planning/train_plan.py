@@ -13,7 +13,6 @@ from keras_posttrain.models.sharding import shared_axis, split_of
 from keras_posttrain.planning import depths, formulas
 from keras_posttrain.planning.advice import advise
 from keras_posttrain.planning.lowering import num_bytes, planned
-from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.training import checks, preference_checks
 
 
@@ -32,12 +31,13 @@ def make_plan(task, hardware, strategy, *, remat, **settings):
 
     if remat != "auto":
         return one(remat)
+    if hardware.chip is None:
+        # As `recomputation.choose` does on a CPU.
+        return one("none")
     least = one(CHOICES[0])
-    room = free_bytes() / least.num_devices
-    if least.capacity is not None and least.measured is not None:
+    for choice in reversed(CHOICES[1:]) if least.fits else ():
         room = least.capacity - least.set_aside
-    for choice in reversed(CHOICES[1:]):
-        if least.fits and least.kept_by_remat[choice][0] <= room:
+        if least.kept_by_remat[choice][0] <= room:
             found = one(choice)
             if found.fits:
                 return found
