@@ -261,8 +261,8 @@ pathwaysutils.initialize()
 - Use `dtype="bfloat16"`. It halves the memory of the weights and the bytes
   that are sent. Master weights and the optimizer's state stay in float32.
 - Choose what layers keep for the backward pass: `remat="auto"` takes the most
-  that a chip holds. For long rows use `remat="full"`, and `micro_batch_size` if
-  one row on each chip is still too much.
+  that a chip holds. For long rows use `remat="full"`, and `micro_batch_size`
+  if one row on each chip is still too much.
 - Choose `every=` of `kpt.callbacks.Checkpoint` so that you can afford to lose
   the steps since the last checkpoint.
 """

@@ -21,10 +21,10 @@ from keras_posttrain.models import sharding
 CHUNK_LOGITS = 2**23
 CHUNK_BOUNDS = (64, 1024)
 # An accelerator reads the kernel from memory for each chunk. Its products take
-# longer than that only with hundreds of tokens: 240 on a v5e, 570 on a v6e, and
-# twice that where the kernel is trained. The logits of a chunk take this share
-# of the memory, in steps of the smaller bound: 896 tokens on a v5e and 1,920 on
-# a v6e for a vocabulary of 128,256.
+# longer than that only with hundreds of tokens: 240 on a v5e, 570 on a v6e,
+# and twice that where the kernel is trained. The logits of a chunk take this
+# share of the memory, in steps of the smaller bound: for a vocabulary of
+# 128,256 they are 1,024 tokens on a v5e and 1,920 on a v6e.
 MEMORY_SHARE = 1 / 32
 ACCELERATOR_BOUNDS = (128, 2048)
 

@@ -191,9 +191,7 @@ class PPOTask(RolloutTask):
             lora=self.adapter.lora if self.adapter else None,
             sequence_length=self.sequence_length,
             # Only one of two models can take the memory that is free.
-            remat="full"
-            if self.policy.remat == "auto"
-            else self.policy.remat,
+            remat="full" if self.policy.remat == "auto" else self.policy.remat,
         )
 
     # Training
