@@ -99,7 +99,11 @@ print(plan)
 The first part is the memory of a chip: what stays there between steps, and
 what a step needs in addition. Next is the work, and which share of it the
 usual formula attributes to the model. The rest is attention, and what
-`remat="full"` computes twice. Then follows what a chip receives from the
+`remat="full"` computes twice. The plan lists what each choice of `remat` would
+keep and compute again. For LoRA on Llama-3-8B and sixteen v5p chips with a row
+of 4,096 tokens each, a chip needs 5.0 GiB with `"full"`, 7.5 with
+`"selective"`, 15.4 with `"attention"` and 56.8 with `"none"`, and computes
+193, 182, 146 and 146 TFLOP. Then follows what a chip receives from the
 others, compared with the minimum for this layout: each weight gathered twice,
 its gradient scattered once. The program may send less. The last part estimates
 the time of a step from the chip's published rates, as a lower bound.
@@ -256,8 +260,9 @@ pathwaysutils.initialize()
   send about as much as the minimum for the layout?
 - Use `dtype="bfloat16"`. It halves the memory of the weights and the bytes
   that are sent. Master weights and the optimizer's state stay in float32.
-- For long rows use `remat="full"`, and `micro_batch_size` if one row on each
-  chip is still too much.
+- Choose what layers keep for the backward pass: `remat="auto"` takes the most
+  that a chip holds. For long rows use `remat="full"`, and `micro_batch_size`
+  if one row on each chip is still too much.
 - Choose `every=` of `kpt.callbacks.Checkpoint` so that you can afford to lose
   the steps since the last checkpoint.
 """

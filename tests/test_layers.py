@@ -14,6 +14,7 @@ PACKAGE = "keras_posttrain"
 LEVELS = {
     "workers": -1,
     "losses": 0,
+    "_chips": 0,
     "_compilation_cache": 0,
     "_cache": -1,
     "_console": -1,

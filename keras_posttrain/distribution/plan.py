@@ -135,6 +135,10 @@ class Plan:
         model_flops: float, operations of the model by formula, on all chips.
         ideal: dict of floats, the ideal bytes by purpose; see `ideal_bytes`
             in `collective_bytes.py`. A program may send less.
+        kept_by_remat: dict from each choice of `remat` to a pair of floats,
+            by formula: the bytes that it keeps for the backward pass, next
+            to the layers' inputs, and the operations that are computed again,
+            on all chips. The bytes of `"none"` are an estimate.
         refusal: str or `None`, the compiler's error.
         refused_bytes: float or `None`, the memory that it asked for.
         advice: tuple of str, changes to make if it does not, or may not, fit.
@@ -163,6 +167,7 @@ class Plan:
     tokens: int
     model_flops: float
     ideal: dict
+    kept_by_remat: dict = dataclasses.field(default_factory=dict)
     refusal: str | None = None
     refused_bytes: float | None = None
     advice: tuple = ()

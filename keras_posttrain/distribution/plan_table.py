@@ -16,7 +16,7 @@ def table(plan):
         lines += _rows([("layers compiled", f"{depths} of {plan.num_layers}")])
     lines += _memory(plan)
     if plan.measured is not None:
-        lines += _work(plan) + _network(plan) + _time(plan)
+        lines += _work(plan) + _remat(plan) + _network(plan) + _time(plan)
     if plan.refusal:
         lines += ["The compiler reported:", f"  {plan.refusal}"]
     if plan.advice:
@@ -70,6 +70,23 @@ def _work(plan):
             ]
         ),
     ]
+
+
+def _remat(plan):
+    if not plan.kept_by_remat:
+        return []
+    pairs = [
+        (
+            f"remat={choice!r}",
+            f"{readable(kept)}, {again / plan.model_flops:.1%}",
+        )
+        for choice, (kept, again) in plan.kept_by_remat.items()
+    ]
+    head = (
+        "Kept per chip next to layer inputs, and computed again / model "
+        "FLOPs (by formula)"
+    )
+    return [head, *_rows(pairs)]
 
 
 def _network(plan):

@@ -1,4 +1,4 @@
-"""Hardware by name: devices to compile for, and published chip rates."""
+"""Hardware by name: devices to compile for."""
 
 import dataclasses
 import functools
@@ -9,6 +9,8 @@ import re
 import jax
 from jax.experimental import topologies
 
+from keras_posttrain._chips import CHIPS, Chip
+
 # Silence libtpu's warnings on machines without a TPU.
 LIBTPU_SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -17,42 +19,6 @@ LIBTPU_SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The published rates of a chip.
-
-    Attributes:
-        name: str.
-        memory: float, bytes of HBM that a program may use.
-        flops: float, peak bfloat16 operations per second.
-        bandwidth: float, bytes per second from HBM.
-        interconnect: float, bytes per second over all links of the chip.
-        dims: int, the number of axes of its network.
-    """
-
-    name: str
-    memory: int
-    flops: float
-    bandwidth: float
-    interconnect: float
-    dims: int
-
-
-# https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e: "Peak compute per chip
-# (bf16)", "HBM capacity and bandwidth" and "Inter-chip interconnect
-# bandwidth": 1600, 4800 and 3200 Gbit/s. Later versions of the pages give
-# twice as much, the sum of both directions. v4 has no entry, because the
-# compiler sees two devices per chip where a run sees one.
-# The memory is the part of 16, 95 and 32 GB that libtpu 0.0.42 reports as
-# available.
-GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
-CHIPS = {
-    "v5e": Chip("v5e", 15.75 * GIB, 197e12, 819 * GB, 1600 * GBIT, 2),
-    "v5p": Chip("v5p", 95.74 * GIB, 459e12, 2765 * GB, 4800 * GBIT, 3),
-    "v6e": Chip("v6e", 31.25 * GIB, 918e12, 1600 * GB, 3200 * GBIT, 2),
 }
 
 

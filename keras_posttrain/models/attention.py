@@ -17,9 +17,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
 from keras_posttrain.models import tpu_attention
+from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries are processed in blocks of this many tokens. The scores of a block
 # have the shape (rows, heads, block, keys) and are recomputed in the backward
@@ -327,6 +329,7 @@ def segment_attention(
         images: as in `attention_scope`.
     """
     if images is None and tpu_attention.is_supported(query, subtree_ends):
+        # The kernel names its outputs and statistics itself.
         return tpu_attention.splash_attention(
             query,
             key,
@@ -381,6 +384,7 @@ def segment_attention(
         else:
             out.append(block(*part))
     out = jnp.concatenate(out, axis=1) if len(out) > 1 else out[0]
+    out = checkpoint_name(out, ATTENDED)
     return out.reshape(rows, length, heads, head_dim)
 
 

@@ -27,6 +27,7 @@ from keras_posttrain.models.grouped_matmul import (
     grouped_matmul,
     sort_by_expert,
 )
+from keras_posttrain.models.rematerialisation import PRODUCT
 
 _USED_TOKENS = contextvars.ContextVar("used_tokens", default=None)
 
@@ -275,7 +276,10 @@ class Expert:
         slots = sort_by_expert(jnp.where(local, experts, count), count, block)
         rows = dispatch(x, slots)
         lora = kernels.get("lora", {})
-        parts = [grouped_matmul(rows, k, slots) for k in kernels["expand"]]
+        parts = [
+            checkpoint_name(grouped_matmul(rows, k, slots), PRODUCT)
+            for k in kernels["expand"]
+        ]
         if "biases" in kernels:
             parts = [add_bias(parts[0], kernels["biases"]["expand"], slots)]
         gate, up = parts if len(parts) == 2 else self._halves(parts[0])
@@ -284,6 +288,7 @@ class Expert:
             gate, up = gate + more[0], up + more[1]
         rows = self._gated(gate, up)
         out = grouped_matmul(rows, kernels["contract"], slots)
+        out = checkpoint_name(out, PRODUCT)
         if "biases" in kernels:
             out = add_bias(out, kernels["biases"]["contract"], slots)
         for factors in lora.get("contract", ()):
@@ -495,6 +500,14 @@ def _block_of(layer):
         if bank_of(block) is not None:
             return block
     return None
+
+
+def kernels_of(layer):
+    """Lists the kernels `(experts, in, out)` of a decoder layer."""
+    bank = bank_of(_block_of(layer))
+    if bank is None:
+        bank = getattr(layer, "moe_expert_bank", None)
+    return [] if bank is None else [v for x in _variables(bank) for v in x]
 
 
 def bank_of(block):

@@ -16,6 +16,7 @@ from keras_posttrain.models import (
     gemma4,
     qwen3_5,
     recurrence,
+    rematerialisation,
     sharding,
     vision,
 )
@@ -77,12 +78,13 @@ class Policy:
     called, so that a `keras.StatelessScope` can set the weights.
 
     Args:
-        remat: `"none"` stores all activations for the backward pass.
-            `"full"` stores the input of each decoder layer and recomputes
-            the rest, except for sums over devices that share a layer.
+        remat: one of `rematerialisation.CHOICES`, what decoder layers keep
+            for the backward pass, or `"auto"`.
         chunk_size: int or `None`, tokens per chunk of the head.
         num_layers: int or `None`: run only the first decoder layers, as a
             plan does.
+        choose_remat: function of the policy and the tokens of a batch on a
+            device to one of `rematerialisation.CHOICES`, for `"auto"`.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class Policy:
         remat="none",
         chunk_size=None,
         num_layers=None,
+        choose_remat=None,
     ):
         self.causal_lm = causal_lm
         self.backbone = causal_lm.backbone
         self.adapter = adapter
         self.remat = remat
+        self.choose_remat = choose_remat
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
@@ -120,7 +124,7 @@ class Policy:
             for layer in self.backbone.transformer_layers:
                 add_hook(attention_layer(layer))
                 experts.compute_chosen_experts(layer)
-        if remat != "none" and not self.packable:
+        if remat not in ("none", "auto") and not self.packable:
             raise ValueError(
                 f"{type(self.backbone).__name__} runs by KerasHub's own call, "
                 "whose layers cannot be rematerialised one by one. Use "
@@ -229,11 +233,12 @@ class Policy:
 
     def _packed_forward(self, batch, capture=None):
         ids = batch["token_ids"]
+        remat = self._remat(ids)
         scope = self._scope(batch, capture=capture)
         layers = itertools.count()
 
         def run(layer, x, **more):
-            out, index = self._layer(layer, x, **more), next(layers)
+            out, index = self._layer(layer, x, remat, **more), next(layers)
             if capture is not None and index in capture.hidden_layers:
                 x = out[0] if isinstance(out, tuple) else out
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
@@ -248,7 +253,7 @@ class Policy:
             experts.given_choices(given),
             experts.recorded_routing(weights) as routing,
         ):
-            x = self._run_layers(ids.reshape(-1), scope, run, batch)
+            x = self._run_layers(ids.reshape(-1), scope, run, batch, remat)
         if self._routing is not None:
             self._routing.extend(routing)
         return x.reshape(*ids.shape, -1)
@@ -259,6 +264,7 @@ class Policy:
         scope,
         run=lambda f, x, **more: f(x, **more),
         batch=None,
+        remat="none",
     ):
         """Computes hidden states `(tokens, 1, hidden)` of `(tokens,)` ids.
 
@@ -276,7 +282,7 @@ class Policy:
             rows = vision.put_images(self.backbone, rows, batch)
             x = rows.reshape(x.shape)
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            inputs = self._inputs_by_layer(ids, x)
+            inputs = self._inputs_by_layer(ids, x, remat)
             with scope:
                 x = gemma4.run_layers(self.layers, x, inputs, run)
             return self.backbone.layer_norm(x)
@@ -285,14 +291,14 @@ class Policy:
                 x = run(layer, x)
         return self.backbone.layer_norm(x)
 
-    def _inputs_by_layer(self, ids, x):
+    def _inputs_by_layer(self, ids, x, remat):
         """Returns the result of `gemma4.PerLayerInputs`, or `None`."""
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
         own = embedding(ids[:, None])
         own = sharding.shard_embedded(own, embedding.embeddings)
-        return self._layer(self._per_layer_inputs, x, own=own)
+        return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
     def _scope(self, batch, kept=None, capture=None, slots=None):
@@ -387,16 +393,28 @@ class Policy:
         logits, _ = self.head().logits(hidden, kernel)
         return logits, recent
 
-    def _layer(self, layer, x, **more):
-        """Calls a layer with hidden states and more arrays."""
+    def _remat(self, token_ids):
+        """Returns what layers keep for tokens of shape `(rows, length)`."""
+        if self.remat != "auto":
+            return self.remat
+        *_, shards = sharding.data_axis()
+        rows = token_ids.shape[0]
+        return self.choose_remat(
+            self, token_ids.size // (1 if rows % shards else shards)
+        )
+
+    def _layer(self, layer, x, remat, **more):
+        """Calls a layer with hidden states and more arrays.
+
+        `remat` is one of `rematerialisation.CHOICES`.
+        """
         x = sharding.shard_rows(x)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
-        if self.remat == "none" and not any(gathers):
+        if remat == "none" and not any(gathers):
             return layer(x, **more)
         values = [v.value for v in variables]
         trained = [v.trainable for v in variables]
-        summed = sharding.layers_with_summed_outputs(layer)
 
         def run(values, x, more):
             x, values = sharding.in_turn(x, values, gathers, trained)
@@ -407,22 +425,14 @@ class Policy:
             scope = values_of(mapping)
             with (
                 scope,
-                sharding.name_outputs(summed),
+                rematerialisation.named_outputs(layer, remat),
                 experts.routing_of_layer() as routing,
             ):
                 out = layer(x, **more)
             return out, routing.found()
 
-        # Sums over devices are stored, so that recomputing a layer does not
-        # repeat their communication; they take as much memory as the layer's
-        # input. Gathered weights are not stored: those of all layers would be
-        # the complete model on every device.
-        keep = jax.checkpoint_policies.save_only_these_names(sharding.SUMMED)
-        if self.remat == "none":
-            keep = jax.checkpoint_policies.save_anything_except_these_names(
-                sharding.GATHERED
-            )
-        out, routing = jax.checkpoint(run, policy=keep)(values, x, more)
+        run = jax.checkpoint(run, policy=rematerialisation.saveable(remat))
+        out, routing = run(values, x, more)
         experts.add_routing(routing)
         return out
 

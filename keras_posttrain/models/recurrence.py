@@ -12,12 +12,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from keras_posttrain.models.delta_rule import (
     delta_rule,
     delta_step,
     tree_delta_rule,
 )
+from keras_posttrain.models.rematerialisation import ATTENDED
 
 _ROWS = contextvars.ContextVar("recurrent_rows", default=None)
 
@@ -68,6 +70,7 @@ class PackedRows:
         parts = [self.before(inputs, d) for d in _taps(kernel)]
         mixed = split(convolve(parts, kernel))
         out = self.mix(*mixed, decay, beta, inputs, kernel)
+        out = checkpoint_name(out, ATTENDED)
         return out.reshape(-1, *out.shape[2:])
 
     def _by_row(self, *arrays):

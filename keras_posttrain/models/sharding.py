@@ -4,7 +4,6 @@ Without a distribution, or where a size is not divisible by the mesh's axis,
 arrays are left unchanged.
 """
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -18,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from keras_posttrain._chips import memory_of
 from keras_posttrain.models.linear import sublayers
 
 
@@ -115,10 +115,22 @@ def platform():
 
     When planning, the devices of the mesh may not exist on this machine.
     """
+    return _device().platform
+
+
+def device_memory():
+    """Returns the bytes of memory of a device, `None` if unknown.
+
+    It is a device that a program is compiled for, as in `platform`.
+    """
+    return memory_of(_device())
+
+
+def _device():
     distribution = keras.distribution.distribution()
     if distribution is None:
-        return jax.default_backend()
-    return distribution.device_mesh.backend_mesh.devices.flat[0].platform
+        return jax.local_devices()[0]
+    return distribution.device_mesh.backend_mesh.devices.flat[0]
 
 
 def shard_rows(x):
@@ -389,27 +401,6 @@ def _has_summed_output(layer, model):
         axis == model and label not in outputs
         for axis, label in zip(split.axes, labels)
     )
-
-
-@contextlib.contextmanager
-def name_outputs(layers):
-    """Gives the outputs of layers the name `SUMMED` inside the scope."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            own = vars(layer)
-            if "call" in own:
-                stack.callback(own.__setitem__, "call", own["call"])
-            else:
-                stack.callback(own.pop, "call")
-            own["call"] = _named(layer.call)
-        yield
-
-
-def _named(call):
-    def named(*args, **kwargs):
-        return checkpoint_name(call(*args, **kwargs), SUMMED)
-
-    return named
 
 
 def shared_axis(split, rows):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.models import sharding
+from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Possible sizes of the square blocks of scores. The size must divide the
 # length and, for the vector units of a TPU, be a multiple of the smallest.
@@ -121,5 +122,6 @@ def _kernel(shape, sliding_window, soft_cap, interpret):
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )

@@ -17,6 +17,7 @@ from keras_posttrain.models.experts import (
     num_choices,
 )
 from keras_posttrain.models.sharding import split_of
+from keras_posttrain.training import recomputation
 
 # Iterations of the loop over rounds of rows that are sent to experts.
 EXPERT_TRIPS = {expert_parallel.LOOP: expert_parallel.EVEN_ROUNDS}
@@ -111,6 +112,30 @@ def layer_input_bytes(planned, policy, batch):
     backbone = policy.backbone
     itemsize = jnp.dtype(backbone.compute_dtype).itemsize
     return tokens * backbone.hidden_dim * itemsize
+
+
+def kept_by_remat(planned, batch):
+    """Counts what each choice of `remat` keeps and computes again.
+
+    Returns:
+        A dict from each of `rematerialisation.CHOICES` to a pair of floats:
+        a device's bytes kept next to the layers' inputs, and operations on
+        all chips.
+    """
+    data, sizes = mesh_sizes()
+    tokens = batch["token_ids"].size
+    micro_batches = planned.step.micro_batches.count(batch)
+    on_device = tokens / sizes[data] / micro_batches
+    *_, width = _token_flops(planned.policy, planned.weights_of(), set())
+    # A token sees half of the pairs.
+    attention = 2 * width * token_pairs(batch)
+    return {
+        choice: (
+            cost.kept * on_device,
+            cost.recomputed * tokens + attention * cost.attends_again,
+        )
+        for choice, cost in recomputation.costs(planned.policy).items()
+    }
 
 
 def expert_bytes(planned, policy, batch, passes):

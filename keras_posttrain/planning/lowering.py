@@ -20,7 +20,7 @@ from keras_posttrain.training.weights import ModelWeights
 
 
 @contextlib.contextmanager
-def planned(task, distribution, *, remat=None, **settings):
+def planned(task, distribution, *, remat="none", **settings):
     """Rebuilds a task from shapes, as `compile` would make it elsewhere.
 
     Nothing of the task is written, and Keras's distribution is set in this
@@ -30,7 +30,7 @@ def planned(task, distribution, *, remat=None, **settings):
         task: compiled `Task`.
         distribution: `keras.distribution.Distribution`, also of devices that
             are not there.
-        remat: `"none"` or `"full"`, or `None` for the task's own.
+        remat: one of `rematerialisation.CHOICES`.
         **settings: attributes of the task to replace: `micro_batch_size`,
             `sequence_length`.
 
@@ -64,7 +64,7 @@ def planned(task, distribution, *, remat=None, **settings):
             for kernel in quantized.kernels(policy.causal_lm):
                 ids = map(id, kernel.variables)
                 factors.update(zip(ids, kernel.layouts()))
-        settings["remat"] = task.policy.remat if remat is None else remat
+        settings["remat"] = remat
         yield PlannedTask.build(task, companions, settings)
 
 

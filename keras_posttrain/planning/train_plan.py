@@ -8,6 +8,7 @@ import numpy as np
 from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
 from keras_posttrain.models import guards
+from keras_posttrain.models.rematerialisation import CHOICES
 from keras_posttrain.models.sharding import shared_axis, split_of
 from keras_posttrain.planning import depths, formulas
 from keras_posttrain.planning.advice import advise
@@ -15,49 +16,60 @@ from keras_posttrain.planning.lowering import num_bytes, planned
 from keras_posttrain.training import checks, preference_checks
 
 
-def make_plan(
+def make_plan(task, hardware, strategy, *, remat, **settings):
+    """Plans a training step; see `Task.plan` for the arguments.
+
+    With `"auto"` the first plan is that with the least memory.
+    """
+    layout = {k: settings[k] for k in ("packing", "share_prefix")}
+    _check(task, settings["batch_size"], layout, remat, **_own(settings))
+    checks.strategy(strategy)
+    hardware = topology.get(hardware)
+
+    def one(remat):
+        return _plan(task, hardware, strategy, layout, remat=remat, **settings)
+
+    if remat != "auto":
+        return one(remat)
+    if hardware.chip is None:
+        # As `recomputation.choose` does on a CPU.
+        return one("none")
+    least = one(CHOICES[0])
+    for choice in reversed(CHOICES[1:]) if least.fits else ():
+        room = least.capacity - least.set_aside
+        if least.kept_by_remat[choice][0] <= room:
+            found = one(choice)
+            if found.fits:
+                return found
+    return least
+
+
+def _own(settings):
+    """Returns the settings that replace attributes of the task."""
+    return {k: settings[k] for k in ("sequence_length", "micro_batch_size")}
+
+
+def _plan(
     task,
     hardware,
     strategy,
+    layout,
     *,
     batch_size,
     prompt_length,
-    packing,
-    share_prefix,
     exact,
+    remat,
     **settings,
 ):
-    """Plans a training step; see `Task.plan` for the arguments.
-
-    `settings` are `sequence_length`, `micro_batch_size` and `remat`.
-    """
-    layout = {"packing": packing, "share_prefix": share_prefix}
-    _check(task, batch_size, layout, **settings)
-    checks.strategy(strategy)
-    hardware = topology.get(hardware)
+    """Plans a step with one of `CHOICES`."""
+    settings = {**_own(settings), "remat": remat}
     distribution = strategy(devices=list(hardware.devices))
     checks.expert_axis(task.policy, distribution)
     with planned(task, distribution, **settings) as every:
         batch = every.task.example_batch(
             batch_size, prompt_length=prompt_length, **layout
         )
-        trips = head_trips(every, batch)
         chosen = depths.to_compile(every, exact)
-        count, of_companions = depths.of_companions(every, chosen)
-
-        def one(layers, others):
-            lowered = every.with_layers(layers, others).lower(batch)
-            program = programs.compile(lowered, hardware, every.options)
-            count = len(hardware.devices)
-            return measure(program, count, trips, formulas.EXPERT_TRIPS)
-
-        def compiled(layers):
-            others = of_companions[layers]
-            found = [one(layers, other) for other in others]
-            if len(found) == 1:
-                return found[0]
-            return found[0].at_depth(count, others[0], found[1], others[1])
-
         rows = " x ".join(map(str, batch["token_ids"].shape))
         plan = depths.assemble(
             f"A training step of {type(task).__name__}",
@@ -65,7 +77,7 @@ def make_plan(
             distribution,
             len(every.policy.layers),
             chosen,
-            compiled,
+            _compiler(every, batch, hardware, chosen),
             settings={
                 "batch_size": batch_size,
                 **settings,
@@ -76,7 +88,28 @@ def make_plan(
     return dataclasses.replace(plan, advice=advise(plan, task.policy))
 
 
-def _check(task, batch_size, layout, sequence_length, micro_batch_size, remat):
+def _compiler(every, batch, hardware, chosen):
+    """Returns a function of a number of layers to a `Measurement`."""
+    trips = head_trips(every, batch)
+    count, of_companions = depths.of_companions(every, chosen)
+
+    def one(layers, others):
+        lowered = every.with_layers(layers, others).lower(batch)
+        program = programs.compile(lowered, hardware, every.options)
+        count = len(hardware.devices)
+        return measure(program, count, trips, formulas.EXPERT_TRIPS)
+
+    def compiled(layers):
+        others = of_companions[layers]
+        found = [one(layers, other) for other in others]
+        if len(found) == 1:
+            return found[0]
+        return found[0].at_depth(count, others[0], found[1], others[1])
+
+    return compiled
+
+
+def _check(task, batch_size, layout, remat, sequence_length, micro_batch_size):
     """Validates the arguments of `plan` before anything is compiled."""
     checks.positive_int("batch_size", batch_size)
     preference_checks.layout_arguments(task.policy, **layout)
@@ -135,6 +168,7 @@ def _facts(planned, batch):
             ),
             "layer inputs": len(planned.policy.layers) * layer_inputs,
         },
+        "kept_by_remat": formulas.kept_by_remat(planned, batch),
         "tokens": int((batch["segment_ids"] > 0).sum()),
         "model_flops": formulas.model_flops(planned, batch),
         "ideal": formulas.ideal(planned, batch),

@@ -190,7 +190,8 @@ class PPOTask(RolloutTask):
             model,
             lora=self.adapter.lora if self.adapter else None,
             sequence_length=self.sequence_length,
-            remat=self.policy.remat,
+            # Only one of two models can take the memory that is free.
+            remat="full" if self.policy.remat == "auto" else self.policy.remat,
         )
 
     # Training

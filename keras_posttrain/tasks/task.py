@@ -35,6 +35,7 @@ from keras_posttrain.training import (
     keras_fit,
     keras_words,
     padding,
+    recomputation,
     run_state,
 )
 from keras_posttrain.training.frozen_cache import run_rows
@@ -81,10 +82,23 @@ class Task(keras.Model):
             preset's own.
         chat_template_kwargs: dict of variables for the template, such as
             `{"enable_thinking": False}`, in training and in `generate`.
-        remat: `"none"`, or `"full"` to keep only the inputs of decoder
-            layers for the backward pass; over a mesh's model axis also the
-            sums over devices, about as much again.
-        chunk_size: int or `None`, tokens whose logits exist at once.
+        remat: what decoder layers keep for the backward pass, where the
+            rest is computed again. From the most memory to the least:
+            `"none"` keeps everything; `"attention"` keeps the outputs of
+            linear layers, of experts and of attention, and computes again
+            what is cheap (norms, rotations, activations) and the scores of
+            attention; `"selective"` keeps the outputs of attention, queries,
+            keys and values; `"outputs"` keeps the outputs of attention;
+            `"full"` keeps the inputs of the layers alone. Each but `"none"`
+            also keeps those inputs, and over a mesh's model axis the sums
+            over devices, about as much again. `"auto"` keeps the most that
+            the free memory holds when a step is compiled; on a CPU, where the
+            others save little, it is `"none"`. A token of
+            Llama-3-8B in bfloat16 takes 8 KiB a layer with `"full"`, 16 with
+            `"outputs"`, 28 with `"selective"` and 92 with `"attention"`.
+        chunk_size: int or `None`, tokens whose logits exist at once. By
+            default as many as hold about 2**23 logits on a CPU, and on
+            accelerators a 32nd of the memory.
 
     Example:
 
@@ -156,7 +170,13 @@ class Task(keras.Model):
         flatten_linear_layers(causal_lm.backbone)
         freeze_tower(causal_lm)
         self.adapter = adapter_of(causal_lm, lora)
-        self.policy = Policy(causal_lm, self.adapter, remat, chunk_size)
+        self.policy = Policy(
+            causal_lm,
+            self.adapter,
+            remat,
+            chunk_size,
+            choose_remat=recomputation.choose,
+        )
         checks.expert_axis(self.policy)
         self._engine = NativeRollout()
         self._engine.set_model(self)
@@ -1100,7 +1120,9 @@ class Task(keras.Model):
             batch_size: int, as in `fit`. All rows have the maximum length.
             sequence_length: int, or `None` for that of the task.
             micro_batch_size: int, or `None` for that of `compile`.
-            remat: `"none"` or `"full"`, or `None` for that of the task.
+            remat: as for the class, or `None` for that of the task. With
+                `"auto"` the step is first compiled with `"full"`, and then
+                with what the free memory holds.
             prompt_length: int, tokens of a prompt in tasks on completions,
                 or `None` for half of a row, or in tasks that sample for the
                 row without the longest completion.
@@ -1247,6 +1269,7 @@ class Task(keras.Model):
                 adapter,
                 self.policy.remat,
                 self.policy.chunk_size,
+                choose_remat=recomputation.choose,
             )
             return
         self.adapter.load(path)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_posttrain import losses
+from keras_posttrain.models import rematerialisation
 from keras_posttrain.models.lora import Adapter, LoRA, attached
 from keras_posttrain.models.policy import PACKABLE_MODELS
 
@@ -37,9 +38,10 @@ def task_arguments(lora_, sequence_length, truncation, remat, chunk_size=None):
             "`truncation` must be 'error', 'drop' or 'cut'. "
             f"Received: truncation={truncation!r}"
         )
-    if remat not in ("none", "full"):
+    if remat not in (*rematerialisation.CHOICES, "auto"):
         raise ValueError(
-            f"`remat` must be 'none' or 'full'. Received: remat={remat!r}"
+            "`remat` must be 'none', 'attention', 'selective', 'outputs', "
+            f"'full' or 'auto'. Received: remat={remat!r}"
         )
 
 

@@ -19,6 +19,8 @@ from keras_posttrain.distribution import hlo, programs, topology
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
 from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention, grouped_matmul
+from keras_posttrain.models.head import Head
+from keras_posttrain.models.rematerialisation import CHOICES
 from keras_posttrain.planning import depths, train_plan
 from keras_posttrain.planning.advice import advise
 from keras_posttrain.planning.lowering import planned
@@ -504,6 +506,51 @@ def test_a_plan_that_does_not_fit_says_what_would_help(monkeypatch):
     text = str(plan)
     for word in ("does not fit", "remat='full'", "Twice the chips", "lora="):
         assert word in text
+
+
+def test_auto_keeps_what_the_free_memory_holds(monkeypatch):
+    """Chips with room for everything, and for attention's outputs alone."""
+    # The default chunk of the head would follow the memory.
+    task = shaped(chunk_size=64)
+    task.compile(keras.optimizers.AdamW(1e-4))
+    plan = functools.partial(task.plan, "v5e:1x1", batch_size=8, exact=True)
+    found = plan(remat="auto")
+    assert found.settings["remat"] == "none" and found.fits
+    kept = {k: v for k, (v, _) in found.kept_by_remat.items()}
+    again = [v for _, v in found.kept_by_remat.values()]
+    assert tuple(kept) == CHOICES
+    assert sorted(kept.values()) == list(kept.values())
+    assert sorted(again, reverse=True) == again
+    assert "remat='selective'" in str(found)
+    least = plan(remat="full")
+    assert least.flops > found.flops
+    memory = least.set_aside + (kept["outputs"] + kept["selective"]) / 2
+    chip = dataclasses.replace(topology.CHIPS["v5e"], memory=memory)
+    monkeypatch.setitem(topology.CHIPS, "v5e", chip)
+    found = plan(remat="auto")
+    assert found.settings["remat"] == "outputs" and found.fits
+
+
+@pytest.mark.parametrize(
+    "chips, size", [("v5e:2x2", 1024), ("v6e:2x2", 1920), ("v5p:2x2x1", 2048)]
+)
+def test_the_heads_chunk_follows_the_memory(chips, size, eight_devices):
+    """A v5e has 15.75 GiB, of which logits take a 32nd: 504 MiB hold 1,030
+    tokens of 128,256 float32 logits, 8 times 128 and a few."""
+    keras.distribution.set_distribution(four(chips))
+    head = Head(transposed=True)
+    assert head.chunk(128_256, 10**6) == size
+    assert head.chunk(512, 10**6) == 2048
+    assert head.chunk(10**8, 10**6) == 128
+
+
+def test_a_plan_for_a_cpu_has_temporaries():
+    """XLA's compiler for CPUs reports the arguments as its peak."""
+    task = shaped()
+    task.compile(keras.optimizers.AdamW(1e-4))
+    numbers = task.plan("cpu:1", batch_size=8, exact=True).measured.numbers
+    # At least the float32 gradients of all weights.
+    assert numbers["temporaries"] > 4 * 127_296
 
 
 def test_search_ranks():

@@ -63,7 +63,7 @@ def not_compiled(task):
         ("sequence_length", 64.0, ["an int", "sequence_length=64.0"]),
         ("truncation", "left", ["'error', 'drop' or 'cut'", "='left'"]),
         ("truncation", True, ["'error', 'drop' or 'cut'", "truncation=True"]),
-        ("remat", "half", ["'none' or 'full'", "remat='half'"]),
+        ("remat", "half", ["'full' or 'auto'", "remat='half'"]),
         ("reference", "qwen3", ["no reference model", "reference='qwen3'"]),
         ("train_on", "prompt", ["'completion', 'assistant'", "='prompt'"]),
     ],

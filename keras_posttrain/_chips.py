@@ -1,0 +1,59 @@
+"""Published rates of chips, and the memory of a device."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The published rates of a chip.
+
+    Attributes:
+        name: str.
+        device_kind: str, JAX's name of it.
+        memory: float, bytes of HBM that a program may use.
+        flops: float, peak bfloat16 operations per second.
+        bandwidth: float, bytes per second from HBM.
+        interconnect: float, bytes per second over all links of the chip.
+        dims: int, the number of axes of its network.
+    """
+
+    name: str
+    device_kind: str
+    memory: int
+    flops: float
+    bandwidth: float
+    interconnect: float
+    dims: int
+
+
+# https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e: "Peak compute per chip
+# (bf16)", "HBM capacity and bandwidth" and "Inter-chip interconnect
+# bandwidth": 1600, 4800 and 3200 Gbit/s. Later versions of the pages give
+# twice as much, the sum of both directions. v4 has no entry, because the
+# compiler sees two devices per chip where a run sees one.
+# The memory is the part of 16, 95 and 32 GB that libtpu 0.0.42 reports as
+# available.
+GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
+CHIPS = {
+    "v5e": Chip(
+        "v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819 * GB, 1600 * GBIT, 2
+    ),
+    "v5p": Chip(
+        "v5p", "TPU v5", 95.74 * GIB, 459e12, 2765 * GB, 4800 * GBIT, 3
+    ),
+    "v6e": Chip(
+        "v6e", "TPU v6 lite", 31.25 * GIB, 918e12, 1600 * GB, 3200 * GBIT, 2
+    ),
+}
+
+
+def memory_of(device):
+    """Returns the bytes of memory of a device, `None` if unknown.
+
+    A device that a plan compiles for has that of its kind.
+    """
+    for chip in CHIPS.values():
+        if chip.device_kind == device.device_kind:
+            return chip.memory
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
