@@ -65,7 +65,11 @@ class Gym:
             right = text.strip() == str(self.secret)
             return "No. Once more.", float(right), right
 
-    task.compile(episode=kpt.episodes.Gym(Guess), num_generations=8)
+    task.compile(
+        episode=kpt.episodes.Gym(Guess),
+        num_generations=8,
+        max_completion_length=8,
+    )
     task.fit([{"secret": 3}, {"secret": 7}])
     ```
     """

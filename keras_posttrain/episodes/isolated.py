@@ -38,7 +38,11 @@ class Isolated:
 
     ```python
     def simplify(expression: str) -> str:
-        \"\"\"Simplifies a formula.\"\"\"
+        \"\"\"Simplifies a formula.
+
+        Args:
+            expression: such as "x + x".
+        \"\"\"
         import sympy
 
         return str(sympy.simplify(expression))

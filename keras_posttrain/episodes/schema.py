@@ -60,7 +60,8 @@ def json_schema(function):
     if not summary:
         raise _fault(name, "", "no docstring", 'Write """What it does."""')
     try:
-        hints = typing.get_type_hints(function)
+        # An object around a function has annotations of its own.
+        hints = typing.get_type_hints(inspect.unwrap(function))
     except NameError as error:
         raise _fault(
             name, "", f"a type hint that is unknown: {error}", "Import it"

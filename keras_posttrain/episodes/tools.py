@@ -55,6 +55,7 @@ class Tools:
         episode=kpt.episodes.Tools(
             [calculator], limits=kpt.episodes.Limits(turns=4)
         ),
+        max_completion_length=16,
     )
     task.fit([{"prompt": "What is 17 * 23?", "answer": 391}])
     ```

@@ -12,6 +12,7 @@ import pytest
 from keras_posttrain.episodes.errors import EpisodeError
 from keras_posttrain.episodes.isolated import Isolated
 from keras_posttrain.episodes.run_tool import call
+from keras_posttrain.episodes.schema import json_schema
 
 
 def functions():
@@ -109,3 +110,15 @@ def test_calls_share_the_processes():
 
     ids = {result.text for result in asyncio.run(main())}
     assert 1 <= len(ids) <= 2 and str(os.getpid()) not in ids
+
+
+def test_a_model_is_told_of_the_functions_arguments():
+    def double(number: int) -> int:
+        """Doubles a number.
+
+        Args:
+            number: any one.
+        """
+        return 2 * number
+
+    assert json_schema(Isolated(double)) == json_schema(double)
