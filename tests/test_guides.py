@@ -18,6 +18,10 @@ import keras_posttrain as kpt
 
 ROOT = pathlib.Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "guides").glob("*.py"))
+RECIPES = sorted((ROOT / "guides" / "recipes").glob("*.py"))
+# What they gave, and where it is recorded again.
+CURVES = ROOT / "guides" / "recipes" / "curves.json"
+RECORD = "KERAS_POSTTRAIN_RECORD_CURVES" in os.environ
 HEADER = re.compile(
     r"Title: .+\nAuthor: .+\nDate created: \d{4}/\d\d/\d\d\n"
     r"Last modified: \d{4}/\d\d/\d\d\nDescription: .+\n"
@@ -634,3 +638,116 @@ def test_prompt_distillation(run):
     assert shorter < 0.5 * longer
     first, last = re.search(r"divergence: (\S+) -> (\S+)", text).groups()
     assert float(last) < 0.1 * float(first)
+
+
+# By recipe, the metric of its curve.
+RUNS = {
+    "chat_sft": "loss",
+    "code_rl": "reward",
+    "math_rl": "reward",
+    "on_policy_distillation": "divergence",
+    "prompt_distillation": "divergence",
+}
+TASKS = kpt.SFTTask, kpt.RewardTask, kpt.GRPOTask, kpt.DistillTask
+
+
+def curve(log, metric, points=10):
+    """Returns the last steps of parts of a log, and their means."""
+    size = -(-len(log) // points)
+    parts = [log[i : i + size] for i in range(0, len(log), size)]
+    return {
+        "metric": metric,
+        "steps": [part[-1]["step"] for part in parts],
+        "values": [
+            round(statistics.mean(line[metric] for line in part), 3)
+            for part in parts
+        ],
+    }
+
+
+def test_the_recipes_numbers_are_those_recorded():
+    readme = (CURVES.parent / "README.md").read_text(encoding="utf-8")
+    recorded = json.loads(CURVES.read_text(encoding="utf-8"))
+    assert recorded.keys() == RUNS.keys() == {p.stem for p in RECIPES}
+    for name, found in recorded.items():
+        first, last = found["values"][0], found["values"][-1]
+        scores = f"{found['before']:.0%} to {found['after']:.0%}"
+        curve = f"`{found['metric']}` {first:.2f} to {last:.2f}"
+        steps = found["steps"][-1]
+        assert f"| {name} | {scores} | {curve} | {steps} |" in readme
+    links = re.findall(r"\]\((?!http)([^)]+)\)", readme)
+    assert [x for x in links if not (CURVES.parent / x).exists()] == []
+    for path in RECIPES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 120, path.name
+
+
+@LONG
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe(run, path, is_short):
+    metric = RUNS[path.stem]
+    folder, _ = run(f"recipes/{path.stem}", is_short=is_short, short=TASKS)
+    log = read_log(folder)
+    scores = json.loads((folder / "results.json").read_text())
+    assert has_files(folder, ["report.html"])
+    assert has_files(folder / "adapter", ADAPTER)
+    assert (folder / "checkpoints").is_dir()
+    if is_short:
+        assert len(log) in (1, 2) and 0 <= scores["before"] <= 1
+        return
+    found = scores | curve(log, metric)
+    recorded = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    if RECORD:
+        text = json.dumps(recorded | {path.stem: found}, sort_keys=True)
+        text = re.sub(r'("[a-z_]+": {)', r"\n\1", text[:-1]) + "\n}\n"
+        CURVES.write_text(text)
+        return
+    want = recorded[path.stem]
+    assert found["steps"] == want["steps"]
+    assert scores["after"] > scores["before"] + 0.2
+    assert scores["before"] == pytest.approx(want["before"], abs=0.15)
+    assert scores["after"] == pytest.approx(want["after"], abs=0.15)
+    spread = max(want["values"]) - min(want["values"])
+    assert found["values"][-1] == pytest.approx(
+        want["values"][-1], abs=0.25 * spread
+    )
+
+
+FILES = {
+    "chat_sft": {},
+    "code_rl": {},
+    "math_rl": {},
+    "on_policy_distillation": {"--teacher": None},
+    "prompt_distillation": {"--system": "Be brief."},
+}
+USER = {"role": "user", "content": "1 + 1 ="}
+ROW = {"prompt": "1 + 1 =", "completion": " 2", "answer": "2"}
+ROW |= {"tests": "assert f(1) == 2"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_reads_files(name, tmp_path, monkeypatch):
+    """With the settings of the tiny model, which is the real one here."""
+    monkeypatch.chdir(tmp_path)
+    said = {"role": "assistant", "content": "2"}
+    rows = [{"messages": [USER, said]} if name == "chat_sft" else ROW] * 4
+    preset = kpt.examples.tiny_preset("tiny", [[USER, said], *FILES[name]])
+    files = {"--data": rows, "--eval-data": rows} | FILES[name]
+    arguments = ["--preset", str(preset)]
+    for option, content in files.items():
+        path = pathlib.Path(option[2:])
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+            path = path.with_suffix(".jsonl")
+        if content is not None:
+            path.write_text(content)
+        arguments += [option, str(path if content else preset)]
+    source = (CURVES.parent / f"{name}.py").read_text(encoding="utf-8")
+    assert source.count("REAL if args.preset else TINY") == 1
+    source = source.replace("REAL if args.preset else TINY", "TINY")
+    pathlib.Path("recipe.py").write_text(source)
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "made", *arguments])
+    runpy.run_path("recipe.py", run_name="__main__")
+    assert json.loads(pathlib.Path("made/results.json").read_text())
+    keras.utils.clear_session()

@@ -99,7 +99,7 @@ def test_a_killed_sweep_goes_on_and_gives_the_table(tmp_path, capfd):
     table = kpt.sweep(run, GRID, killed)
     shown = capfd.readouterr().out
     assert "2 of 6 points are finished." in shown
-    assert "another version of 'run'" in shown
+    assert "another version of the function" in shown
     assert {p: p.stat().st_mtime_ns for p in times} == times
     want = kpt.sweep(run, GRID, straight, verbose=0)
     assert capfd.readouterr().out == ""
@@ -146,7 +146,7 @@ def test_a_point_that_fails_is_tried_again(tmp_path, capsys):
     table = kpt.sweep(losses([0.1]), grid, tmp_path)
     assert [r["metrics"]["loss"] for r in table.rows] == [0.3, 0.1, 0.25]
     assert table.to_csv().splitlines()[2] == "2,0.1,1,done"
-    assert "another version of 'f'" not in capsys.readouterr().out
+    assert "another version" not in capsys.readouterr().out
 
 
 def test_a_mistake_of_the_script_ends_it(tmp_path):

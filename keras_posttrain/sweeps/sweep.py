@@ -64,7 +64,8 @@ def sweep(function, grid, directory, *, num_samples=None, seed=0, verbose=1):
         num_samples: int or `None`: run only a random choice of so many
             points, which depends on `seed` and on the grid.
         seed: int, for `keras.utils.set_random_seed` before each point.
-        verbose: 0 for no lines on points; that of `fit` is the function's.
+        verbose: 0 prints nothing, of `fit` neither; 1 prints a line for each
+            point, and what the function prints.
 
     Returns:
         The table, a `SweepResults` with `rows`, `best(metric)`,
@@ -155,9 +156,8 @@ class _Sweep:
         old = [f for f in done if self.version not in (None, f["function"])]
         if old:
             _console.say(
-                f"{len(old)} of them are results of another version of "
-                f"{self.function.__name__!r}. To run a point again, delete "
-                "its folder."
+                f"{len(old)} of them are results of another version of the "
+                "function. To run a point again, delete its folder."
             )
 
     def _run_point(self, point):
