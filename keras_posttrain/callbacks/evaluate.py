@@ -14,8 +14,9 @@ class Evaluate(keras.callbacks.Callback):
     The results are logged with the metrics of the step as `name/key`: by
     `MetricsLog`, `Report` and the trackers, and in the logs of epochs, so that
     `keras.callbacks.EarlyStopping(monitor="name/key", mode="max")` watches
-    them. A run that evaluates makes the same updates as one that does not,
-    and one that is resumed from a `Checkpoint` evaluates at the same steps.
+    them. An epoch without an evaluation repeats the last results. A run that
+    evaluates makes the same updates as one that does not, and one that is
+    resumed from a `Checkpoint` evaluates at the same steps.
 
     Args:
         function: function of the task to a dict of floats, such as one that
@@ -111,6 +112,13 @@ class Evaluate(keras.callbacks.Callback):
         states = random.getstate(), np.random.get_state()
         try:
             found = self.function(task)
+        except Exception as error:
+            called = getattr(self.function, "__name__", repr(self.function))
+            error.add_note(
+                f"{called!r} of Evaluate(name={self.name!r}) raised this at "
+                f"step {task.step}."
+            )
+            raise
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -126,14 +134,23 @@ class Evaluate(keras.callbacks.Callback):
                 f"The function of Evaluate(name={self.name!r}) must return a "
                 f"dict of floats. Received: {found!r:.200}"
             )
-        for key, value in found.items():
-            is_number = isinstance(value, numbers.Real) or (
-                getattr(value, "shape", None) == ()
-            )
-            if not isinstance(key, str) or not is_number:
+        floats = {key: _float(value) for key, value in found.items()}
+        for key, value in floats.items():
+            if not isinstance(key, str) or value is None:
                 raise ValueError(
                     f"The function of Evaluate(name={self.name!r}) must "
                     "return numbers by name. Received: "
-                    f"{key!r}: {value!r:.200}"
+                    f"{key!r}: {found[key]!r:.200}"
                 )
-        return {key: float(value) for key, value in found.items()}
+        return floats
+
+
+def _float(value):
+    """Returns a number or an array of one as a float, others as `None`."""
+    is_number = isinstance(value, numbers.Real)
+    if not is_number and getattr(value, "shape", None) != ():
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

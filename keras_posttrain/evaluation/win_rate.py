@@ -30,7 +30,8 @@ class WinRate:
         ties: int, judgements that were ties, of `2 * n`.
         inconsistent: float, the share of rows in which the answer shown
             first, or that shown second, was preferred in both orders. It is
-            the judge's bias to a position, or its noise.
+            the judge's bias to a position, or its noise. A win in one order
+            and a tie in the other do not count.
         first: float, the share of judgements, ties as half, for the answer
             that was shown first: 0.5 without a bias.
         samples: list of dicts by row: `prompt`, `answer`, `other` and
@@ -94,7 +95,8 @@ def win_rate(
 
     Raises:
         ValueError: for arguments that cannot be used, before anything is
-            sampled; for another answer of the judge.
+            sampled; for another answer of the judge. What the judge raises
+            ends the comparison, with a note that names the row.
 
     Example:
 
@@ -118,7 +120,10 @@ def win_rate(
     for prompt, ours, theirs in zip(prompts, answers, other):
         shown += [(prompt, ours, theirs), (prompt, theirs, ours)]
     with concurrent.futures.ThreadPoolExecutor(max_concurrency) as pool:
-        futures = [pool.submit(_ask, judge, *pair) for pair in shown]
+        futures = [
+            pool.submit(_ask, judge, i // 2, *pair)
+            for i, pair in enumerate(shown)
+        ]
         try:
             verdicts = [future.result() for future in futures]
         except BaseException:
@@ -183,11 +188,18 @@ def _check(task, other, prompts, judge):
         )
 
 
-def _ask(judge, prompt, first, second):
+def _ask(judge, row, prompt, first, second):
     """Returns the score of what the judge was shown first, or `None`."""
-    verdict = judge(prompt, first, second)
-    if inspect.isawaitable(verdict):
-        verdict = asyncio.run(_awaited(verdict))
+    try:
+        verdict = judge(prompt, first, second)
+        if inspect.isawaitable(verdict):
+            verdict = asyncio.run(_awaited(verdict))
+    except Exception as error:
+        error.add_note(
+            f"The judge raised this for row {row}, whose first answer shown "
+            f"was {first!r:.200}. Return None for a row to be left out."
+        )
+        raise
     is_known = verdict is None or isinstance(verdict, str)
     if not is_known or verdict not in SCORES:
         raise ValueError(

@@ -88,7 +88,16 @@ def test_it_changes_nothing_and_is_logged(cls, tmp_path):
     assert again["logps"] == pytest.approx(lines[-1]["mine/logps"], abs=1e-4)
 
 
-def test_a_resumed_run_neither_repeats_nor_loses_one(tmp_path):
+@pytest.mark.parametrize(
+    "cls, steps",
+    [
+        (kpt.SFTTask, [2, 4, 6, 8, 9]),
+        pytest.param(
+            kpt.GRPOTask, [2, 4, 6, 8, 10, 12], marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_resumed_run_neither_repeats_nor_loses_one(cls, steps, tmp_path):
     """Interrupted in the middle of an epoch, after and before evaluations."""
 
     class Interrupt(keras.callbacks.Callback):
@@ -97,26 +106,27 @@ def test_a_resumed_run_neither_repeats_nor_loses_one(tmp_path):
                 raise KeyboardInterrupt
 
     def run(directory, *others):
-        counted = Counted()
+        is_sft = cls is kpt.SFTTask
+        counted = Counted(HELD_OUT if is_sft else PROMPTS[:2])
         callbacks = [
             kpt.callbacks.Evaluate(counted, every=2, name="mine"),
             kpt.callbacks.Checkpoint(directory, every=2),
             *others,
         ]
         try:
-            history = fit(make(), directory, callbacks).history
+            history = fit(make(cls), directory, callbacks).history
         except KeyboardInterrupt:
             history = None
         return counted.steps, history
 
     straight, history = run(tmp_path / "straight")
-    assert straight == [2, 4, 6, 8, 9]
+    assert straight == steps
     first, _ = run(tmp_path / "stopped", Interrupt())
     second, resumed = run(tmp_path / "stopped")
     # From the checkpoint of step 4, whose evaluation is kept.
-    assert (first, second) == ([2, 4], [6, 8, 9])
+    assert (first, second) == ([2, 4], steps[2:])
     ours, theirs = (read_log(tmp_path / d) for d in ("straight", "stopped"))
-    assert len(ours) == len(theirs) == 9
+    assert len(ours) == len(theirs) == steps[-1]
     for one, other in zip(ours, theirs):
         for name in ("loss", "mine/loss", "mine/logps"):
             assert one.get(name) == other.get(name)
@@ -156,6 +166,7 @@ def test_bad_arguments_are_refused(arguments, message):
     [
         (None, "must return a dict of floats. Received: None"),
         ({"x": "high"}, "must return numbers by name.*'x': 'high'"),
+        ({"x": np.array("high")}, "must return numbers by name.*'x': array"),
         ({3: 1.0}, "must return numbers by name.*3: 1.0"),
     ],
 )
@@ -163,6 +174,17 @@ def test_results_that_are_none_are_refused(result, message, tmp_path):
     callback = kpt.callbacks.Evaluate(lambda task: result, every=1)
     with pytest.raises(ValueError, match=message):
         fit(make(), tmp_path, [callback])
+
+
+def test_an_error_says_where_it_was_raised(tmp_path):
+    def measure(task):
+        raise KeyError("score")
+
+    callback = kpt.callbacks.Evaluate(measure, every=2, name="mine")
+    with pytest.raises(KeyError) as caught:
+        fit(make(), tmp_path, [callback])
+    [note] = caught.value.__notes__
+    assert note == "'measure' of Evaluate(name='mine') raised this at step 2."
 
 
 def test_names_are_of_one(tmp_path):

@@ -142,3 +142,14 @@ def test_bad_arguments_come_before_sampling(task, change, message):
 def test_another_verdict_is_explained(task):
     with pytest.raises(ValueError, match="must return 'first'.*'A'"):
         rate(task, lambda *_: "A")
+
+
+def test_what_a_judge_raises_names_the_row(task):
+    def judge(prompt, first, second):
+        if prompt == PROMPTS[2]:
+            raise KeyError("verdict")
+        return "tie"
+
+    with pytest.raises(KeyError) as caught:
+        rate(task, judge)
+    assert "for row 2, whose first answer" in caught.value.__notes__[0]
