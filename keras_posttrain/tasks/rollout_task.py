@@ -528,6 +528,7 @@ class RolloutTask(Task):
         correct_reward=1.0,
         answer=None,
         seed=0,
+        metrics=None,
         verbose="auto",
     ):
         """Samples completions and scores them.
@@ -543,6 +544,9 @@ class RolloutTask(Task):
             answer: function from the text of a completion to the answer that
                 `maj@k` votes on, or `None` for the text itself.
             seed: int, of the samples.
+            metrics: must be `None`: `kpt.metrics` compare with completions,
+                which prompts do not have. Pass a function as a reward, or
+                evaluate `kpt.SFTTask.from_task(task)`.
             verbose: 0 prints nothing; `"auto"` the report of the data if
                 prompts are dropped or cut; 1 always the report, and a
                 progress bar.
@@ -557,6 +561,8 @@ class RolloutTask(Task):
             standard error over prompts, of two or more.
         """
         self._assert_compile_called("evaluate")
+        if metrics:
+            checks.may_have_metrics(self)
         checks.placed(self.causal_lm)
         checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)

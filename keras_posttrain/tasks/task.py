@@ -39,7 +39,11 @@ from keras_posttrain.training import (
     run_state,
 )
 from keras_posttrain.training.frozen_cache import run_rows
-from keras_posttrain.training.generation import complete, complete_rows
+from keras_posttrain.training.generation import (
+    check_no_images,
+    complete,
+    complete_rows,
+)
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.routing import Routing
 from keras_posttrain.training.row_metrics import RowMetrics
@@ -632,13 +636,18 @@ class Task(keras.Model):
             checks.may_have_metrics(self)
             metrics = RowMetrics(metrics, self.tokenizer, dataset)
             dataset = metrics.rows
-        examples, report = [], None
+        examples, report, count = [], None, num_samples
         if not isinstance(dataset, BatchAdapter):
             with _console.silenced(verbose == 0 or not processes.is_first()):
                 examples, report = self.prepare(dataset)
             if not is_stream(examples):
                 show_report(report, verbose)
             checks.positive_int("batch_size", batch_size)
+            if metrics and metrics.of_text:
+                count = len(examples)
+            if not is_stream(examples):
+                for example in itertools.islice(examples, count):
+                    check_no_images(example)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
             callback_lib.show(note, verbose not in (0, "auto"))
@@ -662,9 +671,6 @@ class Task(keras.Model):
             show_report(report, verbose)
         if isinstance(self.objective, TokenLoss):
             logs = {**logs, "perplexity": float(np.exp(logs["loss"]))}
-        count = num_samples
-        if metrics and metrics.of_text:
-            count = len(examples)
         samples, tokens = [], []
         with _console.silenced(verbose == 0):
             if count:

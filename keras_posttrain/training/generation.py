@@ -67,12 +67,7 @@ def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
     """
     cut = []
     for example in examples:
-        if example.images is not None:
-            raise ValueError(
-                "Rows with images cannot be completed. Received: row "
-                f"{example.row} with images. Leave `num_samples` and metrics "
-                "of text out."
-            )
+        check_no_images(example)
         trained = example.completion_mask != 0
         first = int(np.argmax(trained))
         # Only the first answer, because a chat may continue after it.
@@ -101,6 +96,16 @@ def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
         }
         for (prompt, rest), [completion] in zip(cut, groups)
     ]
+
+
+def check_no_images(example):
+    """Raises a `ValueError` for an `Example` that cannot be completed."""
+    if example.images is not None:
+        raise ValueError(
+            "Rows with images cannot be completed. Received: row "
+            f"{example.row} with images. Leave `num_samples` and metrics of "
+            "text out."
+        )
 
 
 def _stop(tokenizer, stop_token_ids):

@@ -194,8 +194,11 @@ def test_errors_come_before_anything_is_compiled(tasks, presets):
         kpt.metrics.ROUGE("X")
     dpo = kpt.DPOTask.from_preset(presets[0], sequence_length=64)
     dpo.compile()
-    with pytest.raises(ValueError, match="SFTTask.from_task"):
-        dpo.evaluate([], metrics=[kpt.metrics.ExactMatch()])
+    grpo = kpt.GRPOTask.from_preset(presets[0], sequence_length=64)
+    grpo.compile(rewards=[len], max_completion_length=8)
+    for other in (dpo, grpo):
+        with pytest.raises(ValueError, match="SFTTask.from_task"):
+            other.evaluate([], metrics=[kpt.metrics.ExactMatch()])
 
 
 def test_a_missing_library_is_named(monkeypatch):

@@ -398,7 +398,7 @@ def test_long_rows_are_dropped_and_counted(task, truncation):
     assert report.longest == lengths[1]
 
 
-def test_what_takes_no_images(directory, task):
+def test_what_takes_no_images(directory, task, monkeypatch):
     text = kpt.SFTTask.from_preset(directory, dtype="float32")
     text.compile()
     with pytest.raises(ValueError, match="vision=True"):
@@ -412,8 +412,14 @@ def test_what_takes_no_images(directory, task):
     # A column of names is one that nothing reads.
     named = {"prompt": "a", "completion": "b", "image": "cat.png"}
     assert text.prepare([named])[1].unused == {"image": 1}
-    with pytest.raises(ValueError, match="`num_samples`"):
-        task.evaluate([image_row()], num_samples=1, verbose=0)
+    # Nothing is computed before.
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "test_step", None)
+        with pytest.raises(ValueError, match="`num_samples`"):
+            task.evaluate([image_row()], num_samples=1, verbose=0)
+        metrics = [kpt.metrics.ExactMatch()]
+        with pytest.raises(ValueError, match="metrics of text out"):
+            task.evaluate([image_row()], metrics=metrics, verbose=0)
     with pytest.raises(ValueError, match="RewardTask takes no model with"):
         kpt.RewardTask.from_preset(directory, vision=True)
     rollout = kpt.GRPOTask.from_preset(
