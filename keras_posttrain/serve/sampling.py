@@ -143,7 +143,12 @@ class Sampler:
         with self.engine.session() as session:
             waiting, new = 0, [first]
             while True:
-                prompts |= self._score_prompts(new)
+                try:
+                    prompts |= self._score_prompts(new)
+                except Exception as error:  # noqa: BLE001 - clients are told
+                    for job in new:
+                        job.future.set_exception(error)
+                    new = []
                 waiting += sum(
                     self._submit(job, session, queue) for job in new
                 )

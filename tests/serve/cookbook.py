@@ -28,7 +28,8 @@ from keras_posttrain.serve import TinkerServer
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 RENDERER = "qwen3_instruct"
-RANK, LENGTH = 8, 384
+# A game of ten guesses is longer than what the model was trained on.
+RANK, LENGTH, MAX_LENGTH = 8, 384, 768
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 STRAWBERRY = [
     ("user", "How many r's are in strawberry?" + SUFFIX),
@@ -238,7 +239,7 @@ def main():
     task = kpt.SFTTask.from_preset(
         folder / MODEL,
         lora=kpt.LoRA(rank=32, alpha=32),
-        sequence_length=LENGTH,
+        sequence_length=MAX_LENGTH,
     )
     settings = {"name": MODEL, "tokenizer": str(folder / MODEL)}
     with TinkerServer(task, folder / "state", **settings) as server:

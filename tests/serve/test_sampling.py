@@ -135,3 +135,16 @@ def test_a_wrong_request_is_answered(sampler, settings, text):
     with pytest.raises(tinker.TinkerError, match=text):
         sample(sampler, **settings).result(120)
     assert sample(sampler).result(120).sequences
+
+
+def test_an_engine_that_fails_is_an_answer(server, sampler, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._sampler.engine, "score", fail)
+        asked = sample(sampler, include_prompt_logprobs=True)
+        with pytest.raises(tinker.TinkerError, match="out of memory"):
+            asked.result(120)
+    found = sample(sampler, include_prompt_logprobs=True).result(120)
+    assert len(found.prompt_logprobs) == len(PROMPT)
