@@ -84,6 +84,10 @@ def test_an_example_gets_what_it_reads():
 
 
 def test_every_name_has_a_page_of_its_own():
+    golden = build.ROOT / "tests" / "golden" / "public_api.txt"
+    lines = golden.read_text(encoding="utf-8")
+    named = re.findall(r"^(?:class )?([\w.]+)\(", lines, re.MULTILINE)
+    assert set(named) == set(examples.public_names())
     pages = [reference.page_of(n).lower() for n in examples.public_names()]
     assert len(set(pages)) == len(pages)
     grouped = [n for names in reference.grouped().values() for n in names]

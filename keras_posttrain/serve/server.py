@@ -95,6 +95,10 @@ class TinkerServer:
     Example:
 
     ```python
+    import tinker
+
+    from keras_posttrain.serve import TinkerServer
+
     with TinkerServer(task, "checkpoints/") as server:
         client = tinker.ServiceClient(
             base_url=server.url, api_key=server.key
