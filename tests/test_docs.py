@@ -116,9 +116,8 @@ def test_links_of_the_pages_resolve(tmp_path):
         for link, _ in build.LINK.findall(text):
             target = (tmp_path / f"{page}.md").parent / link
             known = target.resolve().relative_to(tmp_path.resolve())
-            is_page = known.with_suffix("").as_posix() in (
-                *build.pages().values(),
-            )
+            written = {*build.pages().values(), "guides/index"}
+            is_page = known.with_suffix("").as_posix() in written
             assert is_page or target.exists(), (file, link)
     with pytest.raises(ValueError, match="must lead to a file"):
         build.relinked("[x](nowhere.md)", "README.md", tmp_path)
