@@ -376,7 +376,7 @@ def compare(found, stated, where):
     if isinstance(stated, tuple) and not isinstance(found, tuple):
         # The value and how it comes about.
         stated = stated[0]
-    if isinstance(stated, (list, tuple)):
+    if isinstance(stated, (list, tuple, np.ndarray)):
         for first, second in zip(found, stated, strict=True):
             compare(first, second, where)
     elif isinstance(stated, (int, float)):
