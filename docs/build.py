@@ -76,7 +76,11 @@ def relinked(text, file, source):
         target = posixpath.normpath(
             posixpath.join(posixpath.dirname(file), match[1])
         )
-        if target in known:
+        if (ROOT / target).is_dir() and target != "guides":
+            target = f"{target}/README.md"
+        if target == "guides":
+            found = "guides/index.md"
+        elif target in known:
             end = ".ipynb" if target.endswith(".py") else ".md"
             found = known[target] + end
         elif (ROOT / target).is_file():

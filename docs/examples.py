@@ -13,6 +13,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import inspect
 import io
@@ -54,6 +55,8 @@ import keras_posttrain as kpt
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Presets that would be downloaded. Examples run with a tiny model instead.
 STAND_INS = re.compile(r"(qwen3|llama3)_[\d.]+b_en")
+# Public modules that are imported by themselves.
+MODULES = ("keras_posttrain.serve",)
 # Code that defines the names which examples use.
 SETUP = {
     "kpt": "import keras_posttrain as kpt",
@@ -215,7 +218,10 @@ def public_names():
             else:
                 yield f"{prefix}.{name}", value
 
-    return dict(walk(kpt, "keras_posttrain"))
+    names = dict(walk(kpt, "keras_posttrain"))
+    for name in MODULES:
+        names |= walk(importlib.import_module(name), name)
+    return names
 
 
 def docstring(value, name=None):
@@ -370,7 +376,7 @@ def compare(found, stated, where):
     if isinstance(stated, tuple) and not isinstance(found, tuple):
         # The value and how it comes about.
         stated = stated[0]
-    if isinstance(stated, (list, tuple)):
+    if isinstance(stated, (list, tuple, np.ndarray)):
         for first, second in zip(found, stated, strict=True):
             compare(first, second, where)
     elif isinstance(stated, (int, float)):

@@ -41,9 +41,17 @@ def name_of(path):
 
 
 def header(path):
-    """The fields of a guide's header, `{"Title": ...}`."""
+    """The fields of a guide's header, `{"Title": ...}`.
+
+    A recipe has a docstring in its place: `Title: description.` and text.
+    """
     text, _ = run_guide.split(path.read_text(encoding="utf-8"))[0]
-    return dict(re.findall(r"^([\w ]+): (.+)$", text, re.MULTILINE))
+    fields = dict(re.findall(r"^([\w ]+): (.+)$", text, re.MULTILINE))
+    if "Title" in fields:
+        return fields
+    first, _, rest = text.partition("\n")
+    title, _, about = first.partition(": ")
+    return {"Title": title, "Description": about, "Text": rest.strip("\n")}
 
 
 def python_of(path):
@@ -101,6 +109,7 @@ def heading(path, made):
     """The first cell: title, description, and how the guide was run."""
     fields, name = header(path), name_of(path)
     lines = [f"# {fields['Title']}", fields["Description"]]
+    lines += [fields["Text"]] if "Text" in fields else []
     if made is None:
         lines.append(
             ":::{warning}\nThis guide was not run for this site, so it has "
@@ -110,7 +119,6 @@ def heading(path, made):
         seconds = sum(cell.get("seconds", 0) for cell in made["cells"])
         versions = ", ".join(f"{n} {v}" for n, v in made["versions"].items())
         lines.append(
-            f"Last modified {fields['Last modified'].replace('/', '-')}. "
             f"Outputs: {made['date']}, {seconds:.0f} s on a CPU, {versions}."
         )
     up = "../" * (name.count("/") + 1)

@@ -75,6 +75,13 @@ GROUPS = (
         "distribution.",
     ),
     (
+        "serve",
+        "Server",
+        "A server of the Tinker API, on your own device. `import "
+        "keras_posttrain.serve` makes it available.",
+        "serve.",
+    ),
+    (
         "optimizers",
         "Optimizers",
         "In addition to those of Keras and Optax.",

@@ -96,6 +96,7 @@ class TinkerServer:
 
     ```python
     import tinker
+
     from keras_posttrain.serve import TinkerServer
 
     with TinkerServer(task, "checkpoints/") as server:
