@@ -640,13 +640,14 @@ def test_prompt_distillation(run):
     assert float(last) < 0.1 * float(first)
 
 
-# By recipe, the metric of its curve.
+# By recipe the metric of its curve and, where it has several runs, the last.
 RUNS = {
-    "chat_sft": "loss",
-    "code_rl": "reward",
-    "math_rl": "reward",
-    "on_policy_distillation": "divergence",
-    "prompt_distillation": "divergence",
+    "chat_sft": ("loss", "."),
+    "code_rl": ("reward", "."),
+    "math_rl": ("reward", "."),
+    "on_policy_distillation": ("divergence", "."),
+    "prompt_distillation": ("divergence", "."),
+    "rlhf": ("rewards/exact_match/mean", "rl"),
 }
 TASKS = kpt.SFTTask, kpt.RewardTask, kpt.GRPOTask, kpt.DistillTask
 
@@ -685,13 +686,14 @@ def test_the_recipes_numbers_are_those_recorded():
 @LONG
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe(run, path, is_short):
-    metric = RUNS[path.stem]
+    metric, last = RUNS[path.stem]
     folder, _ = run(f"recipes/{path.stem}", is_short=is_short, short=TASKS)
-    log = read_log(folder)
+    log = read_log(folder / last)
     scores = json.loads((folder / "results.json").read_text())
-    assert has_files(folder, ["report.html"])
-    assert has_files(folder / "adapter", ADAPTER)
-    assert (folder / "checkpoints").is_dir()
+    assert has_files(folder / last, ["report.html"])
+    kept = folder / ("rl/model" if path.stem == "rlhf" else "adapter")
+    assert has_files(kept, MODEL if path.stem == "rlhf" else ADAPTER)
+    assert (folder / last / "checkpoints").is_dir()
     if is_short:
         assert len(log) in (1, 2) and 0 <= scores["before"] <= 1
         return
@@ -699,8 +701,7 @@ def test_a_recipe(run, path, is_short):
     recorded = json.loads(CURVES.read_text()) if CURVES.exists() else {}
     if RECORD:
         text = json.dumps(recorded | {path.stem: found}, sort_keys=True)
-        text = re.sub(r'("[a-z_]+": {)', r"\n\1", text[:-1]) + "\n}\n"
-        CURVES.write_text(text)
+        CURVES.write_text(text.replace('}, "', '},\n"') + "\n")
         return
     want = recorded[path.stem]
     assert found["steps"] == want["steps"]
@@ -713,12 +714,14 @@ def test_a_recipe(run, path, is_short):
     )
 
 
+SIDES = {"chosen": " 2", "rejected": " 3"}
 FILES = {
     "chat_sft": {},
     "code_rl": {},
     "math_rl": {},
     "on_policy_distillation": {"--teacher": None},
     "prompt_distillation": {"--system": "Be brief."},
+    "rlhf": {"--pairs": [{"prompt": "1 + 1 =", **SIDES}] * 4},
 }
 USER = {"role": "user", "content": "1 + 1 ="}
 ROW = {"prompt": "1 + 1 =", "completion": " 2", "answer": "2"}
@@ -734,6 +737,9 @@ def test_a_recipe_reads_files(name, tmp_path, monkeypatch):
     rows = [{"messages": [USER, said]} if name == "chat_sft" else ROW] * 4
     preset = kpt.examples.tiny_preset("tiny", [[USER, said], *FILES[name]])
     files = {"--data": rows, "--eval-data": rows} | FILES[name]
+    if name == "rlhf":
+        files["--eval-pairs"] = files["--pairs"]
+        del files["--eval-data"]
     arguments = ["--preset", str(preset)]
     for option, content in files.items():
         path = pathlib.Path(option[2:])
