@@ -101,8 +101,8 @@ def read_log(folder):
 
 
 def passed_on(body):
-    """The names in `rewards=`, `episode=`, in calls of `kpt.episodes` and in
-    `FunctionLoss`."""
+    """The names in `rewards=`, `episode=`, and in calls that take functions:
+    of episodes, of evaluations, and of a loss."""
     found = [
         part
         for node in body
@@ -114,7 +114,12 @@ def passed_on(body):
         or (
             isinstance(part, ast.Call)
             and ast.unparse(part.func).startswith(
-                ("kpt.episodes.", "kpt.losses.FunctionLoss")
+                (
+                    "kpt.callbacks.Evaluate",
+                    "kpt.episodes.",
+                    "kpt.evaluation.",
+                    "kpt.losses.FunctionLoss",
+                )
             )
         )
     ]
@@ -231,6 +236,25 @@ def test_sft(run):
     assert answers[0] == "It is Athens. They speak Greek."
     difference = re.search(r"largest difference to PEFT: (\S+)", text)
     assert float(difference[1]) < 1e-4
+
+
+# Inspect leaves streams open, and calls tenacity by an old name.
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore:The 'initial' parameter:DeprecationWarning",
+)
+def test_evaluation(run):
+    folder, text = run("evaluation")
+    assert has_files(folder, ["evaluation.png", "held_out.jsonl"])
+    # Nothing is right at the start, which is no error of measurement.
+    assert "'exact_match': 0.0, 'exact_match/stderr': 0.0" in text
+    step = re.search(r"^best at step (\d+)$", text, re.MULTILINE)[1]
+    assert (folder / "run" / "checkpoints" / step).is_dir()
+    rate = re.search(r"win rate ([\d.]+), 95 % from ([\d.]+)", text)
+    assert float(rate[1]) > 0.8 and float(rate[2]) > 0.6
+    passed = [float(x) for x in re.findall(r"pass@\d ([\d.]+)", text)]
+    assert len(passed) == 3 and passed == sorted(passed) and passed[0] > 0.5
+    assert "the three agree: True" in text
 
 
 def test_data_formats(run):
