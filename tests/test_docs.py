@@ -9,12 +9,27 @@ import pytest
 import keras_posttrain as kpt
 from docs import build, examples, guides, reference
 
-# A compiler for TPUs, several layouts, several runs.
+# Those that compile most. What they show, tests in CI show too.
 SLOW = {
-    "keras_posttrain.Task.plan",
-    "keras_posttrain.distribution.search",
-    "keras_posttrain.distribution.shapes_only",
-    "keras_posttrain.sweep",
+    f"keras_posttrain.{name}"
+    for name in (
+        "AdamW8bit",
+        "DPOTask",
+        "DistillTask",
+        "GRPOTask",
+        "Loop",
+        "PPOTask",
+        "RewardTask",
+        "Task.plan",
+        "callbacks.CompletionsLog",
+        "callbacks.UpdateReference",
+        "callbacks.WandB",
+        "distribution.search",
+        "distribution.shapes_only",
+        "episodes.Gym",
+        "episodes.Tools",
+        "sweep",
+    )
 }
 
 
@@ -49,6 +64,11 @@ def cases():
                 )
 
 
+# Inspect AI leaves streams open; see `evaluation/test_inspect.py`.
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+)
 @pytest.mark.contract
 @pytest.mark.parametrize("chosen", list(cases()))
 def test_examples_run(runner, eight_devices, chosen):

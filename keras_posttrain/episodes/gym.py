@@ -65,8 +65,9 @@ class Gym:
             right = text.strip() == str(self.secret)
             return "No. Once more.", float(right), right
 
+    limits = kpt.episodes.Limits(turns=3)
     task.compile(
-        episode=kpt.episodes.Gym(Guess),
+        episode=kpt.episodes.Episode(kpt.episodes.Gym(Guess), limits),
         num_generations=8,
         max_completion_length=8,
     )

@@ -78,10 +78,15 @@ def inspect(task, *, engine=None, name=None):
 
     ```python
     import inspect_ai
+    from inspect_ai.dataset import Sample
+    from inspect_ai.scorer import match
 
+    sums = inspect_ai.Task([Sample("2 + 2 =", target="4")], scorer=match())
     model = kpt.evaluation.inspect(task)
-    [log] = inspect_ai.eval("agent.py", model=model, temperature=0)
-    log.results.scores[0].metrics
+    [log] = inspect_ai.eval(
+        sums, model=model, temperature=0, max_tokens=8, display="none"
+    )
+    list(log.results.scores[0].metrics)  # ["accuracy", "stderr"]
     ```
     """
     # Inspect is an extra, and imports much.

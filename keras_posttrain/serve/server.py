@@ -99,6 +99,7 @@ class TinkerServer:
 
     from keras_posttrain.serve import TinkerServer
 
+    task = kpt.SFTTask.from_preset("qwen3_0.6b_en", lora=kpt.LoRA(rank=32))
     with TinkerServer(task, "checkpoints/") as server:
         client = tinker.ServiceClient(
             base_url=server.url, api_key=server.key
