@@ -495,6 +495,7 @@ def missing(example):
         "MLflow": "mlflow",
         "Trackio": "trackio",
         "TensorBoard": "tensorboardX",
+        "reasoning_gym": "reasoning_gym",
     }
     wanted = libraries.get(example.name.rpartition(".")[2])
     wanted = [wanted] if wanted else []

@@ -28,6 +28,7 @@ SLOW = {
         "distribution.shapes_only",
         "episodes.Gym",
         "episodes.Tools",
+        "evaluation.reasoning_gym",
         "sweep",
     )
 }
@@ -64,10 +65,10 @@ def cases():
                 )
 
 
-# Inspect AI leaves streams open; see `evaluation/test_inspect.py`.
+# As in `evaluation/test_inspect.py`, for Inspect AI.
 @pytest.mark.filterwarnings(
-    "ignore::ResourceWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore:The 'initial' parameter:DeprecationWarning",
 )
 @pytest.mark.contract
 @pytest.mark.parametrize("chosen", list(cases()))

@@ -40,10 +40,13 @@ def reasoning_gym(name, *, size=500, seed=0, answer=None, **config):
     Example:
 
     ```python
-    rows, score = kpt.evaluation.reasoning_gym("chain_sum", size=1000)
-    task.compile(rewards=[score], num_generations=8)
+    rows, score = kpt.evaluation.reasoning_gym("chain_sum", size=8)
+    task.compile(
+        rewards=[score], num_generations=8, max_completion_length=16
+    )
     task.fit(rows)
-    task.evaluate(kpt.evaluation.reasoning_gym("chain_sum", seed=1)[0])
+    held_out, _ = kpt.evaluation.reasoning_gym("chain_sum", size=8, seed=1)
+    task.evaluate(held_out)
     ```
     """
     # The library is an extra.
