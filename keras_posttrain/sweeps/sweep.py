@@ -92,7 +92,7 @@ def sweep(function, grid, directory, *, num_samples=None, seed=0, verbose=1):
         ])
         return task.evaluate(held_out)
 
-    grid = {"learning_rate": [1e-4, 3e-4], "rank": [8, 16]}
+    grid = {"learning_rate": [1e-4, 3e-4], "rank": [8]}
     table = kpt.sweep(run, grid, "sweep/")
     print(table)
     print(table.best("loss")["settings"])
