@@ -627,12 +627,12 @@ def test_a_line_through_a_teachers_depths(tmp_path):
     ],
 )
 def test_a_head_that_is_split_takes_more_tokens_at_once(tmp_path, strategy):
-    """Of 65536 words 2**23 logits are 128 tokens, of a quarter of them 512.
+    """Of these words a chip's chunk is 128 tokens, of a quarter of them 512.
 
     32 rows of 64 are 512 tokens a device or, on every one, 2048: four rounds
     either way, and for halves of both.
     """
-    task = shaped(with_sizes(tmp_path, vocab_size=65536))
+    task = shaped(with_sizes(tmp_path, vocab_size=983040))
     task.compile(keras.optimizers.SGD(0.1))
     devices = topology.get("v5e:2x2").devices
     with planned(task, strategy(devices=list(devices))) as every:
