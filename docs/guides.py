@@ -50,7 +50,7 @@ def header(path):
     if "Title" in fields:
         return fields
     first, _, rest = text.partition("\n")
-    title, _, about = first.partition(": ")
+    title, _, about = first.rstrip(".").partition(": ")
     return {"Title": title, "Description": about, "Text": rest.strip("\n")}
 
 
