@@ -60,15 +60,18 @@ def compile(lowered, hardware, options=None):
         jax.errors.JaxRuntimeError: if it does not fit into the memory.
     """
     if hardware.is_present:
+        found = _read(lowered.compile())
+    else:
+        path = _path(lowered, hardware, options)
+        found = _load(path)
+        if found is None:
+            found = _compile(lowered)
+            _store(path, found)
+        if isinstance(found, str):
+            raise jax.errors.JaxRuntimeError(found)
+    if hardware.devices[0].platform == "cpu":
         # As its peak the compiler for CPUs reports the arguments.
-        return dataclasses.replace(_read(lowered.compile()), peak=0)
-    path = _path(lowered, hardware, options)
-    found = _load(path)
-    if found is None:
-        found = _compile(lowered)
-        _store(path, found)
-    if isinstance(found, str):
-        raise jax.errors.JaxRuntimeError(found)
+        found = dataclasses.replace(found, peak=0)
     return found
 
 
