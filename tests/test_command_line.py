@@ -145,8 +145,7 @@ def test_an_episode_is_scored_by_a_reward_model_on_quantized_weights(folder):
         assert line["reward"] == pytest.approx(parts, abs=1e-5)
     lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
     messages = json.loads(lines[0])["completion"]
-    roles = [message["role"] for message in messages]
-    assert roles == ["assistant", "user", "assistant"][: len(roles)]
+    assert {m["role"] for m in messages} <= {"assistant", "user"}
     assert adapter(folder / "run")
 
 
