@@ -38,8 +38,9 @@ def broken(completions):
 
 
 async def ask(chat, prompt, answer):
-    reply = await chat(prompt)
-    reply = await chat("Are you sure?")
+    # The first reply leaves tokens for the second.
+    await chat(prompt, max_tokens=1)
+    reply = await chat("Are you sure?", max_tokens=1)
     return float("y" in reply.text)
 """
 SIDES = {"chosen": " yes it is", "rejected": " no"}
@@ -140,12 +141,11 @@ def test_an_episode_is_scored_by_a_reward_model_on_quantized_weights(folder):
     log = read_log(folder / "run")
     assert [line["step"] for line in log] == [1, 2, 3, 4]
     for line in log:
-        # An episode whose first reply takes all tokens returns no reward.
-        parts = line["rewards/model/mean"] + line.get("rewards/ask/mean", 0.0)
+        parts = line["rewards/model/mean"] + line["rewards/ask/mean"]
         assert line["reward"] == pytest.approx(parts, abs=1e-5)
     lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
     messages = json.loads(lines[0])["completion"]
-    assert {m["role"] for m in messages} <= {"assistant", "user"}
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert adapter(folder / "run")
 
 
@@ -233,7 +233,7 @@ def test_a_bad_value_is_answered_as_in_python(
         (["grpo", "--rewards", "scores"], "names no module"),
         (["grpo", "--rewards", "nowhere:f"], "no module 'nowhere'"),
         (["grpo", "--rewards", "nowhere.py"], "no file 'nowhere.py'"),
-        (["grpo", "--rewards", "scores.py"], "['correct', 'broken', "),
+        (["grpo", "--rewards", "scores.py"], "['correct', 'broken', 'ask']"),
         (["grpo", "--rewards", "scores:corect"], "Did you mean 'correct'?"),
         (["grpo", "--rewards", "Mathreward"], "Did you mean 'MathReward'?"),
         (["grpo", "--episode", "play"], "names no module"),

@@ -236,7 +236,7 @@ def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
     task.save_adapter(tmp_path / "ours")
     got = own_logits(task)
     model, theirs = peft_logits(directories(family), tmp_path / "ours")
-    assert_equal_logits(got, theirs)
+    assert_equal_logits(got, theirs, 1e-5)
     with task.adapter.disabled():
         assert np.abs(got - own_logits(task)).max() > 1e-3
     model.save_pretrained(tmp_path / "theirs")
@@ -340,7 +340,7 @@ def test_adapters_of_experts_are_exchanged_with_peft(
     task.save_adapter(tmp_path / "ours")
     got = own_logits(task)
     model, theirs = peft_logits(directories(family), tmp_path / "ours")
-    assert_equal_logits(got, theirs)
+    assert_equal_logits(got, theirs, 1e-5)
     for pair, b in zip(task.adapter.pairs, task.adapter.b):
         assert np.abs(np.array(b)).max() > 0, pair.name
     model.save_pretrained(tmp_path / "theirs")
