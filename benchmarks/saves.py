@@ -8,7 +8,7 @@ floats a weight. Compared in one process are saves by
 `kpt.callbacks.Checkpoint` and by Orbax's `CheckpointManager` with its
 defaults, of copies of the arrays, since the next step takes over their memory.
 Printed are medians of `--saves` saves after a first one: the time before
-training goes on, the next step over the median step, the peak of resident
+training continues, the next step over the median step, the peak of resident
 memory over that before the save, and the processor time of all. Tables and
 figures are written to `results/saves.*`.
 """
@@ -93,7 +93,7 @@ class Saves(keras.callbacks.Callback):
 
 
 class Ours(kpt.callbacks.Checkpoint):
-    """Saves when it is told to."""
+    """Saves only where `Saves` calls `_save`."""
 
     def _is_due(self):
         return False

@@ -100,7 +100,7 @@ print({name: round(value, 3) for name, value in found.items()})
 results are logged with the step's own metrics. The updates are those of a run
 without it.
 
-Here the checkpoint with the best result is kept beside the newest ones.
+Here the checkpoint with the best result is kept too, next to the newest ones.
 """
 
 

@@ -1,4 +1,4 @@
-"""RL on programs, judged by their tests in a sandbox.
+"""RL on programs, scored by their tests in a sandbox.
 
     python guides/recipes/code_rl.py RUN
     python guides/recipes/code_rl.py RUN --preset qwen3_4b_en \
@@ -69,7 +69,7 @@ else:
 
 # Each program runs in a process of its own: killed after its time, with
 # limits of memory, processes and files, and without network where the system
-# allows it. Equal programs are judged once.
+# allows it. Equal programs are run once.
 sandbox = kpt.episodes.Python(seconds=6 if args.preset else 2)
 
 

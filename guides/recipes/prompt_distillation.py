@@ -58,13 +58,13 @@ else:
     rows = [ask.format(thing) for ask in asks for thing in aisles]
     chats = []
     for question, n in zip(rows, [*aisles.values()] * len(asks)):
-        asked = {"role": "user", "content": question}
+        user = {"role": "user", "content": question}
         for before, answer in (
             ([{"role": "system", "content": system}], f"Aisle {n}, please."),
             ([], "I do not know."),
         ):
-            said = {"role": "assistant", "content": answer}
-            chats.append({"messages": [*before, asked, said]})
+            assistant = {"role": "assistant", "content": answer}
+            chats.append({"messages": [*before, user, assistant]})
     preset = kpt.examples.tiny_preset(out / "tiny", chats, epochs=20)
     rows, held_out = rows[:-8], rows[-8:]
 
@@ -90,10 +90,10 @@ file = out / "answers.json"
 if not file.exists():
     out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([answers(x, system) for x in (rows, held_out)]))
-taught, wanted = json.loads(file.read_text())
+targets, expected = json.loads(file.read_text())
 before = answers(held_out)
 first = {"role": "system", "content": system}
-asked = [{"role": "user", "content": question} for question in rows]
+messages = [{"role": "user", "content": question} for question in rows]
 task.fit(
     [
         {
@@ -101,7 +101,7 @@ task.fit(
             "teacher_prompt": [first, question],
             "completion": [{"role": "assistant", "content": answer}],
         }
-        for question, answer in zip(asked, taught)
+        for question, answer in zip(messages, targets)
     ],
     **settings["fit"],
     callbacks=[
@@ -113,7 +113,7 @@ task.fit(
 after = answers(held_out)
 task.save_adapter(out / "adapter")
 scores = {
-    name: sum(a == b for a, b in zip(given, wanted)) / len(wanted)
+    name: sum(a == b for a, b in zip(given, expected)) / len(expected)
     for name, given in (("before", before), ("after", after))
 }
 print("answers as with the prompt:", scores)

@@ -103,8 +103,21 @@ def test_bad_settings_are_refused(settings, message, tmp_path):
 
 
 def test_a_save_does_not_see_the_next_step():
-    array = jax.numpy.zeros((64, 64))
-    kept = checkpoint_files.detached({"x": array})
+    """What is saved is copied, by no program of its own."""
+    array = jax.numpy.zeros((61, 67))
+    events = []
+
+    def listen(event, seconds, **_):
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        kept = checkpoint_files.detached({"x": array})
+        assert not [e for e in events if "compile" in e]
+        jax.numpy.array(array, copy=True)
+        assert [e for e in events if "compile" in e]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     assert step(array)[0, 0] == 1 and array.is_deleted()
     assert np.all(kept["x"] == 0)
