@@ -88,8 +88,8 @@ class AdapterTrainer:
         self.vocabulary_size = task.causal_lm.backbone.vocabulary_size
         options = quantized.compiler_options(task.causal_lm)
         self._jit = functools.partial(jax.jit, compiler_options=options)
-        self._gradients = {}
-        self._forward = self._jit(self._logps)
+        # The programs of losses: with gradients, and without.
+        self._gradients, self._forward = {}, {}
         self._step = self._jit(_adam, donate_argnums=(1, 2, 3))
 
     # Adapters
@@ -183,17 +183,18 @@ class AdapterTrainer:
             sums = state.gradients or _zeros(state.weights)
             # An error must not leave donated arrays behind.
             state.gradients = None
-        found, total = [None] * len(request.examples), 0.0
+        computed = []
         for places, batch in self._batches(request.examples, loss):
+            inputs = state.weights, self._frozen(), batch, config
             if request.forward_only:
-                logps = self._forward(state.weights, self._frozen(), batch)
-                values = loss.function(logps, batch, config)
-                value = (values * batch["is_used"]).sum()
+                value, logps = self._forward_of(request.loss)(*inputs)
             else:
                 run = self._gradients_of(request.loss)
-                sums, value, logps = run(
-                    sums, state.weights, self._frozen(), batch, config
-                )
+                sums, value, logps = run(sums, *inputs)
+            computed.append((places, value, logps))
+        # Read at the end: the device need not wait between two batches.
+        found, total = [None] * len(request.examples), 0.0
+        for places, value, logps in computed:
             total += float(value)
             logps = np.asarray(logps)
             for row, i in enumerate(places):
@@ -285,6 +286,12 @@ class AdapterTrainer:
 
     # Programs
 
+    def _forward_of(self, name):
+        if name not in self._forward:
+            run = functools.partial(self._sum, named(name).function)
+            self._forward[name] = self._jit(run)
+        return self._forward[name]
+
     def _gradients_of(self, name):
         if name not in self._gradients:
             run = functools.partial(self._add_gradients, named(name).function)
@@ -292,17 +299,21 @@ class AdapterTrainer:
         return self._gradients[name]
 
     def _add_gradients(self, loss, sums, weights, frozen, batch, config):
-        def total(weights):
-            logps = self._logps(weights, frozen, batch)
-            # The derivative at what is not used must be finite too.
-            used = batch["is_used"] > 0
-            values = loss(jnp.where(used, logps, 0.0), batch, config)
-            return jnp.where(used, values, 0.0).sum(), logps
-
-        found = jax.value_and_grad(total, has_aux=True)(weights)
+        run = functools.partial(self._sum, loss)
+        found = jax.value_and_grad(run, has_aux=True)(
+            weights, frozen, batch, config
+        )
         (value, logps), gradients = found
         sums = [a + b.astype("float32") for a, b in zip(sums, gradients)]
         return sums, value, logps
+
+    def _sum(self, loss, weights, frozen, batch, config):
+        """Returns the sum of a loss, and the log-probabilities of targets."""
+        logps = self._logps(weights, frozen, batch)
+        # The derivative at what is not used must be finite too.
+        used = batch["is_used"] > 0
+        values = loss(jnp.where(used, logps, 0.0), batch, config)
+        return jnp.where(used, values, 0.0).sum(), logps
 
     def _logps(self, weights, frozen, batch):
         """Returns the log-probabilities of targets, in their shape."""

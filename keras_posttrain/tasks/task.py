@@ -96,8 +96,10 @@ class Task(keras.Model):
             `"full"` keeps the inputs of the layers alone. Each but `"none"`
             also keeps those inputs, and over a mesh's model axis the sums
             over devices, about as much again. `"auto"` keeps the most that
-            the free memory holds when a step is compiled; on a CPU, where the
-            others save little, it is `"none"`. A token of
+            the free memory holds when a step is compiled, so that a resumed
+            run may round differently; on a CPU, where the others save little,
+            it is `"none"`, and several processes on accelerators are refused.
+            A token of
             Llama-3-8B in bfloat16 takes 8 KiB a layer with `"full"`, 16 with
             `"outputs"`, 28 with `"selective"` and 92 with `"attention"`.
         chunk_size: int or `None`, tokens whose logits exist at once. By

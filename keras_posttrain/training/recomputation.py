@@ -5,6 +5,7 @@ import math
 
 import jax.numpy as jnp
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.linear import MatrixAxes
 from keras_posttrain.models.rematerialisation import (
@@ -109,9 +110,19 @@ def choose(policy, tokens):
     "none": programs that XLA makes for CPUs need hardly less memory with
     another choice (7 % with "full" for 8 layers of 1,024 features and 8 rows
     of 512 tokens) and more time.
+
+    Raises:
+        ValueError: with several processes, which could choose differently
+            and would then run different programs.
     """
     if sharding.platform() == "cpu":
         return "none"
+    if processes.count() > 1:
+        raise ValueError(
+            "remat='auto' is for one process: the free memory of several "
+            "differs. Pass the choice that `task.plan(..., remat='auto')` "
+            f"shows. Received: remat='auto' and {processes.count()} processes"
+        )
     free = free_bytes()
     vocabulary = policy.backbone.vocabulary_size
     room = SHARE * free - 8 * vocabulary * policy.head().chunk(

@@ -134,7 +134,7 @@ def test_what_is_kept(family):
     assert costs["attention"].kept * tokens == extra["attention"] + last
 
 
-def test_the_most_that_there_is_room_for():
+def test_the_most_that_there_is_room_for(monkeypatch):
     policy, _ = made("llama3", False)
     costs = recomputation.costs(policy)
     for choice in CHOICES:
@@ -144,6 +144,11 @@ def test_the_most_that_there_is_room_for():
     assert recomputation.within(costs, 64, 1e12) == "none"
     # On a CPU the others save hardly any memory.
     assert recomputation.choose(policy, 64) == "none"
+    monkeypatch.setattr(recomputation.sharding, "platform", lambda: "tpu")
+    assert recomputation.choose(policy, 64) in CHOICES
+    monkeypatch.setattr(recomputation.processes, "count", lambda: 2)
+    with pytest.raises(ValueError, match="task.plan.*and 2 processes"):
+        recomputation.choose(policy, 64)
 
 
 def test_auto_is_what_was_chosen():
