@@ -1,4 +1,4 @@
-"""Published rates of chips, and the memory of a device."""
+"""Published rates and memory of chips."""
 
 import dataclasses
 
@@ -47,13 +47,9 @@ CHIPS = {
 }
 
 
-def memory_of(device):
-    """Returns the bytes of memory of a device, `None` if unknown.
-
-    A device that a plan compiles for has that of its kind.
-    """
+def published_memory(device):
+    """Returns the bytes of memory of a kind of device, `None` if unknown."""
     for chip in CHIPS.values():
         if chip.device_kind == device.device_kind:
             return chip.memory
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
+    return None

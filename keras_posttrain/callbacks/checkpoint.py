@@ -14,6 +14,8 @@ from keras_posttrain._spans import span
 from keras_posttrain.callbacks import callback_state, checks
 from keras_posttrain.callbacks.checkpoint_files import (
     abstract,
+    check_sums,
+    checksums,
     contents,
     detached,
     handlers,
@@ -303,15 +305,17 @@ class Checkpoint(keras.callbacks.Callback):
         meta["callbacks"] = callback_state.counters(run.callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
-        meta["checksum"] = _checksum(meta)
         metrics = self._retention.metrics(
             self._logs(epoch_logs), epoch_ended=not in_epoch
         )
         with span("checkpoint"):
+            arrays = detached(arrays)
+            meta["sums"] = checksums(arrays)
+            meta["checksum"] = _checksum(meta)
             self._checked(
                 self._manager.save,
                 task.step,
-                args=contents(detached(arrays), meta),
+                args=contents(arrays, meta),
                 metrics=metrics,
                 force=True,
             )
@@ -362,6 +366,8 @@ class Checkpoint(keras.callbacks.Callback):
                 folder / "state",
                 ocp.args.StandardRestore(wanted),
             )
+            if error is None:
+                error = _different(arrays, meta)
             if error is not None:
                 failures.append((step, error))
                 continue
@@ -487,6 +493,15 @@ def _manager(directory, retention):
             cleanup_tmp_directories=True,
         ),
     )
+
+
+def _different(arrays, meta):
+    """Returns what differs from the arrays that were written, or `None`."""
+    try:
+        check_sums(arrays, meta)
+    except ValueError as e:
+        return f"Checksum: {e}"
+    return None
 
 
 def _checksum(meta):

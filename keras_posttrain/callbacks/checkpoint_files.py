@@ -15,13 +15,11 @@ def write(path, arrays, meta):
     It is complete when this returns: it is written beside and renamed.
     """
     path = path.absolute()
+    arrays = arrays | {"best": {}}
+    meta = meta | {"best": [], "sums": checksums(arrays)}
     try:
         with _checkpointer() as checkpointer:
-            checkpointer.save(
-                path,
-                args=contents(arrays | {"best": {}}, meta | {"best": []}),
-                force=True,
-            )
+            checkpointer.save(path, args=contents(arrays, meta), force=True)
     except OSError as e:
         shutil.rmtree(path, ignore_errors=True)
         raise OSError(
@@ -51,12 +49,17 @@ def read_arrays(path, arrays, meta):
 
     best = {name: arrays["trainable"] for name in meta["best"]}
     wanted = jax.tree.map(abstract, {**arrays, "best": best})
-    return _read(
+    found = _read(
         path,
         ocp.StandardCheckpointHandler(),
         "state",
         ocp.args.StandardRestore(wanted),
     )
+    try:
+        check_sums(found, meta)
+    except ValueError as e:
+        raise ValueError(f"The state in {str(path)!r} is damaged: {e}.") from e
+    return found
 
 
 def _read(path, handler, name, args):
@@ -121,11 +124,70 @@ def detached(arrays):
 def _copy(array):
     if not isinstance(array, jax.Array):
         return np.array(array)
-    if processes.count() > 1 and array.is_fully_addressable:
+    if _is_of_one_process(array):
         # Orbax does not write the arrays of one process among several.
         return np.array(array)
     # In the background, and without a program for each shape.
     return jax.device_put(array, array.sharding, may_alias=False)
+
+
+def checksums(arrays):
+    """Computes a checksum of each array, the same on each mesh.
+
+    Orbax reads damaged numbers as they are.
+
+    Args:
+        arrays: dict of trees of `jax.Array` and NumPy arrays.
+
+    Returns:
+        A dict from the path of each array to an int: the sum of its bits, as
+        unsigned words of its item size, modulo 2**32. It is the same in all
+        processes.
+    """
+    leaves = jax.tree.leaves_with_path(arrays)
+    own = [_sum_of_words(array) for _, array in leaves]
+    sums = np.sum(processes.exchange(own), axis=0, dtype="uint32")
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def _sum_of_words(array):
+    """Sums up the words that this process adds to those of the others."""
+    if isinstance(array, jax.Array) and not _is_of_one_process(array):
+        shards = array.addressable_shards
+        parts = [shard.data for shard in shards if shard.replica_id == 0]
+    else:
+        parts = [array] if processes.is_first() else []
+    total = np.uint64(0)
+    for part in parts:
+        words = np.ascontiguousarray(part).reshape(-1)
+        words = words.view(f"uint{8 * words.itemsize}")
+        total += np.sum(words, dtype="uint32")
+    return int(total)
+
+
+def _is_of_one_process(array):
+    return processes.count() > 1 and array.is_fully_addressable
+
+
+def check_sums(arrays, meta):
+    """Raises an error if arrays are not those that were written.
+
+    Args:
+        arrays: dict of trees of arrays, as they were read.
+        meta: dict with their `sums`.
+
+    Raises:
+        ValueError: in all processes, with the path of the first array that
+            differs.
+    """
+    found = checksums(arrays)
+    different = [name for name, x in meta["sums"].items() if found[name] != x]
+    if different:
+        raise ValueError(
+            f"{len(different)} of {len(found)} arrays have another checksum "
+            f"than when they were written, the first is {different[0]}"
+        )
 
 
 def abstract(array):

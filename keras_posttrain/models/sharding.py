@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from keras_posttrain._chips import memory_of
+from keras_posttrain._chips import published_memory
 from keras_posttrain.models.linear import sublayers
 
 
@@ -121,9 +121,15 @@ def platform():
 def device_memory():
     """Returns the bytes of memory of a device, `None` if unknown.
 
-    It is a device that a program is compiled for, as in `platform`.
+    It is a device that a program is compiled for, as in `platform`. What
+    processes measure of their own devices may differ, and their programs must
+    not: several use the published memory alone.
     """
-    return memory_of(_device())
+    device = _device()
+    memory = published_memory(device)
+    if memory is None and jax.process_count() == 1:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    return memory
 
 
 def _device():

@@ -562,6 +562,16 @@ def flip(step):
         path.write_bytes(content)
 
 
+def blank(step):
+    """Zeros in the numbers of arrays alone, as after a loss of power."""
+    largest = max(
+        (step / "state").rglob("d/*"), key=lambda p: p.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[1000:1100] = bytes(100)
+    largest.write_bytes(content)
+
+
 def remove_state(step):
     shutil.rmtree(step / "state")
 
@@ -584,6 +594,7 @@ DAMAGES = [
     truncate,
     cut_data,
     flip,
+    blank,
     remove_state,
     remove_meta,
     empty_meta,

@@ -61,6 +61,8 @@ def test_calls_are_run_and_their_results_said(tmp_path):
     [batch] = found
     mask = batch["completion_mask"]
     gap = batch["rollout_per_token_logps"] - batch["old_per_token_logps"]
-    assert np.abs(gap * mask).max() < 1e-5
+    gap = np.abs(gap[mask > 0])
+    # A model that knows its chat by heart magnifies the rounding of a few.
+    assert np.median(gap) < 1e-6 and gap.max() < 1e-4
     # What the tools said is in the batch and carries no loss.
     assert mask.sum() == sum(task.last_rollout["tokens"])

@@ -215,6 +215,20 @@ def peft_logits(directory, adapter):
         return model, model(torch.tensor(TOKEN_IDS)).logits.numpy()
 
 
+def assert_as_peft(got, theirs, model):
+    """Within 1e-5 of PEFT, or as near to it in float64 as it is in float32.
+
+    Processors differ in how they round. Mixtures do not run in float64.
+    """
+    try:
+        assert_equal_logits(got, theirs, 1e-5)
+    except AssertionError:
+        with torch.no_grad():
+            exact = model.double()(torch.tensor(TOKEN_IDS)).logits.numpy()
+        model.float()
+        assert np.abs(got - exact).max() < 2 * np.abs(theirs - exact).max()
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -236,7 +250,7 @@ def test_adapters_are_exchanged_with_peft(family, directories, tmp_path):
     task.save_adapter(tmp_path / "ours")
     got = own_logits(task)
     model, theirs = peft_logits(directories(family), tmp_path / "ours")
-    assert_equal_logits(got, theirs, 1e-5)
+    assert_as_peft(got, theirs, model)
     with task.adapter.disabled():
         assert np.abs(got - own_logits(task)).max() > 1e-3
     model.save_pretrained(tmp_path / "theirs")
@@ -340,7 +354,7 @@ def test_adapters_of_experts_are_exchanged_with_peft(
     task.save_adapter(tmp_path / "ours")
     got = own_logits(task)
     model, theirs = peft_logits(directories(family), tmp_path / "ours")
-    assert_equal_logits(got, theirs, 1e-5)
+    assert_as_peft(got, theirs, model)
     for pair, b in zip(task.adapter.pairs, task.adapter.b):
         assert np.abs(np.array(b)).max() > 0, pair.name
     model.save_pretrained(tmp_path / "theirs")

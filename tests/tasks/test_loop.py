@@ -310,6 +310,13 @@ def test_it_goes_on_from_a_checkpoint_of_fit(tmp_path):
         assert_equal(first, second)
         with pytest.raises(ValueError, match="No state can be read from"):
             loop.load_state(tmp_path / "checkpoints" / "4")
+        written = (tmp_path / "checkpoints" / "3" / "state").rglob("d/*")
+        largest = max(written, key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[1000:1100] = bytes(100)
+        largest.write_bytes(content)
+        with pytest.raises(ValueError, match="damaged: .* another checksum"):
+            loop.load_state(tmp_path / "checkpoints" / "3")
     other = make(lora=False)
     with kpt.Loop(other) as loop:
         with pytest.raises(ValueError, match="lora"):
