@@ -10,7 +10,6 @@ it depends on changes; `--fresh` runs everything again.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import os
@@ -192,20 +191,29 @@ def outcomes(fresh):
         digest.update(pathlib.Path(path).read_bytes())
     kept = BUILD / f"examples-{digest.hexdigest()[:16]}.json"
     if kept.exists() and not fresh:
-        return [
-            examples.Outcome(
-                examples.Example(**record.pop("example")), **record
-            )
-            for record in json.loads(kept.read_text(encoding="utf-8"))
-        ]
+        return examples.read_outcomes(kept)
     with tempfile.TemporaryDirectory() as folder:
         found = run_all(examples.Runner(folder))
+    found = with_vllm(found)
     BUILD.mkdir(parents=True, exist_ok=True)
     for old in BUILD.glob("examples-*.json"):
         old.unlink()
-    records = [dataclasses.asdict(outcome) for outcome in found]
-    kept.write_text(json.dumps(records), encoding="utf-8")
+    examples.write_outcomes(found, kept)
     return found
+
+
+def with_vllm(found):
+    """Runs the examples that need vLLM by its environment, if there is one."""
+    names = [o.example.name for o in found if "vllm" in (o.skipped or "")]
+    python = guides.vllm_python()
+    if not names or python is None:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "outcomes.json"
+        command = [python, "-m", "docs.examples", "--json", path, *names]
+        subprocess.run(command, check=True, cwd=ROOT)
+        ran = {o.example: o for o in examples.read_outcomes(path)}
+    return [ran.get(o.example, o) for o in found]
 
 
 def write_reference(source, fresh):

@@ -6,9 +6,10 @@ comment (`# 0.3133`, `# value is log(2)`) is compared with the value that the
 example has.
 
 `python -m docs.examples losses.DPOLoss` runs those of some names and shows
-what they print.
+what they print; with `--json FILE` the outcomes are written, too.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -17,6 +18,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import linecache
 import math
 import os
@@ -55,8 +57,8 @@ import keras_posttrain as kpt
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Presets that would be downloaded. Examples run with a tiny model instead.
 STAND_INS = re.compile(r"(qwen3|llama3)_[\d.]+b_en")
-# Public modules that are imported by themselves.
-MODULES = ("keras_posttrain.serve",)
+# Public modules that are imported by themselves, and what they need.
+MODULES = {"keras_posttrain.serve": "tinker"}
 # Code that defines the names which examples use.
 SETUP = {
     "kpt": "import keras_posttrain as kpt",
@@ -165,12 +167,6 @@ TASKS = {
 SAMPLES = re.compile(
     r"\bprompts\b|rewards=|episode=|rollout=|Loop\(|Reference"
 )
-# Examples that need what this machine lacks, and why.
-NOT_RUN = {
-    "keras_posttrain.rollout.VLLMRollout": (
-        "needs vLLM; the guide vllm_rollouts runs it"
-    ),
-}
 # The docstrings of objects whose own one is read by a model.
 DOCSTRINGS = {
     "keras_posttrain.episodes.python": """A `kpt.episodes.Python()`, ready.
@@ -219,8 +215,10 @@ def public_names():
                 yield f"{prefix}.{name}", value
 
     names = dict(walk(kpt, "keras_posttrain"))
-    for name in MODULES:
-        names |= walk(importlib.import_module(name), name)
+    for name, library in MODULES.items():
+        # The environment of vLLM has no other extras.
+        if importlib.util.find_spec(library):
+            names |= walk(importlib.import_module(name), name)
     return names
 
 
@@ -459,7 +457,7 @@ class Runner:
         """Runs an example; returns its `Outcome`."""
         setup = setup_of(example)
         text = "\n".join(setup.values())
-        skipped = NOT_RUN.get(example.name) or missing(example)
+        skipped = missing(example)
         if skipped:
             return Outcome(example, text, "", 0, skipped)
         printed, scope, before = io.StringIO(), {}, os.getcwd()
@@ -495,6 +493,7 @@ def missing(example):
         "MLflow": "mlflow",
         "Trackio": "trackio",
         "TensorBoard": "tensorboardX",
+        "VLLMRollout": "vllm",
         "reasoning_gym": "reasoning_gym",
     }
     wanted = libraries.get(example.name.rpartition(".")[2])
@@ -508,25 +507,43 @@ def missing(example):
     return None
 
 
-def main(names):
+def main(arguments):
     """Runs examples, of some names or all; returns 1 if one fails."""
-    failed = []
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("names", nargs="*")
+    given = parser.parse_args(arguments)
+    failed, outcomes = [], []
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(folder)
         for example in examples():
-            if names and not any(name in example.name for name in names):
+            if given.names and not any(n in example.name for n in given.names):
                 continue
             started = time.process_time()
             try:
-                outcome = runner.run(example)
-                text = outcome.skipped or outcome.text
+                outcomes.append(runner.run(example))
+                text = outcomes[-1].skipped or outcomes[-1].text
             except Exception:
                 failed.append(example.name)
                 text = traceback.format_exc()
             seconds = time.process_time() - started
             print(f"--- {example.name}, {seconds:.1f} s\n{text}", flush=True)
     print(f"{len(failed)} failed: {', '.join(failed)}")
+    if given.json:
+        write_outcomes(outcomes, given.json)
     return bool(failed)
+
+
+def write_outcomes(outcomes, path):
+    records = [dataclasses.asdict(outcome) for outcome in outcomes]
+    path.write_text(json.dumps(records), encoding="utf-8")
+
+
+def read_outcomes(path):
+    return [
+        Outcome(Example(**record.pop("example")), **record)
+        for record in json.loads(path.read_text(encoding="utf-8"))
+    ]
 
 
 if __name__ == "__main__":

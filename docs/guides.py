@@ -58,6 +58,11 @@ def python_of(path):
     """The interpreter that a guide needs, or None if it is not installed."""
     if "VLLMRollout(" not in path.read_text(encoding="utf-8"):
         return sys.executable
+    return vllm_python()
+
+
+def vllm_python():
+    """The interpreter that has vLLM, or None if it is not installed."""
     found = ROOT / os.environ.get("VLLM_ENV", ".venv-vllm") / "bin" / "python"
     return str(found) if found.exists() else None
 
