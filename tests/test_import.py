@@ -73,7 +73,15 @@ def cache_setting(before="", **environment):
     )[0]
 
 
-@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0",
+        pytest.param("off", marks=pytest.mark.full),
+        pytest.param("False", marks=pytest.mark.full),
+        "no",
+    ],
+)
 def test_the_cache_can_be_turned_off(value):
     assert cache_setting(KERAS_POSTTRAIN_CACHE=value) == "None"
 

@@ -1,5 +1,6 @@
 """Streams are read ahead of the step that takes their rows."""
 
+import gc
 import threading
 import time
 
@@ -107,6 +108,7 @@ def test_a_stream_that_is_left_is_read_no_further(how):
         assert rows.read == read and not threads()
     elif how == "drop":
         del data
+        gc.collect()
         wait_until(lambda: not threads())
     else:
         next(iterate(data))

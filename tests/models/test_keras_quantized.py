@@ -222,7 +222,9 @@ def test_an_adapter_of_zeros_learns(case):
         "gemma3_text",
     ],
 )
-@pytest.mark.parametrize("case", ["int8", "int4-groups"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("int8", marks=pytest.mark.full), "int4-groups"]
+)
 def test_other_families(family, case, capsys):
     """Keras's groups of int4 mix the heads of Gemma's kernels."""
     causal_lm = quantize(case, family)

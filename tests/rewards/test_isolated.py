@@ -238,7 +238,15 @@ def test_a_forked_process_has_its_own():
     assert workers.call(**call) == [["text", "1"]]
 
 
-@pytest.mark.parametrize("how", ["bomb", "sleep", "idle", "unread"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "bomb",
+        "sleep",
+        pytest.param("idle", marks=pytest.mark.full),
+        pytest.param("unread", marks=pytest.mark.full),
+    ],
+)
 def test_they_end_with_a_process_that_is_killed(how, tmp_path):
     """Also one whose interpreter is held, and processes that it started."""
     script = tmp_path / "script.py"
@@ -289,7 +297,10 @@ def test_they_end_with_a_process_that_is_killed(how, tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["judge", "to_thread", "timeout"])
+@pytest.mark.parametrize(
+    "kind",
+    ["judge", pytest.param("to_thread", marks=pytest.mark.full), "timeout"],
+)
 def test_a_reward_that_hangs_does_not_keep_the_process_alive(kind):
     code = """
     import asyncio, sys, time

@@ -266,7 +266,7 @@ def end(number, frame):
     "stops, error",
     [
         (fail, ValueError),
-        (interrupt, KeyboardInterrupt),
+        pytest.param(interrupt, KeyboardInterrupt, marks=pytest.mark.full),
         (terminate, Terminated),
     ],
 )

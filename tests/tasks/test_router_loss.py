@@ -118,7 +118,11 @@ def assert_same_step(one, other, bound=2e-5):
                 "remat": "full",
             },
         ),
-        ("dpo", {"share_prefix": True, "micro_batch_size": 2}),
+        pytest.param(
+            "dpo",
+            {"share_prefix": True, "micro_batch_size": 2},
+            marks=pytest.mark.full,
+        ),
         ("grpo", {"share_prefix": True, "micro_batch_size": 4}),
     ],
     ids=TASKS,
