@@ -127,6 +127,12 @@ on twice.
 Here the interpreter is that of this environment. On GPUs, further settings of
 vLLM are passed in `engine_args`, such as `{"tensor_parallel_size": 4}`. To use
 a server that is already running, pass its `url`.
+
+More machines sample more: start a server on each and pass their `urls`.
+Requests are spread over them; the samples of a prompt and the turns of a
+conversation stay together. A server that dies costs no row, and is used again
+from the next step at which it answers. The metric `vllm/replicas` counts those
+in use.
 """
 
 task.compile(

@@ -60,7 +60,15 @@ def test_the_contract_and_the_key():
         for path in ("/collective_rpc", "/v1/models", "/load", "/metrics"):
             for key in (None, "wrong"):
                 with pytest.raises(ValueError, match=f"{path} with 401"):
-                    http.call(server.url, key, "GET", path, None, 30, set())
+                    http.call(
+                        server.url,
+                        key,
+                        "GET",
+                        path,
+                        None,
+                        30,
+                        http.Connections(),
+                    )
         contract.check_engine(engine, task)
         variables = task.trainable_variables
         adapter = sum(4 * int(np.prod(v.shape)) for v in variables)
@@ -108,7 +116,7 @@ def kill_in_rollouts(monkeypatch, numbers):
             count too.
     """
     run, one, wanted, rollouts = (
-        ServerEngine.run, ServerEngine._run_job, set(numbers), []
+        ServerEngine.run, ServerEngine.run_job, set(numbers), []
     )  # fmt: skip
 
     def counted(self, jobs, *args):
@@ -133,7 +141,7 @@ def kill_in_rollouts(monkeypatch, numbers):
         return one(self, job, open_ones)
 
     monkeypatch.setattr(ServerEngine, "run", counted)
-    monkeypatch.setattr(ServerEngine, "_run_job", killing)
+    monkeypatch.setattr(ServerEngine, "run_job", killing)
 
 
 def test_no_orphans_of_a_killed_trainer(tmp_path):
@@ -146,14 +154,14 @@ def test_no_orphans_of_a_killed_trainer(tmp_path):
             sys.path.insert(0, {os.getcwd()!r})
             import keras_posttrain as kpt
             from keras_posttrain.rollout.vllm.server import ServerEngine
-            launch = ServerEngine._wait_until_healthy
+            launch = ServerEngine.wait_until_healthy
 
             def announced(self):
                 print(self.process.pid, flush=True)
                 launch(self)
                 print("healthy", flush=True)
 
-            ServerEngine._wait_until_healthy = announced
+            ServerEngine.wait_until_healthy = announced
             from tests.vllm.models import make
             engine = kpt.rollout.VLLMRollout(python=sys.executable)
             engine.set_model(make("qwen3", task=kpt.SFTTask))

@@ -18,6 +18,7 @@ from keras_posttrain.rollout.vllm import weights as vllm_weights
 from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import LocalEngine
+from keras_posttrain.rollout.vllm.replicas import ReplicatedEngine
 from keras_posttrain.rollout.vllm.server import ServerEngine
 from keras_posttrain.rollout.vllm.session import VLLMSession
 
@@ -42,6 +43,15 @@ class VLLMRollout(Rollout):
     is restarted and gets its weights again. Requests that have ended are
     kept; the others are sampled again.
 
+    With several servers (`urls`) the samples of a prompt stay together, and a
+    conversation goes on where its first turns were computed. All servers get
+    the weights at the same time, and each is compared with the trainer. A
+    server that fails is lost, which is printed and shows in the metric
+    `vllm/replicas`; the others sample its requests again. As soon as it
+    answers again, the next sync brings it up to date. One server whose
+    `engine_args` have a `data_parallel_size` is the other way: vLLM then
+    spreads requests itself, and fails as a whole.
+
     In a process with TPUs, vLLM runs KerasHub's model with
     [tpu-inference](https://github.com/vllm-project/tpu-inference). Keras must
     have been imported with KERAS_NNX_ENABLED=true. Weights are copied from
@@ -52,10 +62,13 @@ class VLLMRollout(Rollout):
     Args:
         url: str or `None`, the address of a running server (see below), or
             `"unix:"` and the path of its socket.
+        urls: list of such addresses, or `None`: servers of the same model
+            (see below), among which requests are spread.
         python: path or `None`: the interpreter of an environment with vLLM.
             It runs a server on a socket that only this user can open, which
             is protected by a key too and ends with this process.
-        api_key: str or `None`, the key of the server at `url`.
+        api_key: str or `None`, the key of the server at `url`, or of all
+            servers of `urls`.
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
             base weights. If not, the adapter is merged and all weights are
             sent. `"auto"` sends the adapter if there is one that vLLM
@@ -68,13 +81,15 @@ class VLLMRollout(Rollout):
             the free memory; on accelerators it is vLLM's default.
         directory: path of an existing folder for the files that vLLM reads,
             which `stop` removes. Defaults to the machine's shared memory.
-            With `url`, the server must see the folder under the same path.
+            With `url` or `urls`, the servers must see the folder under the
+            same path.
         timeout: float, seconds. An engine fails if no request ends for this
             long; a server fails if it does not answer one for this long. A
             single step that hangs in the trainer's process is not detected.
         engine_args: dict or `None`, further [engine arguments](
             https://docs.vllm.ai/en/latest/configuration/engine_args.html)
-            of vLLM, such as `{"max_num_seqs": 64}`.
+            of vLLM, such as `{"max_num_seqs": 64}`. Of a running server,
+            pass its `data_parallel_size` here.
 
     Raises:
         ImportError: by `start`, if vLLM is not installed.
@@ -92,15 +107,27 @@ class VLLMRollout(Rollout):
     rollout = kpt.rollout.VLLMRollout(python="/opt/vllm/bin/python")
     ```
 
-    To start a server for `url` by hand, copy the file
-    `kpt.rollout.vllm.worker.__file__` to a folder on its PYTHONPATH as
-    `kpt_vllm_worker.py`. Set VLLM_API_KEY, VLLM_SERVER_DEV_MODE=1,
-    VLLM_USE_V2_MODEL_RUNNER=0 and, for adapters,
-    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment. Start it with
-    `--served-model-name policy --enable-scale-out --skip-tokenizer-init
-    --generation-config vllm --max-logprobs -1 --worker-extension-cls
-    kpt_vllm_worker.RolloutWorkerExtension --middleware
-    kpt_vllm_worker.RequireKey`. Its weights will be overwritten, so that it
+    With servers on two machines that share a folder:
+
+    ```python
+    rollout = kpt.rollout.VLLMRollout(
+        urls=["http://gpu-1:8000", "http://gpu-2:8000"],
+        api_key=os.environ["VLLM_API_KEY"],
+        directory="/mnt/shared",
+    )
+    ```
+
+    To start a server by hand, run the file `kpt.rollout.vllm.worker.__file__`
+    in an environment that has vLLM; nothing else of this package is needed
+    there. It takes the options of vLLM's server and adds ours:
+
+    ```shell
+    VLLM_API_KEY=... python worker.py --model qwen3 --dtype bfloat16 \\
+        --host 0.0.0.0 --port 8000 --enable-lora --max-lora-rank 16
+    ```
+
+    `--model` is a folder with the `config.json` of the task's model, such as
+    that of `task.export`. The server's weights will be overwritten, so that it
     cannot serve other clients.
     """
 
@@ -108,6 +135,7 @@ class VLLMRollout(Rollout):
         self,
         url=None,
         *,
+        urls=None,
         python=None,
         api_key=None,
         adapter="auto",
@@ -118,10 +146,10 @@ class VLLMRollout(Rollout):
         engine_args=None,
     ):
         super().__init__()
-        settings.check(
-            url, python, adapter, max_length, cache_bytes, directory, timeout
-        )
+        settings.check_place(url, urls, python)
+        settings.check(adapter, max_length, cache_bytes, directory, timeout)
         self.url = None if url is None else str(url).rstrip("/")
+        self.urls = [str(x).rstrip("/") for x in urls or ()]
         self.python, self.api_key = python, api_key
         self.adapter, self.max_length = adapter, max_length
         self.cache_bytes, self.directory = cache_bytes, directory
@@ -194,20 +222,26 @@ class VLLMRollout(Rollout):
             lora=self._lora if self._sends_adapter else None,
         )
         arguments |= self.engine_args
-        if self.url is None and self.python is None:
+        if self._is_here:
             settings.check_local(self.engine_args)
             if not self._on_tpu:
                 return LocalEngine(arguments, self.timeout)
             arguments = tpu.arguments(arguments) | self.engine_args
             return tpu.TPUEngine(arguments, self.timeout)
-        return ServerEngine(
-            arguments,
-            self.timeout,
-            self._folder.path,
-            python=self.python,
-            url=self.url,
-            api_key=self.api_key,
-        )
+        servers = [
+            ServerEngine(
+                arguments,
+                self.timeout,
+                self._folder.path,
+                python=self.python,
+                url=url,
+                api_key=self.api_key,
+            )
+            for url in self.urls or [self.url]
+        ]
+        if self.urls:
+            return ReplicatedEngine(servers, self._folder.path)
+        return servers[0]
 
     def stop(self):
         engine, self._engine = self._engine, None
@@ -233,9 +267,14 @@ class VLLMRollout(Rollout):
         return settings.dtype(self.engine_args.get("dtype") or default)
 
     @property
+    def _is_here(self):
+        """Whether vLLM runs in this process."""
+        return not (self.url or self.urls or self.python)
+
+    @property
     def _on_tpu(self):
         """Whether vLLM runs in this process on its TPUs."""
-        return self.url is None and self.python is None and tpu.is_here()
+        return self._is_here and tpu.is_here()
 
     @property
     def _lora(self):
@@ -297,9 +336,11 @@ class VLLMRollout(Rollout):
 
     def _verify(self, expected):
         job = vllm_jobs.scoring_job(self._probe.token_ids, None, 1.0)
-        [(_, result)] = self._engine.run({0: job})
-        found, *_ = vllm_jobs.score_arrays(job, result.prompt, None)
-        return vllm_weights.compare(found, expected, self._dtype)
+        gaps = []
+        for result in self._engine.run_on_each(job):
+            found, *_ = vllm_jobs.score_arrays(job, result.prompt, None)
+            gaps.append(vllm_weights.compare(found, expected, self._dtype))
+        return max(gaps)
 
     def _restart(self):
         self.restarts += 1
@@ -445,7 +486,10 @@ class VLLMRollout(Rollout):
         self._verify(self._probe_logps)
 
     def metrics(self):
-        return {**self._metrics, "vllm/restarts": float(self.restarts)}
+        found = {**self._metrics, "vllm/restarts": float(self.restarts)}
+        if self.urls and self._engine is not None:
+            found["vllm/replicas"] = float(len(self._engine.used))
+        return found
 
 
 def _too_many_failures(error):

@@ -1,5 +1,6 @@
 """HTTP requests to a vLLM server."""
 
+import contextlib
 import http.client
 import json
 import socket
@@ -8,12 +9,37 @@ import urllib.parse
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
 
 
-def call(url, api_key, method, path, body, timeout, connections):
+class Connections:
+    """The connections that are open, to end them from another thread.
+
+    Attributes:
+        closed: bool, whether `close` was called.
+    """
+
+    def __init__(self):
+        self.closed = False
+        self._open = set()
+
+    def add(self, connection):
+        self._open.add(connection)
+
+    def discard(self, connection):
+        self._open.discard(connection)
+
+    def close(self):
+        """Ends each thread that is waiting for an answer, by an error."""
+        self.closed = True
+        for connection in list(self._open):
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def call(url, api_key, method, path, body, timeout, connections, headers=None):
     """Sends a request with a JSON `body` and returns the JSON of the answer.
 
     `url` may be `unix:` and the path of a socket. An empty answer is `{}`.
-    `timeout` is in seconds; `connections` is a set that contains the
-    connection while it is open.
+    `timeout` is in seconds; `connections` are `Connections`; `headers` is a
+    dict of further ones.
 
     Raises:
         EngineFailure: if there is no answer, or the server is in another
@@ -28,7 +54,7 @@ def call(url, api_key, method, path, body, timeout, connections):
     elif parts.scheme == "unix":
         kind, place, prefix = _UnixConnection, parts.path, ""
     connection = kind(place, timeout=timeout)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **(headers or {})}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body)

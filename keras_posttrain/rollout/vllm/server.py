@@ -1,20 +1,18 @@
 """vLLM in a separate process, called by HTTP."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 import weakref
 
 import jax
 
-from keras_posttrain.rollout.vllm import http, worker
+from keras_posttrain.rollout.vllm import http, job_threads, worker
 from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
@@ -27,9 +25,6 @@ START_SECONDS = 900
 MAX_SOCKET_PATH = 103
 # Samples that the server has at once; more wait in this process.
 IN_FLIGHT = 256
-# The interval of checks for an interruption and for further requests.
-POLL_SECONDS = 0.02
-MODULE = "kpt_vllm_worker"
 
 
 class ServerEngine:
@@ -52,7 +47,7 @@ class ServerEngine:
     def start(self):
         if self.python is not None:
             self._launch()
-        self._wait_until_healthy()
+        self.wait_until_healthy()
         with self._preparing():
             [state, *_] = self._rpc("kpt_prepare")
         self.device, self.model = state["device"], "policy"
@@ -63,16 +58,16 @@ class ServerEngine:
             yield
         except EngineFailure as error:
             raise EngineFailure(
-                f"The server rejects our calls. One that is started by "
-                f"hand needs `--worker-extension-cls {MODULE}."
-                "RolloutWorkerExtension`, `--enable-scale-out` and "
-                f"VLLM_SERVER_DEV_MODE=1 (see `VLLMRollout`). {error}"
+                "The server rejects our calls. One that is started by hand "
+                "needs our options: start it with the file "
+                f"`kpt.rollout.vllm.worker.__file__` (see `VLLMRollout`). "
+                f"{error}"
             ) from error
 
     def _launch(self):
         extension = self.folder / "extension"
         extension.mkdir(exist_ok=True)
-        shutil.copy(worker.__file__, extension / f"{MODULE}.py")
+        worker.copy(extension)
         self.api_key = secrets.token_hex(32)
         # A socket in a folder that no other user can enter. On a port of the
         # machine another process could take the server's place.
@@ -82,12 +77,8 @@ class ServerEngine:
         command = [
             # This script ends the server when this process ends.
             str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
-            "vllm.entrypoints.openai.api_server",
-            *_flags(self.arguments), "--uds", str(path),
-            "--served-model-name", "policy",
-            "--worker-extension-cls", f"{MODULE}.RolloutWorkerExtension",
-            "--middleware", f"{MODULE}.RequireKey", "--enable-scale-out",
-            "--uvicorn-log-level", "error",
+            worker.SERVER, *_flags(self.arguments), *worker.OPTIONS,
+            "--uds", str(path), "--uvicorn-log-level", "error",
         ]  # fmt: skip
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
@@ -122,13 +113,12 @@ class ServerEngine:
             **defaults,
             **environment,
             **FORCED,
+            **worker.ENVIRONMENT,
             "VLLM_API_KEY": self.api_key,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "PYTHONPATH": str(extension),
         }
 
-    def _wait_until_healthy(self):
+    def wait_until_healthy(self):
         limit = START_SECONDS if self.process else self.timeout
         end = time.monotonic() + limit
         while True:
@@ -138,7 +128,7 @@ class ServerEngine:
                     f"The end of its log:\n{self._log()}"
                 )
             try:
-                self._call("GET", "/health", timeout=10)
+                self.check_health(10)
                 return
             except EngineFailure as error:
                 if time.monotonic() > end:
@@ -147,6 +137,10 @@ class ServerEngine:
                         f"seconds: {error}"
                     ) from error
             time.sleep(0.3)
+
+    def check_health(self, timeout):
+        """Raises an `EngineFailure` without an answer in `timeout` seconds."""
+        self._call("GET", "/health", timeout=timeout)
 
     def _log(self):
         path = self.folder / "server.log"
@@ -174,20 +168,20 @@ class ServerEngine:
 
     def push(self, weights, version):
         """Loads all weights and returns the bytes moved."""
-        folder = self.folder / f"weights-{version}"
-        try:
-            weights.write(folder)
-            for answer in self._rpc("kpt_load", str(folder)):
-                if answer["tensors"] != len(weights.table):
-                    raise EngineFailure(
-                        f"The server loaded {answer['tensors']} of "
-                        f"{len(weights.table)} tensors."
-                    )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with written(weights, self.folder, version) as folder:
+            self.load(folder, len(weights.table), version)
+        return weights.num_bytes
+
+    def load(self, folder, count, version):
+        """Loads the files of `count` tensors."""
+        for answer in self._rpc("kpt_load", str(folder)):
+            if answer["tensors"] != count:
+                raise EngineFailure(
+                    f"The server loaded {answer['tensors']} of {count} "
+                    "tensors."
+                )
         self.model = "policy"
         self._set_version(version)
-        return weights.num_bytes
 
     def push_adapter(self, directory, version):
         """Loads an adapter from the directory of its files."""
@@ -218,65 +212,36 @@ class ServerEngine:
 
         `on_tokens` gets the tokens of a sample when its job has ended.
         """
-        most = max([job.params["n"] for job in jobs.values()], default=1)
-        workers = max(1, IN_FLIGHT // most)
-        if more is None:
-            workers = min(workers, max(1, len(jobs)))
-        pool = concurrent.futures.ThreadPoolExecutor(workers)
-        connections, keys = set(), {}
+        return job_threads.run(
+            jobs, self.run_job, self.abort, IN_FLIGHT, on_tokens, interrupted,
+            more,
+        )  # fmt: skip
 
-        def add(jobs):
-            for key, job in jobs.items():
-                future = pool.submit(self._run_job, job, connections)
-                keys[future] = key, job.params["n"]
+    def run_on_each(self, job):
+        """Runs a job on each of the server's engines; returns the results."""
+        connections = http.Connections()
+        count = self.arguments.get("data_parallel_size", 1)
+        if count == 1:
+            return [self.run_job(job, connections)]
+        # vLLM's choice of the engine is overruled by this header.
+        return [
+            self.run_job(job, connections, {"X-data-parallel-rank": f"{rank}"})
+            for rank in range(count)
+        ]
 
-        try:
-            add(jobs)
-            while keys:
-                if more is not None:
-                    add(more())
-                for future in self._ended(list(keys), interrupted):
-                    key, samples = keys.pop(future)
-                    if future.cancelled():
-                        yield key, Result(samples)
-                        continue
-                    result = future.result()
-                    if on_tokens is not None:
-                        for g, ids in enumerate(result.token_ids):
-                            on_tokens(key, g, ids)
-                    yield key, result
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for connection in list(connections):
-                # This ends a thread that is waiting for an answer.
-                with contextlib.suppress(OSError, AttributeError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
-            pool.shutdown(wait=True)
+    def abort(self):
+        """Ends running requests; they have the tokens sampled so far."""
+        self._call("POST", "/abort_requests", {})
 
-    def _ended(self, futures, interrupted):
-        """Returns futures that have ended, after a short wait.
-
-        An interruption ends them early.
-        """
-        cancelled = []
-        if interrupted is not None and interrupted():
-            cancelled = [f for f in futures if f.cancel()]
-            # The server answers with the tokens sampled so far. A request
-            # that it does not have yet is aborted the next time.
-            self._call("POST", "/abort_requests", {})
-        done, _ = concurrent.futures.wait(
-            futures, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED
-        )
-        return cancelled + [f for f in done if f not in cancelled]
-
-    def _run_job(self, job, connections):
+    def run_job(self, job, connections, headers=None):
+        """Runs one job and returns its `Result`."""
         body = {
             "model": self.model,
             "token_ids": list(job.token_ids),
             "sampling_params": job.params,
         }
         path = "/inference/v1/generate"
-        answer = self._call("POST", path, body, connections)
+        answer = self._call("POST", path, body, connections, headers=headers)
         result = Result(job.params["n"])
         if answer.get("prompt_logprobs"):
             result.prompt = [
@@ -293,16 +258,31 @@ class ServerEngine:
             result.versions |= {span["version"] for span in spans}
         return result
 
-    def _call(self, method, path, body=None, connections=None, timeout=None):
-        connections = set() if connections is None else connections
-        timeout = timeout or self.timeout
+    def _call(
+        self, method, path, body=None, connections=None, timeout=None,
+        headers=None,
+    ):  # fmt: skip
+        if connections is None:
+            connections = http.Connections()
         return http.call(
-            self.url, self.api_key, method, path, body, timeout, connections
-        )
+            self.url, self.api_key, method, path, body,
+            timeout or self.timeout, connections, headers,
+        )  # fmt: skip
 
     def _rpc(self, method, *args):
         body = {"method": method, "args": args, "timeout": self.timeout}
         return self._call("POST", "/collective_rpc", body)["results"]
+
+
+@contextlib.contextmanager
+def written(weights, folder, version):
+    """A scope in which all weights are in files; gives their folder."""
+    folder = folder / f"weights-{version}"
+    try:
+        weights.write(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flags(arguments):

@@ -28,18 +28,38 @@ NOT_COMPARED = (
 )
 
 
-def check(url, python, adapter, max_length, cache_bytes, directory, timeout):
-    """Checks the arguments of `VLLMRollout`."""
-    if url is not None and python is not None:
+def check_place(url, urls, python):
+    """Checks the arguments of `VLLMRollout` that say where vLLM runs."""
+    given = {"url": url, "urls": urls, "python": python}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
         raise ValueError(
-            "`url` is that of a running server, `python` starts one: "
-            f"pass one of them. Received: url={url!r}, python={python!r}"
+            "`url` is that of a running server, `urls` are those of several, "
+            f"`python` starts one: pass one of them. Received: {given}"
         )
-    if url is not None and not str(url).startswith(SCHEMES):
+    if urls is not None and (isinstance(urls, (str, bytes)) or not list(urls)):
         raise ValueError(
-            "`url` must begin with 'http://' or 'https://', or be 'unix:/' "
-            f"and the path of a socket. Received: url={url!r}"
+            "`urls` must be a list of addresses, at least one; for one server "
+            f"there is `url`. Received: urls={urls!r}"
         )
+    places = [url] if url is not None else list(urls or ())
+    for place in places:
+        if not str(place).startswith(SCHEMES):
+            given = f"urls={urls!r}" if urls is not None else f"url={url!r}"
+            raise ValueError(
+                "The address of a server must begin with 'http://' or "
+                "'https://', or be 'unix:/' and the path of a socket. "
+                f"Received: {place!r} in {given}"
+            )
+    if len({str(place).rstrip("/") for place in places}) < len(places):
+        raise ValueError(
+            "Each server of `urls` must be given once, since each gets its "
+            f"own share of the requests. Received: urls={urls!r}"
+        )
+
+
+def check(adapter, max_length, cache_bytes, directory, timeout):
+    """Checks the other arguments of `VLLMRollout`."""
     if adapter not in ("auto", True, False):
         raise ValueError(
             "`adapter` must be 'auto', True or False. "

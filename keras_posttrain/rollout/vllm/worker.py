@@ -4,10 +4,44 @@ This file imports nothing of `keras_posttrain`: a server in another
 environment gets only a copy of it. torch, vLLM and safetensors are imported
 in functions, because importing them is slow and they may be missing in the
 trainer's environment. Written for vLLM 0.32 and its first model runner.
+
+As a script the file starts a server for `VLLMRollout(url=...)`. Its options
+are those of vLLM's server, and the server's key is in VLLM_API_KEY:
+
+    python worker.py --model /models/qwen3 --port 8000
 """
 
 import os
+import pathlib
 import secrets
+import shutil
+import sys
+import tempfile
+
+# The name under which vLLM's processes import a copy of this file.
+MODULE = "kpt_vllm_worker"
+# Environment variables that a server needs.
+ENVIRONMENT = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+# Options that a server needs.
+OPTIONS = (
+    "--served-model-name", "policy",
+    "--worker-extension-cls", f"{MODULE}.RolloutWorkerExtension",
+    "--middleware", f"{MODULE}.RequireKey",
+    "--enable-scale-out",
+)  # fmt: skip
+# Those that `VLLMRollout` passes to servers that it starts, with others.
+OWN_OPTIONS = (
+    "--skip-tokenizer-init",
+    "--generation-config", "vllm",
+    "--max-logprobs", "-1",
+    "--logprobs-mode", "raw_logprobs",
+)  # fmt: skip
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 class RolloutWorkerExtension:
@@ -46,8 +80,6 @@ class RolloutWorkerExtension:
 
     def kpt_load(self, directory):
         """Loads the weights in a directory of safetensors files."""
-        import pathlib
-
         from safetensors import safe_open
 
         def tensors():
@@ -104,6 +136,32 @@ class RolloutWorkerExtension:
             if hasattr(module, "w13_weight"):
                 experts = module.quant_method.moe_kernel.fused_experts
                 experts.process_weights_after_loading(module)
+
+
+def copy(directory):
+    """Copies this file to a folder, for vLLM's processes to import."""
+    shutil.copy(__file__, pathlib.Path(directory) / f"{MODULE}.py")
+
+
+def serve(options):
+    """Replaces this process by a vLLM server with such further options."""
+    if not os.environ.get("VLLM_API_KEY"):
+        sys.exit(
+            "Set VLLM_API_KEY to a secret of your own: whoever has it can "
+            "change the weights and run code on this machine. Pass it to "
+            "`VLLMRollout(url=..., api_key=...)` too."
+        )
+    # Another file beside this one could hide a module that vLLM imports.
+    folder = tempfile.mkdtemp(prefix="kpt-vllm-worker-")
+    copy(folder)
+    paths = [folder, os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    command = [sys.executable, "-m", SERVER, *OPTIONS, *OWN_OPTIONS, *options]
+    os.execve(sys.executable, command, environment)
 
 
 def share_cpu(threads):
@@ -267,3 +325,7 @@ def _expert_shapes(name, module):
         for i in range(module.global_num_experts)
         for part, shape in zip(parts, shapes)
     }
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

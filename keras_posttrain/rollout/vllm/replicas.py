@@ -1,0 +1,275 @@
+"""Several vLLM servers with the same weights, as one engine."""
+
+import concurrent.futures
+import contextlib
+import hashlib
+import threading
+import time
+
+import numpy as np
+
+from keras_posttrain import _console
+from keras_posttrain.rollout.vllm import http, job_threads
+from keras_posttrain.rollout.vllm.jobs import EngineFailure
+from keras_posttrain.rollout.vllm.server import IN_FLIGHT, written
+
+# Tokens of a block of a prompt by which its replica is found again.
+BLOCK = 64
+# Prompts whose replicas are remembered, between two syncs of weights.
+MAX_BLOCKS = 1_000_000
+# Samples that a replica may have more than another to use its prefix cache:
+# at least this many, or this part of those of the other.
+SLACK, SLACK_PART = 8, 0.25
+# Seconds in which a replica that was lost must answer to be used again.
+RETURN_SECONDS = 2
+# The interval at which servers are asked while none is left.
+WAIT_SECONDS = 0.5
+
+
+class Replica:
+    """A server and what is known of it.
+
+    Attributes:
+        server: `ServerEngine`.
+        has_base: bool, whether it has all weights that adapters need.
+        running: int, its samples at the moment.
+        lost: `EngineFailure` since which it is not used, or `None`.
+    """
+
+    def __init__(self, server):
+        self.server, self.running = server, 0
+        self.has_base, self.lost = False, None
+
+
+class ReplicatedEngine:
+    """Servers among which requests are spread.
+
+    A request goes to the replica that has computed most of its prompt, if
+    this one is not busier than others, else to the least busy one. The
+    samples of a prompt stay together. A replica that fails, or that samples
+    from other weights than those sent last, is lost: its requests are sampled
+    again by the others. Each sync of weights looks whether lost replicas
+    answer again and brings them up to date before they are used.
+
+    Args:
+        servers: list of `ServerEngine`s, which run already.
+        folder: path of the files that all servers read.
+    """
+
+    def __init__(self, servers, folder):
+        self.folder = folder
+        self.replicas = [Replica(server) for server in servers]
+        self._lock = threading.Lock()
+        self._weights = self._tensors = self._version = None
+        # The replica that last computed a prefix, by the prefix' digest.
+        self._prefixes = {}
+
+    @property
+    def used(self):
+        """The replicas that are not lost."""
+        return [r for r in self.replicas if r.lost is None]
+
+    # The processes
+
+    def start(self):
+        self._on_each(self.replicas, lambda r: r.server.start(), strict=True)
+
+    def stop(self):
+        for replica in self.replicas:
+            replica.server.stop()
+
+    def restart(self):
+        """Uses all replicas that answer; waits until one does."""
+        for replica in self.replicas:
+            replica.has_base = False
+        limit = time.monotonic() + self.replicas[0].server.timeout
+        self._return()
+        while not self.used:
+            if time.monotonic() > limit:
+                raise self.replicas[0].lost
+            time.sleep(WAIT_SECONDS)
+            self._return()
+
+    def tensors(self):
+        found = [r.server.tensors() for r in self.replicas]
+        for replica, tensors in zip(self.replicas, found):
+            if tensors != found[0]:
+                raise ValueError(
+                    "All servers of `urls` must serve the same model. "
+                    f"{replica.server.url} has other weights than "
+                    f"{self.replicas[0].server.url}."
+                )
+        self._tensors = found[0]
+        return found[0]
+
+    def _on_each(self, replicas, f, strict=False):
+        """Calls `f` for replicas in parallel; those where it fails are lost.
+
+        The last failure is raised if `strict`, or if none is left.
+        """
+        with concurrent.futures.ThreadPoolExecutor(len(replicas) or 1) as pool:
+            futures = [pool.submit(f, replica) for replica in replicas]
+        results = []
+        for replica, future in zip(replicas, futures):
+            try:
+                results.append(future.result())
+            except EngineFailure as error:
+                self._lose(replica, error)
+                if strict or not self.used:
+                    raise
+        return results
+
+    def _lose(self, replica, error):
+        with self._lock:
+            if replica.lost is not None:
+                return
+            replica.lost, replica.has_base = error, False
+            self._prefixes = {
+                k: v for k, v in self._prefixes.items() if v is not replica
+            }
+        _console.say(
+            f"vLLM: the server at {replica.server.url} is lost "
+            f"({len(self.used)} of {len(self.replicas)} left): {error}"
+        )
+
+    def _return(self):
+        """Looks whether lost replicas answer, and uses those again."""
+        lost = [r for r in self.replicas if r.lost is not None]
+        if lost:
+            with concurrent.futures.ThreadPoolExecutor(len(lost)) as pool:
+                list(pool.map(self._take_back, lost))
+
+    def _take_back(self, replica):
+        server = replica.server
+        try:
+            server.check_health(RETURN_SECONDS)
+            server.start()
+            if server.tensors() != self._tensors:
+                raise EngineFailure(f"{server.url} serves another model.")
+        except EngineFailure as error:
+            if str(error) != str(replica.lost):
+                _console.say(f"vLLM: not used again, {error}")
+            replica.lost = error
+            return
+        replica.lost, replica.running = None, 0
+        _console.say(
+            f"vLLM: the server at {server.url} answers again and gets the "
+            "weights"
+        )
+
+    # Weights
+
+    def push(self, weights, version):
+        """Loads all weights and returns the bytes moved."""
+        self._weights = weights
+        self._return()
+        self._push(self.used, version)
+        self._sent(version)
+        return weights.num_bytes * len(self.used)
+
+    def _push(self, replicas, version):
+        weights, count = self._weights, len(self._weights.table)
+
+        def load(replica):
+            replica.server.load(folder, count, version)
+            replica.has_base = True
+
+        if replicas:
+            with written(weights, self.folder, version) as folder:
+                self._on_each(replicas, load)
+
+    def push_adapter(self, directory, version):
+        """Loads an adapter from the directory of its files."""
+        self._return()
+        self._push([r for r in self.used if not r.has_base], version)
+        self._on_each(
+            self.used, lambda r: r.server.push_adapter(directory, version)
+        )
+        self._sent(version)
+
+    def _sent(self, version):
+        self._version = version
+        with self._lock:
+            # Prefixes are computed anew with new weights.
+            self._prefixes = {}
+
+    # Sampling
+
+    def run(self, jobs, on_tokens=None, interrupted=None, more=None):
+        """Runs jobs as `ServerEngine.run` does."""
+        in_flight = IN_FLIGHT * len(self.used)
+        return job_threads.run(
+            jobs, self.run_job, self.abort, in_flight, on_tokens, interrupted,
+            more,
+        )  # fmt: skip
+
+    def run_on_each(self, job):
+        """Runs a job on each replica; returns the results."""
+        connections = http.Connections()
+        return self._on_each(
+            self.used, lambda r: r.server.run_job(job, connections)
+        )
+
+    def run_job(self, job, connections):
+        """Runs a job on one replica, and on another if that one is lost."""
+        digests = prefix_digests(job.token_ids)
+        while True:
+            replica = self._begin(digests, job.params["n"])
+            try:
+                result = replica.server.run_job(job, connections)
+                unknown = result.versions - {self._version}
+                if unknown:
+                    raise EngineFailure(
+                        f"{replica.server.url} sampled from weights "
+                        f"{sorted(unknown)}, not from those sent last, "
+                        f"{self._version!r}."
+                    )
+                return result
+            except EngineFailure as error:
+                if connections.closed:
+                    raise
+                self._lose(replica, error)
+            finally:
+                with self._lock:
+                    replica.running -= job.params["n"]
+
+    def _begin(self, digests, samples):
+        """Returns the replica for a prompt, with its samples counted."""
+        with self._lock:
+            used = self.used
+            if not used:
+                raise EngineFailure(
+                    f"No server of `urls` is left, the last with: "
+                    f"{self.replicas[0].lost}"
+                )
+            known = next(
+                (self._prefixes[d] for d in reversed(digests)
+                 if d in self._prefixes),
+                None,
+            )  # fmt: skip
+            replica = min(used, key=lambda r: r.running)
+            slack = max(SLACK, SLACK_PART * replica.running)
+            if known and known.running <= replica.running + slack:
+                replica = known
+            replica.running += samples
+            if len(self._prefixes) > MAX_BLOCKS:
+                self._prefixes = {}
+            self._prefixes |= dict.fromkeys(digests, replica)
+            return replica
+
+    def abort(self):
+        """Ends running requests; they have the tokens sampled so far."""
+        for replica in self.used:
+            # Its requests will find that it is lost.
+            with contextlib.suppress(EngineFailure):
+                replica.server.abort()
+
+
+def prefix_digests(token_ids):
+    """Returns a digest of each prefix of whole blocks, the shortest first."""
+    ids, digest, found = np.asarray(token_ids, "int64"), b"", []
+    for end in range(BLOCK, len(ids) + 1, BLOCK):
+        block = ids[end - BLOCK : end].tobytes()
+        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        found.append(digest)
+    return found
