@@ -1,5 +1,8 @@
 """The spans of a rendered conversation that the assistant wrote."""
 
+import bisect
+import itertools
+
 from keras_posttrain.data.chat.control_tokens import (
     free_marks,
     mark_places,
@@ -10,6 +13,9 @@ from keras_posttrain.data.chat.template import (
     control_pattern,
     generation_prompt,
 )
+
+# Turns for which the conversation before each of them is rendered.
+FEW_TURNS = 4
 
 
 def text_and_spans(conversation):
@@ -24,46 +30,178 @@ def text_and_spans(conversation):
         each assistant turn (for each `{% generation %}` block where the
         template has them).
     """
-    tokenizer, messages = conversation.tokenizer, conversation.messages
-    marks = free_marks(conversation)
+    messages, marks = conversation.messages, free_marks(conversation)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     with_marks = {"kwargs": conversation.kwargs | {"generation_marks": marks}}
-    # The beginning of the conversation before each turn, and with it.
-    opened = [
-        {"messages": messages[:i], "add_generation_prompt": True}
-        for i in turns
-    ]
-    closed = [{"messages": messages[: i + 1]} for i in turns]
-    marked, *beginnings = conversation.render_all(
-        [with_marks, *opened, *closed]
-    )
-    text = marked.replace(marks[0], "").replace(marks[1], "")
+    is_long = len(turns) > FEW_TURNS
+    if is_long:
+        more = [{"messages": _all_marked(messages, marks)}]
+    else:
+        more = _beginnings(messages, turns)
+    rendered, *more = conversation.render_all([with_marks, *more])
+    text = rendered.replace(marks[0], "").replace(marks[1], "")
     plain = quoted_places(conversation, text)
-    if marked != text:
-        return text, plain, _generation_spans(marked, text, marks, turns)
-    quoted = set(plain)
-    stops = [
-        (start, end)
-        for start, end in tokenizer.find_control_tokens(text)
-        if (start, end) not in quoted
-        and tokenizer.control_tokens[text[start:end]]
-        in tokenizer.stop_token_ids
+    if rendered != text:
+        return text, plain, _generation_spans(rendered, text, marks, turns)
+    search = _Search(conversation, text, plain)
+    if is_long:
+        return text, plain, search.spans_of_many(turns, more[0], marks)
+    return text, plain, search.spans(dict(zip(turns, _pairs(more))), turns)
+
+
+def _beginnings(messages, turns):
+    """Returns what to render: the conversation before each turn, and with it.
+
+    It is a list of two dicts a turn, for `Conversation.render_all`.
+    """
+    return [
+        change
+        for i in turns
+        for change in (
+            {"messages": messages[:i], "add_generation_prompt": True},
+            {"messages": messages[: i + 1]},
+        )
     ]
-    lengths = [_length_of(beginning, text) for beginning in beginnings]
-    before, behind = lengths[: len(turns)], lengths[len(turns) :]
-    behind = [
-        _end_inside(conversation, text, i) if length is None else length
-        for i, length in zip(turns, behind)
-    ]
-    spans, after = [], 0
-    for i, opens_at, closes_at in zip(turns, before, behind):
-        start = _turn_start(conversation, text, i, after, opens_at)
-        end = _turn_end(conversation, text, i, start, stops, closes_at)
-        if start < after or end <= start:
-            raise _not_found(i)
-        spans.append((start, end, i))
-        after = end
-    return text, plain, spans
+
+
+def _pairs(values):
+    return list(zip(values[::2], values[1::2]))
+
+
+def _all_marked(messages, marks):
+    """Returns messages with marks in each assistant's turn.
+
+    They are around its content, or before the name of the first tool.
+    """
+    out = list(messages)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        content, calls = message["content"], message.get("tool_calls")
+        core = content.strip() if isinstance(content, str) else ""
+        if core:
+            # A replacement of the whole content, as `core` may be in it twice.
+            lead = len(content) - len(content.lstrip())
+            tail = content[lead + len(core) :]
+            content = f"{content[:lead]}{marks[0]}{core}{marks[1]}{tail}"
+            out[i] = message | {"content": content}
+        elif calls:
+            out[i] = message | {"tool_calls": _marked(calls, marks[0])}
+    return out
+
+
+class _Search:
+    """The search for turns in a rendered conversation without blocks."""
+
+    def __init__(self, conversation, text, plain):
+        self.conversation, self.text = conversation, text
+        tokenizer, quoted = conversation.tokenizer, set(plain)
+        # The tokens that end a turn, `(start, end)`.
+        self.stops = [
+            (start, end)
+            for start, end in tokenizer.find_control_tokens(text)
+            if (start, end) not in quoted
+            and tokenizer.control_tokens[text[start:end]]
+            in tokenizer.stop_token_ids
+        ]
+
+    def spans(self, beginnings, turns, guesses=None):
+        """Returns the spans of turns, in order.
+
+        Args:
+            beginnings: dict, for a turn the two texts of `_beginnings`.
+            turns: list of indices of messages.
+            guesses: dict, the spans of turns that have no beginnings.
+        """
+        conversation, text = self.conversation, self.text
+        found, after = [], 0
+        for i in turns:
+            if i in beginnings:
+                opens_at, closes_at = (
+                    _length_of(beginning, text) for beginning in beginnings[i]
+                )
+                if closes_at is None:
+                    closes_at = _end_inside(conversation, text, i)
+                start = _turn_start(conversation, text, i, after, opens_at)
+                end = _turn_end(
+                    conversation, text, i, start, self.stops, closes_at
+                )
+            else:
+                (start, end), _ = guesses[i]
+            if start < after or end <= start:
+                raise _not_found(i)
+            found.append((start, end, i))
+            after = end
+        return found
+
+    def spans_of_many(self, turns, marked, marks):
+        """Returns the spans of turns whose beginnings are not all rendered.
+
+        To render the conversation before each turn takes a time that grows
+        with the square of their number. Here one rendering with marks says
+        where the turns are. That is compared with the beginnings for the
+        first and the last turn of each kind, and used for the others if it
+        agrees.
+        """
+        messages = self.conversation.messages
+        guesses = self._guesses(turns, marked, marks)
+        kinds = {}
+        for i in guesses:
+            kinds.setdefault(guesses[i][1], []).append(i)
+        wanted = {i for i in turns if i not in guesses}
+        wanted |= {i for kind in kinds.values() for i in (kind[0], kind[-1])}
+        beginnings = {}
+        while new := sorted(wanted - beginnings.keys()):
+            texts = _renderings(self.conversation, _beginnings(messages, new))
+            beginnings |= zip(new, _pairs(texts))
+            spans = self.spans(beginnings, turns, guesses)
+            for start, end, i in spans:
+                if i in guesses and guesses[i][0] != (start, end):
+                    wanted |= set(kinds[guesses[i][1]])
+        return spans
+
+    def _guesses(self, turns, marked, marks):
+        """Returns a dict of `(span, kind)` of the turns that have marks."""
+        text, conversation = self.text, self.conversation
+        places = mark_places(marked, text, marks) if marked else None
+        header = generation_prompt(conversation.tokenizer, conversation.kwargs)
+        if not places or not header:
+            return {}
+        places, found, after = iter(places), {}, 0
+        for i in turns:
+            message = conversation.messages[i]
+            has_calls = bool(message.get("tool_calls"))
+            count = 2 if _has_words(message) else has_calls
+            own = list(itertools.islice(places, count))
+            if "".join(mark for _, mark in own) != "".join(marks[:count]):
+                return {}
+            if not own:
+                continue
+            (first, _), (last, _) = own[0], own[-1]
+            at = text.find(header, after, first)
+            is_clear = at >= 0 and text.rfind(header, after, first) == at
+            k = bisect.bisect_left(self.stops, (last, 0))
+            if is_clear and k < len(self.stops):
+                start, after = at + len(header), self.stops[k][1]
+                behind = None if has_calls else text[last:after]
+                kind = _kind(conversation.messages, i)
+                kind = *kind, text[start:first], behind
+                found[i] = (start, after), kind
+        return {} if next(places, None) else found
+
+
+def _has_words(message):
+    content = message["content"]
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _kind(messages, i):
+    """Returns what a template may make a difference of between turns."""
+    around = messages[max(i - 1, 0) : i + 2]
+    return (
+        i == 0,
+        *((m["role"], _has_words(m), tuple(sorted(m))) for m in around),
+    )
 
 
 def _not_found(i):
