@@ -1,4 +1,4 @@
-"""Turns of long conversations, found without rendering each beginning."""
+"""Turns of conversations, found without rendering the beginning of each."""
 
 import numpy as np
 import pytest
@@ -35,44 +35,44 @@ ODD = {
     ),
     # One turn ends with the next message.
     "ends_late_once": (
-        "{% for m in messages %}{% if loop.index0 and messages[loop.index0 "
-        "- 1].content == 'Why?' %}\n<|im_end|>{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.content != 'Why?' %}"
-        "<|im_end|>{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if loop.index0 and 'Why' in "
+        "messages[loop.index0 - 1].content %} <|im_end|>{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if 'Why' not in m.content %}<|im_end|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     # One turn has two headers.
     "repeats": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.content == 'Why?' %}Hm.<|im_start|>{{ m.role }}\n{% endif %}"
+        "{% if 'Why' in m.content %}Hm.<|im_start|>{{ m.role }}\n{% endif %}"
         "{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     # A header of its own for a turn that follows a certain one.
     "looks_back": (
         "{% for m in messages %}<|im_start|>{{ m.role }}"
-        "{{ ' (shy)' if m.role == 'assistant' and messages[loop.index0 - 1]"
-        ".content == 'Why?' else '' }}\n{{ m.content }}<|im_end|>\n"
+        "{{ ' (shy)' if m.role == 'assistant' and 'Why' in messages["
+        "loop.index0 - 1].content else '' }}\n{{ m.content }}<|im_end|>\n"
         "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
 
 
-def conversation(kinds, turns, seed):
+def conversation(kinds, turns, seed, words=WORDS):
     """Messages of random turns of some kinds."""
     rng = np.random.default_rng(seed)
     messages = [{"role": "system", "content": "Be brief."}]
     for _ in range(turns):
-        asked, said = rng.choice(WORDS, 2)
+        asked, said = rng.choice(words, 2)
         messages.append({"role": "user", "content": str(asked)})
         messages += KINDS[rng.choice(kinds)](str(said))
     return messages
 
 
-def found(tokenizer, messages, monkeypatch, few):
-    """Spans where conversations of more than `few` turns are long."""
-    monkeypatch.setattr(spans, "FEW_TURNS", few)
+def found(tokenizer, messages, monkeypatch, trusted):
+    """Spans where kinds of turns are known after so many of them."""
+    monkeypatch.setattr(spans, "TRUSTED", trusted)
     try:
         return chat.encode_with_spans(tokenizer, messages, tools=TOOLS)
     except ValueError as error:
@@ -88,14 +88,21 @@ def test_they_are_those_of_every_beginning(name, monkeypatch):
         tokenizer = chat_tokenizer(name)
     # Templates without tools are not asked to show them.
     monkeypatch.setattr(chat, "check_tools", lambda conversation: None)
-    agreed = 0
-    for seed, kinds in enumerate([*([k] for k in KINDS), list(KINDS)]):
-        messages = conversation(kinds, 9, seed)
-        many = found(tokenizer, messages, monkeypatch, 0)
-        each = found(tokenizer, messages, monkeypatch, 99)
+    agreed, every = 0, [*([k] for k in KINDS), list(KINDS)]
+    # What the odd templates treat otherwise comes when the rest is known.
+    usual = [word for word in WORDS if word != "Why?"]
+    for seed, kinds in enumerate(every + every):
+        words = usual if seed < len(every) else WORDS
+        messages = conversation(kinds, 9, seed, words)
+        many = found(tokenizer, messages, monkeypatch, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(spans._Search, "_guesses", lambda *_: {})
+            each = found(tokenizer, messages, monkeypatch, 2)
         assert many == each, kinds
         agreed += not isinstance(each, str)
     assert agreed > 1
+    if name.startswith(("qwen", "llama", "gemma", "olmo")):
+        assert max(tokenizer.turn_kinds.values(), default=0) >= 2
 
 
 def test_the_time_grows_with_the_turns(monkeypatch):

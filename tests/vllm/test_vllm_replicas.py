@@ -15,10 +15,11 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain import _console
 from keras_posttrain.rollout import Request, VLLMRollout
+from keras_posttrain.rollout.vllm import jobs, worker
 from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm import weights as vllm_weights
-from keras_posttrain.rollout.vllm import worker
 from keras_posttrain.rollout.vllm.server import ServerEngine
+from tests.rollout import contract
 from tests.support import weights
 from tests.vllm.models import compile_grpo, make, prompts
 
@@ -238,3 +239,31 @@ def converse(session, rng, served):
             urls |= {url for url, asked in served if list(asked) == ids}
             ids += [*sample.token_ids, *rng.integers(3, 500, 20).tolist()]
     return places
+
+
+def test_one_server_with_two_engines():
+    """vLLM spreads the requests; both engines have the trainer's weights."""
+    task = make("llama_tied", True, task=kpt.SFTTask)
+    engine = VLLMRollout(
+        python=sys.executable,
+        timeout=60,
+        engine_args={"data_parallel_size": 2},
+    )
+    engine.set_model(task)
+    try:
+        engine.sync_weights()
+        for variable in task.trainable_variables:
+            noise = np.random.default_rng(0).normal(0, 0.1, variable.shape)
+            variable.assign_add(noise.astype("float32"))
+        engine.sync_weights()
+        probe = engine._probe
+        job = jobs.scoring_job(probe.token_ids, None, 1.0)
+        results = engine._engine.run_on_each(job)
+        assert len(results) == 2
+        expected = probe(engine._task_weights())
+        for result in results:
+            found, *_ = jobs.score_arrays(job, result.prompt, None)
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        contract.samples_are_keyed(engine)
+    finally:
+        engine.stop()

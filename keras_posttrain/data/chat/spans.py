@@ -2,6 +2,8 @@
 
 import bisect
 import itertools
+import json
+import math
 
 from keras_posttrain.data.chat.control_tokens import (
     free_marks,
@@ -14,8 +16,11 @@ from keras_posttrain.data.chat.template import (
     generation_prompt,
 )
 
-# Turns for which the conversation before each of them is rendered.
-FEW_TURNS = 4
+# Turns of a kind that are compared before it is known where such turns are.
+TRUSTED = 8
+# The most characters of what a template writes around the words of a turn of
+# a kind that is known.
+MAX_AROUND = 100
 
 
 def text_and_spans(conversation):
@@ -33,20 +38,21 @@ def text_and_spans(conversation):
     messages, marks = conversation.messages, free_marks(conversation)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     with_marks = {"kwargs": conversation.kwargs | {"generation_marks": marks}}
-    is_long = len(turns) > FEW_TURNS
-    if is_long:
-        more = [{"messages": _all_marked(messages, marks)}]
-    else:
+    marked = _all_marked(conversation, turns, marks)
+    if marked is None:
         more = _beginnings(messages, turns)
+    else:
+        more = [{"messages": marked}]
     rendered, *more = conversation.render_all([with_marks, *more])
     text = rendered.replace(marks[0], "").replace(marks[1], "")
     plain = quoted_places(conversation, text)
     if rendered != text:
         return text, plain, _generation_spans(rendered, text, marks, turns)
     search = _Search(conversation, text, plain)
-    if is_long:
-        return text, plain, search.spans_of_many(turns, more[0], marks)
-    return text, plain, search.spans(dict(zip(turns, _pairs(more))), turns)
+    if marked is None:
+        beginnings = dict(zip(turns, _pairs(more)))
+        return text, plain, search.spans(beginnings, turns)
+    return text, plain, search.marked_spans(turns, more[0], marks)
 
 
 def _beginnings(messages, turns):
@@ -68,26 +74,27 @@ def _pairs(values):
     return list(zip(values[::2], values[1::2]))
 
 
-def _all_marked(messages, marks):
-    """Returns messages with marks in each assistant's turn.
+def _all_marked(conversation, turns, marks):
+    """Returns messages with marks in the assistant's turns.
 
-    They are around its content, or before the name of the first tool.
+    They are around its content, or before the name of the first tool. It is
+    `None` where that could not say where a turn begins.
     """
-    out = list(messages)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
+    if not generation_prompt(conversation.tokenizer, conversation.kwargs):
+        return None
+    out = list(conversation.messages)
+    for i in turns:
+        message = out[i]
         content, calls = message["content"], message.get("tool_calls")
-        core = content.strip() if isinstance(content, str) else ""
-        if core:
-            # A replacement of the whole content, as `core` may be in it twice.
+        if _has_words(message):
+            core = content.strip()
             lead = len(content) - len(content.lstrip())
             tail = content[lead + len(core) :]
             content = f"{content[:lead]}{marks[0]}{core}{marks[1]}{tail}"
             out[i] = message | {"content": content}
         elif calls:
             out[i] = message | {"tool_calls": _marked(calls, marks[0])}
-    return out
+    return None if out == list(conversation.messages) else out
 
 
 class _Search:
@@ -111,7 +118,7 @@ class _Search:
         Args:
             beginnings: dict, for a turn the two texts of `_beginnings`.
             turns: list of indices of messages.
-            guesses: dict, the spans of turns that have no beginnings.
+            guesses: dict, `(span, kind)` of turns without beginnings.
         """
         conversation, text = self.conversation, self.text
         found, after = [], 0
@@ -134,39 +141,57 @@ class _Search:
             after = end
         return found
 
-    def spans_of_many(self, turns, marked, marks):
+    def marked_spans(self, turns, marked, marks):
         """Returns the spans of turns whose beginnings are not all rendered.
 
         To render the conversation before each turn takes a time that grows
-        with the square of their number. Here one rendering with marks says
-        where the turns are. That is compared with the beginnings for the
-        first and the last turn of each kind, and used for the others if it
-        agrees.
+        with the square of their number. One rendering with marks says where
+        the turns are. That is compared with the beginnings until it has
+        agreed for `TRUSTED` turns of a kind, among them the first and the
+        last of each conversation. Where it did not agree, each turn of its
+        kind has its beginnings rendered.
         """
         messages = self.conversation.messages
+        known = self.conversation.tokenizer.turn_kinds
         guesses = self._guesses(turns, marked, marks)
         kinds = {}
-        for i in guesses:
-            kinds.setdefault(guesses[i][1], []).append(i)
+        for i, (_, kind) in guesses.items():
+            kinds.setdefault(kind, []).append(i)
         wanted = {i for i in turns if i not in guesses}
-        wanted |= {i for kind in kinds.values() for i in (kind[0], kind[-1])}
+        for kind, members in kinds.items():
+            if known.get(kind, 0) < TRUSTED:
+                wanted |= {members[0], members[-1]}
         beginnings = {}
-        while new := sorted(wanted - beginnings.keys()):
-            texts = _renderings(self.conversation, _beginnings(messages, new))
-            beginnings |= zip(new, _pairs(texts))
+        while True:
+            new = sorted(wanted - beginnings.keys())
+            if new:
+                texts = _renderings(
+                    self.conversation, _beginnings(messages, new)
+                )
+                beginnings |= zip(new, _pairs(texts))
             spans = self.spans(beginnings, turns, guesses)
             for start, end, i in spans:
                 if i in guesses and guesses[i][0] != (start, end):
                     wanted |= set(kinds[guesses[i][1]])
+            if wanted <= beginnings.keys():
+                break
+        for start, end, i in spans:
+            if i in guesses and i in beginnings:
+                span, kind = guesses[i]
+                agrees = 1 if span == (start, end) else -math.inf
+                known[kind] = known.get(kind, 0) + agrees
         return spans
 
     def _guesses(self, turns, marked, marks):
         """Returns a dict of `(span, kind)` of the turns that have marks."""
         text, conversation = self.text, self.conversation
         places = mark_places(marked, text, marks) if marked else None
-        header = generation_prompt(conversation.tokenizer, conversation.kwargs)
-        if not places or not header:
+        if places is None:
             return {}
+        header = generation_prompt(conversation.tokenizer, conversation.kwargs)
+        settings = json.dumps(
+            conversation.kwargs, sort_keys=True, default=repr
+        )
         places, found, after = iter(places), {}, 0
         for i in turns:
             message = conversation.messages[i]
@@ -181,18 +206,31 @@ class _Search:
             at = text.find(header, after, first)
             is_clear = at >= 0 and text.rfind(header, after, first) == at
             k = bisect.bisect_left(self.stops, (last, 0))
-            if is_clear and k < len(self.stops):
-                start, after = at + len(header), self.stops[k][1]
-                behind = None if has_calls else text[last:after]
+            if not is_clear or k == len(self.stops):
+                continue
+            start, end = at + len(header), self.stops[k][1]
+            before = text[start:first]
+            behind = "" if has_calls else text[last:end]
+            if len(before) + len(behind) <= MAX_AROUND:
                 kind = _kind(conversation.messages, i)
-                kind = *kind, text[start:first], behind
-                found[i] = (start, after), kind
+                kind = settings, *kind, before, behind, _blanks(message)
+                found[i] = (start, end), kind
+                after = end
         return {} if next(places, None) else found
 
 
 def _has_words(message):
     content = message["content"]
     return isinstance(content, str) and bool(content.strip())
+
+
+def _blanks(message):
+    """Returns the blanks before and behind a message's words."""
+    content = message["content"] if _has_words(message) else ""
+    return (
+        content[: len(content) - len(content.lstrip())],
+        content[len(content.rstrip()) :],
+    )
 
 
 def _kind(messages, i):

@@ -91,7 +91,8 @@ class Tokenizer:
         self._quoting = control_tokens.QuotingEncoder(
             backend, self.control_tokens
         )
-        self.generation_prompts = {}
+        # What is known of the chat template; see `template.py`, `spans.py`.
+        self.generation_prompts, self.turn_kinds = {}, {}
         self.end_of_turn = end_of_turn(self)
         stops = set(self._extra_stops)
         stops.add(self.eos_token_id)
