@@ -41,6 +41,26 @@ from tests.distribution.runs import (  # noqa: E402
 from tests.support import REFERENCE, random_rows  # noqa: E402
 
 
+def write_programs():
+    """Lets this process store the programs that it compiles.
+
+    JAX lets the first alone, and on CPUs the others have programs of their own:
+    a test would compile them each time.
+    """
+    from jax._src import compiler, distributed
+
+    write, state = compiler._cache_write, distributed.global_state
+
+    def writing(*args, **kwargs):
+        index, state.process_id = state.process_id, 0
+        try:
+            write(*args, **kwargs)
+        finally:
+            state.process_id = index
+
+    compiler._cache_write = writing
+
+
 def train(task, family, mode, layout):
     """Trains; a dict of what came of it."""
     keras.distribution.set_distribution(mesh(layout))
@@ -219,4 +239,5 @@ def main(directory, cases):
 
 
 if __name__ == "__main__":
+    write_programs()
     main(pathlib.Path(sys.argv[1]), sys.argv[4:])
