@@ -44,8 +44,8 @@ from tests.support import REFERENCE, random_rows  # noqa: E402
 def write_programs():
     """Lets this process store the programs that it compiles.
 
-    JAX lets the first alone, and on CPUs the others have programs of their own:
-    a test would compile them each time.
+    JAX lets only the first do so, and on CPUs the others have programs of
+    their own: a test would compile them each time.
     """
     from jax._src import compiler, distributed
 

@@ -107,14 +107,14 @@ class VLLMRollout(Rollout):
     rollout = kpt.rollout.VLLMRollout(python="/opt/vllm/bin/python")
     ```
 
-    With servers on two machines, for which `directory` is a folder that they
-    share with this one:
+    With servers on other machines, where `directory` is a folder that all of
+    them share:
 
     ```python
     rollout = kpt.rollout.VLLMRollout(
         urls=["http://gpu-1:8000", "http://gpu-2:8000"],
         api_key="the value of VLLM_API_KEY there",
-        directory=folder,
+        directory=os.getcwd(),
     )
     ```
 
