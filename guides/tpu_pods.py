@@ -244,7 +244,8 @@ All hosts read the same rows. Each builds the rows of its own devices, scores
 the samples of its share of the prompts, and reads and writes its part of a
 checkpoint, in a folder that all hosts can access. The first host writes logs
 and exports. If a host fails, the others report it and exit. Run the same
-script on all hosts again to resume from the last checkpoint.
+script on all hosts again to resume from the last checkpoint. The page
+[clusters](clusters.md) has the commands for Slurm, GKE and TPU VMs.
 
 With [Pathways](https://github.com/AI-Hypercomputer/pathways-utils) one process
 controls all chips. Add these two lines before JAX is used:
