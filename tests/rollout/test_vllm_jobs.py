@@ -14,7 +14,13 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import Request, VLLMRollout
-from keras_posttrain.rollout.vllm import folder, jobs, weights, worker
+from keras_posttrain.rollout.vllm import (
+    folder,
+    jobs,
+    replicas,
+    weights,
+    worker,
+)
 from keras_posttrain.rollout.vllm import http as vllm_http
 from keras_posttrain.rollout.vllm.engine import _TokenStream
 from keras_posttrain.rollout.vllm.server import ServerEngine, _flags
@@ -315,3 +321,46 @@ def vllm_is_there():
     from keras_posttrain.rollout.vllm.local import is_installed
 
     return is_installed()
+
+
+def replicas_of(count):
+    servers = [
+        ServerEngine({}, 1, "/", None, f"http://{i}", "key")
+        for i in range(count)
+    ]
+    return replicas.ReplicatedEngine(servers, "/")
+
+
+def chosen(engine, ids, samples=8):
+    digests = replicas.prefix_digests(ids)
+    return engine._begin(digests, samples).server.url
+
+
+def test_requests_go_where_their_beginning_was_computed():
+    rng, engine = np.random.default_rng(0), replicas_of(3)
+    system, *chats = rng.integers(0, 500, (4, 2 * replicas.BLOCK))
+    chats = [np.concatenate([system, chat]) for chat in chats]
+    # What all share does not keep them together.
+    places = [chosen(engine, chat) for chat in chats]
+    assert sorted(places) == ["http://0", "http://1", "http://2"]
+    more = rng.integers(0, 500, (3, 70))
+    for order in ([2, 0, 1], [1, 1, 0]):
+        for i in order:
+            chats[i] = np.concatenate([chats[i], more[i]])
+            assert chosen(engine, chats[i], 1) == places[i]
+    # Less than a block says nothing.
+    assert chosen(engine, chats[0][:10]) != places[0]
+
+
+def test_a_busy_server_gets_no_more_for_its_cache():
+    engine = replicas_of(2)
+    ids = np.arange(replicas.BLOCK)
+    places = [chosen(engine, ids, 8) for _ in range(8)]
+    assert sorted(places) == 4 * ["http://0"] + 4 * ["http://1"]
+    # A server that is lost gets none; without any, the last error is told.
+    first, second = engine.replicas
+    engine._lose(first, jobs.EngineFailure("the first has ended"))
+    assert {chosen(engine, ids) for _ in range(4)} == {"http://1"}
+    engine._lose(second, jobs.EngineFailure("so has the second"))
+    with pytest.raises(jobs.EngineFailure, match="left.*has ended"):
+        chosen(engine, ids)

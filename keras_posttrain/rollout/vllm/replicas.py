@@ -44,12 +44,12 @@ class Replica:
 class ReplicatedEngine:
     """Servers among which requests are spread.
 
-    A request goes to the replica that has computed most of its prompt, if
-    this one is not busier than others, else to the least busy one. The
-    samples of a prompt stay together. A replica that fails, or that samples
-    from other weights than those sent last, is lost: its requests are sampled
-    again by the others. Each sync of weights looks whether lost replicas
-    answer again and brings them up to date before they are used.
+    A request goes to the replica that has computed more than half of its
+    prompt, if this one is not busier than others, else to the least busy one.
+    The samples of a prompt stay together. A replica that fails, or that
+    samples from other weights than those sent last, is lost: its requests are
+    sampled again by the others. Each sync of weights looks whether lost
+    replicas answer again and brings them up to date before they are used.
 
     Args:
         servers: list of `ServerEngine`s, which run already.
@@ -242,11 +242,15 @@ class ReplicatedEngine:
                     f"No server of `urls` is left, the last with: "
                     f"{self.replicas[0].lost}"
                 )
+            # A beginning that many prompts share keeps no replica.
             known = next(
-                (self._prefixes[d] for d in reversed(digests)
-                 if d in self._prefixes),
+                (
+                    self._prefixes[digest]
+                    for digest in reversed(digests[len(digests) // 2 :])
+                    if digest in self._prefixes
+                ),
                 None,
-            )  # fmt: skip
+            )
             replica = min(used, key=lambda r: r.running)
             slack = max(SLACK, SLACK_PART * replica.running)
             if known and known.running <= replica.running + slack:
