@@ -68,7 +68,7 @@ class Python:
     ```python
     tool = kpt.episodes.Python(seconds=2)
     tool("print(6 * 7)")  # "42"
-    tool("while True: pass")  # "error: took longer than 2 s"
+    tool("import time; time.sleep(9)")  # "error: took longer than 2 s"
     ```
     """
 
