@@ -226,6 +226,7 @@ def main():
     text = table(found, arguments.processes)
     print(text)
     settings = {"processes": arguments.processes, "rows": arguments.rows}
+    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "growth.json").write_text(
         json.dumps({"settings": settings, "results": found}) + "\n"
     )
