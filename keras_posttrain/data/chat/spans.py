@@ -16,6 +16,8 @@ from keras_posttrain.data.chat.template import (
     generation_prompt,
 )
 
+# Turns for which to render what precedes each of them is faster.
+FEW_TURNS = 2
 # Turns of a kind that are compared before it is known where such turns are.
 TRUSTED = 8
 # The most characters of what a template writes around the words of a turn of
@@ -38,7 +40,9 @@ def text_and_spans(conversation):
     messages, marks = conversation.messages, free_marks(conversation)
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     with_marks = {"kwargs": conversation.kwargs | {"generation_marks": marks}}
-    marked = _all_marked(conversation, turns, marks)
+    marked = None
+    if len(turns) > FEW_TURNS:
+        marked = _all_marked(conversation, turns, marks)
     if marked is None:
         more = _beginnings(messages, turns)
     else:
