@@ -132,7 +132,7 @@ def main():
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results")
     options = parser.parse_args()
-    # Servers beside this one share the machine's cores.
+    # One for each server.
     cores = sorted(os.sched_getaffinity(0))
     key, task, records = secrets.token_hex(16), make_task(), []
     from keras_posttrain.rollout.vllm import weights

@@ -37,6 +37,7 @@ from tests.support import REFERENCE
         ({"url": "http://a", "urls": ["http://b"]}, "pass one of them"),
         ({"urls": "http://a"}, "must be a list .* urls='http://a'"),
         ({"urls": []}, "must be a list"),
+        ({"urls": iter(["http://a"])}, "must be a list"),
         ({"urls": ["http://a", "b:8000"]}, "Received: 'b:8000' in"),
         ({"urls": ["http://a", "http://a/"]}, "must be given once"),
         ({"adapter": "yes"}, "adapter='yes'"),
@@ -357,10 +358,12 @@ def test_a_busy_server_gets_no_more_for_its_cache():
     ids = np.arange(replicas.BLOCK)
     places = [chosen(engine, ids, 8) for _ in range(8)]
     assert sorted(places) == 4 * ["http://0"] + 4 * ["http://1"]
-    # A server that is lost gets none; without any, the last error is told.
+    # A server that is lost gets none; without any, its error is raised.
     first, second = engine.replicas
     engine._lose(first, jobs.EngineFailure("the first has ended"))
     assert {chosen(engine, ids) for _ in range(4)} == {"http://1"}
     engine._lose(second, jobs.EngineFailure("so has the second"))
     with pytest.raises(jobs.EngineFailure, match="left.*has ended"):
         chosen(engine, ids)
+    with pytest.raises(jobs.EngineFailure, match="the first has ended"):
+        engine.run_on_each(jobs.scoring_job(ids, None, 1.0))

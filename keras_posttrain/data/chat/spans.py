@@ -91,10 +91,8 @@ def _all_marked(conversation, turns, marks):
         message = out[i]
         content, calls = message["content"], message.get("tool_calls")
         if _has_words(message):
-            core = content.strip()
-            lead = len(content) - len(content.lstrip())
-            tail = content[lead + len(core) :]
-            content = f"{content[:lead]}{marks[0]}{core}{marks[1]}{tail}"
+            lead, core, tail = _parts(content)
+            content = f"{lead}{marks[0]}{core}{marks[1]}{tail}"
             out[i] = message | {"content": content}
         elif calls:
             out[i] = message | {"tool_calls": _marked(calls, marks[0])}
@@ -228,13 +226,17 @@ def _has_words(message):
     return isinstance(content, str) and bool(content.strip())
 
 
+def _parts(content):
+    """Splits a string into its words and the blanks around them."""
+    core = content.strip()
+    lead = len(content) - len(content.lstrip())
+    return content[:lead], core, content[lead + len(core) :]
+
+
 def _blanks(message):
-    """Returns the blanks before and behind a message's words."""
-    content = message["content"] if _has_words(message) else ""
-    return (
-        content[: len(content) - len(content.lstrip())],
-        content[len(content.rstrip()) :],
-    )
+    """Returns the blanks around a message's words."""
+    lead, _, tail = _parts(message["content"] if _has_words(message) else "")
+    return lead, tail
 
 
 def _kind(messages, i):
@@ -394,14 +396,11 @@ def _content_place(conversation, text, i):
     """
     messages = conversation.messages
     content = messages[i]["content"]
-    core = content.strip() if isinstance(content, str) else ""
-    if not core:
+    if not _has_words(messages[i]):
         raise _not_found(i)
-    marks = free_marks(conversation)
-    lead = len(content) - len(content.lstrip())
-    tail = lead + len(core)
+    marks, (lead, core, tail) = free_marks(conversation), _parts(content)
     for opening in (marks[0], ""):
-        marked = f"{content[:lead]}{opening}{core}{marks[1]}{content[tail:]}"
+        marked = f"{lead}{opening}{core}{marks[1]}{tail}"
         changed = list(messages)
         changed[i] = messages[i] | {"content": marked}
         rendered = conversation.render(messages=changed)

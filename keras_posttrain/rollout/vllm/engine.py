@@ -44,7 +44,7 @@ class VLLMRollout(Rollout):
     kept; the others are sampled again.
 
     With several servers (`urls`) the samples of a prompt stay together, and a
-    conversation goes on where its first turns were computed. All servers get
+    conversation stays on the server that computed its first turns. All get
     the weights at the same time, and each is compared with the trainer. A
     server that fails is lost, which is printed and shows in the metric
     `vllm/replicas`; the others sample its requests again. As soon as it

@@ -15,7 +15,7 @@ from keras_posttrain.rollout.vllm.server import IN_FLIGHT, written
 
 # Tokens of a block of a prompt by which its replica is found again.
 BLOCK = 64
-# Prompts whose replicas are remembered, between two syncs of weights.
+# Beginnings of prompts whose replicas are remembered.
 MAX_BLOCKS = 1_000_000
 # Samples that a replica may have more than another to use its prefix cache:
 # at least this many, or this part of those of the other.
@@ -107,7 +107,9 @@ class ReplicatedEngine:
 
         The last failure is raised if `strict`, or if none is left.
         """
-        with concurrent.futures.ThreadPoolExecutor(len(replicas) or 1) as pool:
+        if not replicas:
+            raise self.replicas[0].lost
+        with concurrent.futures.ThreadPoolExecutor(len(replicas)) as pool:
             futures = [pool.submit(f, replica) for replica in replicas]
         results = []
         for replica, future in zip(replicas, futures):
@@ -146,12 +148,14 @@ class ReplicatedEngine:
             server.start()
             if server.tensors() != self._tensors:
                 raise EngineFailure(f"{server.url} serves another model.")
-        except EngineFailure as error:
+        except (EngineFailure, ValueError) as error:
+            # A `ValueError` if it refuses the key.
+            error = EngineFailure(str(error))
             if str(error) != str(replica.lost):
                 _console.say(f"vLLM: not used again, {error}")
             replica.lost = error
             return
-        replica.lost, replica.running = None, 0
+        replica.lost = None
         _console.say(
             f"vLLM: the server at {server.url} answers again and gets the "
             "weights"
@@ -190,7 +194,7 @@ class ReplicatedEngine:
     def _sent(self, version):
         self._version = version
         with self._lock:
-            # Prefixes are computed anew with new weights.
+            # New weights empty the servers' prefix caches.
             self._prefixes = {}
 
     # Sampling

@@ -119,6 +119,7 @@ class ServerEngine:
         }
 
     def wait_until_healthy(self):
+        """Waits for the server; an `EngineFailure` if it does not answer."""
         limit = START_SECONDS if self.process else self.timeout
         end = time.monotonic() + limit
         while True:
@@ -174,6 +175,8 @@ class ServerEngine:
 
     def load(self, folder, count, version):
         """Loads the files of `count` tensors."""
+        # The server may have been restarted since `start`.
+        self._rpc("kpt_prepare")
         for answer in self._rpc("kpt_load", str(folder)):
             if answer["tensors"] != count:
                 raise EngineFailure(

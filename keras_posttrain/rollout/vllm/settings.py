@@ -37,7 +37,7 @@ def check_place(url, urls, python):
             "`url` is that of a running server, `urls` are those of several, "
             f"`python` starts one: pass one of them. Received: {given}"
         )
-    if urls is not None and (isinstance(urls, (str, bytes)) or not list(urls)):
+    if urls is not None and (not isinstance(urls, (list, tuple)) or not urls):
         raise ValueError(
             "`urls` must be a list of addresses, at least one; for one server "
             f"there is `url`. Received: urls={urls!r}"

@@ -151,7 +151,7 @@ def serve(options):
             "change the weights and run code on this machine. Pass it to "
             "`VLLMRollout(url=..., api_key=...)` too."
         )
-    # Another file beside this one could hide a module that vLLM imports.
+    # Another file in this folder could hide a module that vLLM imports.
     folder = tempfile.mkdtemp(prefix="kpt-vllm-worker-")
     copy(folder)
     paths = [folder, os.environ.get("PYTHONPATH", "")]
