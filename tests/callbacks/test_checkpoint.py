@@ -372,18 +372,21 @@ def test_an_adapters_checkpoint_holds_the_adapter_alone(tmp_path):
     held = sum(x.nbytes for group in arrays.values() for x in group.values())
     saved = tmp_path / "checkpoints" / "6"
     tree = json.loads((saved / "state" / "_METADATA").read_text())
-    names = [
-        tuple(key["key"] for key in entry["key_metadata"])
+    shapes = {
+        tuple(key["key"] for key in entry["key_metadata"]): tuple(
+            entry["value_metadata"].get("write_shape", ())
+        )
         for entry in tree["tree_metadata"].values()
-    ]
-    # Each trainable array once, and nothing of the base.
-    assert sorted(n for n in names if len(n) > 1) == sorted(
-        (group, i) for group, values in arrays.items() for i in values
-    )
-    whole = sum(v.value.nbytes for v in task.variables)
-    # On slow disks Orbax may leave parts twice.
-    size = sum(x.stat().st_size for x in saved.rglob("*") if x.is_file())
-    assert size < 0.7 * whole and held < whole / 5
+    }
+    # Each trainable array once, and nothing of the base. The files' own size
+    # says little: how often Orbax writes a part depends on the disk.
+    assert shapes.pop(("best",)) == ()
+    assert shapes == {
+        (group, i): x.shape
+        for group, values in arrays.items()
+        for i, x in values.items()
+    }
+    assert held < sum(v.value.nbytes for v in task.variables) / 5
 
 
 @pytest.mark.parametrize("step", [1, 2])
