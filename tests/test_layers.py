@@ -18,6 +18,7 @@ LEVELS = {
     "_compilation_cache": 0,
     "_cache": -1,
     "_console": -1,
+    "_hosts": -1,
     "_spans": -2,
     "_tensorflow": 0,
     "_variables": 0,

@@ -35,6 +35,7 @@ from keras_posttrain.distribution.strategies import (
     data_parallel,
     fsdp,
     fsdp_tensor_parallel,
+    split,
     tensor_parallel,
 )
 
@@ -46,5 +47,6 @@ __all__ = [
     "fsdp_tensor_parallel",
     "search",
     "shapes_only",
+    "split",
     "tensor_parallel",
 ]

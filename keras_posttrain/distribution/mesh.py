@@ -53,9 +53,69 @@ def make_mesh(sizes, devices=None):
             shape, chosen, allow_split_physical_axes=True
         )
     if devices is None:
-        grid = np.array([f"{d.platform}:{d.id}" for d in grid.flatten()])
+        grid = np.array([name_of(device) for device in grid.flatten()])
     return keras.distribution.DeviceMesh(
         shape, list(sizes), grid.reshape(shape)
+    )
+
+
+def name_of(device):
+    """Returns Keras's name of a `jax.Device`."""
+    return f"{device.platform}:{device.id}"
+
+
+def divide_devices(trainer, sampler, devices=None):
+    """Divides devices in two, with the same share of each process.
+
+    The arguments are those of `split`. Returns two lists of `jax.Device`s.
+    """
+    known = {name_of(device): device for device in jax.devices()}
+    names = _checked(list(known if devices is None else devices), list(known))
+    count = len(names)
+    sizes = {"trainer": trainer, "sampler": sampler}
+    text = f"trainer={trainer!r}, sampler={sampler!r}, {count} devices"
+    for size in sizes.values():
+        is_int = isinstance(size, numbers.Integral) and size is not True
+        if size is not None and not (is_int and size > 0):
+            raise ValueError(
+                "`trainer` and `sampler` must be numbers of devices, or one "
+                f"of them None for those that are left. Received: {text}"
+            )
+    if trainer is None and sampler is None:
+        raise ValueError(
+            "`trainer` or `sampler` must be given, a number of devices. "
+            f"Received: {text}"
+        )
+    trainer = count - sampler if trainer is None else int(trainer)
+    sampler = count - trainer if sampler is None else int(sampler)
+    if min(trainer, sampler) < 1 or trainer + sampler != count:
+        raise ValueError(
+            "`trainer` and `sampler` must add up to the number of devices, "
+            f"each at least 1. Received: {text}. To leave some idle, pass "
+            "`devices`."
+        )
+    by_process = {}
+    for name in names:
+        device = known[name]
+        by_process.setdefault(device.process_index, []).append(device)
+    shares = {len(own) for own in by_process.values()}
+    processes = len(by_process)
+    if len(shares) > 1 or processes < jax.process_count():
+        raise ValueError(
+            "Each process must have the same number of `devices`. Received: "
+            f"{ {i: len(own) for i, own in by_process.items()} } by process, "
+            f"of {jax.process_count()} processes"
+        )
+    if trainer % processes or sampler % processes:
+        raise ValueError(
+            "The trainer and the sampler need the same number of devices in "
+            f"each of the {processes} processes: weights are copied within a "
+            f"process. Received: {text}. Use multiples of {processes}."
+        )
+    cut = trainer // processes
+    return (
+        [device for own in by_process.values() for device in own[:cut]],
+        [device for own in by_process.values() for device in own[cut:]],
     )
 
 

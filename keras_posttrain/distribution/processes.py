@@ -18,6 +18,8 @@ import keras
 import numpy as np
 from jax.experimental import multihost_utils
 
+from keras_posttrain import _hosts
+
 # Seconds in which processes that raise the same error report it themselves.
 GRACE_SECONDS = 5.0
 
@@ -118,11 +120,11 @@ def exchange(value):
     if count() == 1:
         return [value]
     text = np.frombuffer(json.dumps([index(), value]).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    sizes = _hosts.gather(np.int32(len(text)))
     # Rounded up, so that few sizes are compiled.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
     padded[: len(text)] = text
-    texts = multihost_utils.process_allgather(padded)
+    texts = _hosts.gather(padded)
     values = [json.loads(bytes(t[:n])) for t, n in zip(texts, sizes.flat)]
     return [value for _, value in sorted(values, key=lambda x: x[0])]
 

@@ -12,7 +12,9 @@ from keras_posttrain.distribution.mesh import (
     MODEL,
     REPLICA,
     divide,
+    divide_devices,
     make_mesh,
+    name_of,
 )
 
 
@@ -124,6 +126,43 @@ class ShardedWeights(keras.distribution.ModelParallel):
             if names[axes.index(MODEL)] in layouts.ONLY_FOR_MEMORY:
                 found.add(MODEL)
         return found
+
+
+def split(*, trainer=None, sampler=None, devices=None):
+    """Divides devices between the trainer and the sampler.
+
+    Each trains or samples on devices of its own, with a layout of its own, at
+    the same time (`fit(max_staleness=1)`). The weights are copied from device
+    to device after each rollout. Both get the same share of each process.
+
+    Args:
+        trainer, sampler: ints, numbers of devices in all processes; one of
+            them may be `None` for those that are left.
+        devices: as in `data_parallel`.
+
+    Returns:
+        Two lists of names, of the trainer's devices and of the sampler's.
+
+    Raises:
+        ValueError: if the numbers are not those of the devices, or if a
+            process would have no device of both.
+
+    Example:
+
+    ```python
+    trainer, sampler = kpt.distribution.split(trainer=4, sampler=4)
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp(devices=trainer)
+    )
+    task = kpt.GRPOTask.from_preset("qwen3_0.6b_en")
+    engine = kpt.rollout.NativeRollout(
+        distribution=kpt.distribution.tensor_parallel(devices=sampler)
+    )
+    task.compile(rewards=[reward], rollout=engine)
+    ```
+    """
+    parts = divide_devices(trainer, sampler, devices)
+    return tuple([name_of(device) for device in part] for part in parts)
 
 
 def data_parallel(*, devices=None):

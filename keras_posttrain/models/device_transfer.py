@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.experimental import multihost_utils
 
+from keras_posttrain import _hosts
 from keras_posttrain.models import sharding
 
 # Bytes that are fetched from a device at once.
@@ -102,15 +102,11 @@ def _fetch(data, out):
 
 def _from_process(source, part):
     """Sends the array of one process to all of them."""
-    # The broadcast is a sum with zeros, which would turn -0.0 into 0.0: the
-    # bytes are sent as ints.
     sent = np.zeros(-(-part.nbytes // 4), "uint32")
     if jax.process_index() == source:
         raw = np.ascontiguousarray(part).reshape(-1).view("uint8")
         sent.view("uint8")[: part.nbytes] = raw
-    got = multihost_utils.broadcast_one_to_all(
-        sent, is_source=jax.process_index() == source
-    )
+    got = _hosts.broadcast(sent, source)
     raw = np.ascontiguousarray(got).view("uint8")[: part.nbytes]
     return raw.view(part.dtype).reshape(part.shape)
 
@@ -158,7 +154,7 @@ def on_first(write, arrays=()):
         except Exception as e:  # noqa: BLE001 - the others must stop too
             error = e
     collections.deque(arrays, maxlen=0)
-    failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+    failed = _hosts.broadcast(np.int32(error is not None), 0)
     if error is not None:
         raise error
     if failed:

@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_posttrain import optimizers
 from keras_posttrain.distribution import shapes_only
-from keras_posttrain.models import quantized, sharding
+from keras_posttrain.models import placing, quantized, sharding
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.training.frozen import FrozenPolicy, frozen_shapes
 from keras_posttrain.training.step import compile_step
@@ -37,8 +37,7 @@ def planned(task, distribution, *, remat="none", **settings):
     Yields:
         A `PlannedTask` with all layers.
     """
-    distribution, factors = _placing(distribution)
-    with _distribution(None):
+    with placing.using(None):
         # Values that a model is made with cannot be placed on devices that
         # are not there.
         companions = {
@@ -53,17 +52,9 @@ def planned(task, distribution, *, remat="none", **settings):
             )
             for role, models in task.companion_models().items()
         }
-    with _distribution(distribution):
-        adapter = task.policy.adapter
-        for each in adapter.stack if adapter is not None else ():
-            for pair, a, b in zip(each.pairs, each.a, each.b):
-                layouts = pair.factor_layouts()
-                factors.update(zip((id(a), id(b)), layouts))
-        models = [model for found in companions.values() for model in found]
-        for policy in (task.policy, *(model.policy for model in models)):
-            for kernel in quantized.kernels(policy.causal_lm):
-                ids = map(id, kernel.variables)
-                factors.update(zip(ids, kernel.layouts()))
+    models = [model for found in companions.values() for model in found]
+    policies = [task.policy, *(model.policy for model in models)]
+    with placing.using(placing.for_policies(distribution, policies)):
         settings["remat"] = remat
         yield PlannedTask.build(task, companions, settings)
 
@@ -241,51 +232,6 @@ def _itemsize(dtype):
     return 0.5 if dtype == jnp.int4 else dtype.itemsize
 
 
-# The mesh
-
-
-@contextlib.contextmanager
-def _distribution(distribution):
-    """Sets Keras's distribution, which each thread has its own of."""
-    before = keras.distribution.distribution()
-    keras.distribution.set_distribution(distribution)
-    try:
-        yield
-    finally:
-        keras.distribution.set_distribution(before)
-
-
-def _placing(distribution):
-    """Copies a distribution so that it places live variables on its mesh.
-
-    Distributions return the layout that a variable has, which is that of the
-    mesh in use. The copy asks for the layout that a new variable would get.
-    It is returned with a dict by the id of a variable, to be filled: its
-    layouts go before all others.
-    """
-    meshes, layouts = [distribution.device_mesh], {}
-    meshes.append(getattr(distribution, "expert_mesh", None))
-    copied = copy.copy(distribution)
-
-    def get_variable_layout(variable):
-        own = layouts.get(id(variable), getattr(variable, "_layout", None))
-        if own is not None and any(own.device_mesh is m for m in meshes):
-            return own
-        return distribution.get_variable_layout(_shape_alone(variable))
-
-    copied.get_variable_layout = get_variable_layout
-    return copied, layouts
-
-
-def _shape_alone(variable, layout=None):
-    """Copies a variable's path, shape and dtype, without its value."""
-    twin = object.__new__(type(variable))
-    vars(twin).update(vars(variable))
-    twin._value = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-    twin._layout, twin._initializer = layout, None
-    return twin
-
-
 # The parts of a twin
 
 
@@ -315,9 +261,11 @@ def _optimizer(task, variables):
     """Returns an optimizer of shapes for these variables, and its masters."""
     layouts = [sharding.layout_of(variable) for variable in variables]
     # Its scalars have values, which no planned device can hold.
-    with _distribution(None), shapes_only():
+    with placing.using(None), shapes_only():
         optimizer = optimizers.unbuilt_copy(task.optimizer)
-        shapes = [_shape_alone(*pair) for pair in zip(variables, layouts)]
+        shapes = [
+            placing.shape_alone(*pair) for pair in zip(variables, layouts)
+        ]
         return optimizer, optimizers.build(optimizer, shapes)
 
 

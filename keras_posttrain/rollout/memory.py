@@ -3,20 +3,25 @@
 import os
 
 import jax
+import keras
 
 from keras_posttrain.distribution import processes
 
 
 def free_bytes():
-    """Returns the free bytes of the first device; for a CPU, the machine's.
+    """Returns the free bytes of a device; for a CPU, those of the machine.
 
-    With several processes it is the minimum, so that all decide alike.
+    It is the first of Keras's distribution in this process. With several
+    processes it is the minimum, so that all decide alike.
     """
     return min(processes.exchange(_free_here()))
 
 
 def _free_here():
-    stats = jax.local_devices()[0].memory_stats()
+    distribution, device = keras.distribution.distribution(), None
+    if distribution is not None:
+        device = distribution.device_mesh.backend_mesh.local_devices[0]
+    stats = (device or jax.local_devices()[0]).memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     try:

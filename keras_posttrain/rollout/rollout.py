@@ -63,6 +63,8 @@ class Rollout(keras.callbacks.Callback):
         turn: lock that is held by each call of `generate` and `score`.
         returns_routed_experts: bool, whether completions of mixtures can have
             the experts of their tokens.
+        is_apart: bool, whether it samples in the run's processes on devices
+            that the trainer does not use.
 
     Example:
 
@@ -86,7 +88,7 @@ class Rollout(keras.callbacks.Callback):
     ```
     """
 
-    overlaps = needs_weights = returns_routed_experts = False
+    overlaps = needs_weights = returns_routed_experts = is_apart = False
 
     def __init__(self):
         super().__init__()
@@ -140,6 +142,10 @@ class Rollout(keras.callbacks.Callback):
         Use it as a context manager.
         """
         return Session(self)
+
+    def scope(self):
+        """A scope in which Keras's distribution is that of the engine."""
+        return contextlib.nullcontext()
 
     def checked(self, requests):
         """Returns requests as a list; a `ValueError` names an invalid one."""

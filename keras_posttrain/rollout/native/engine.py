@@ -1,8 +1,10 @@
 """The built-in engine: continuous batching on the trainer's arrays."""
 
+import contextlib
 import functools
 import numbers
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -10,10 +12,12 @@ import numpy as np
 from keras_posttrain import _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.plan_table import readable
+from keras_posttrain.models import placing
 from keras_posttrain.models.quantized import quantization_of
 from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
+from keras_posttrain.rollout.native.placed import PlacedWeights
 from keras_posttrain.rollout.native.samples import Samples, check_finite
 from keras_posttrain.rollout.native.schedule import LEAST_SHARED, Schedule
 from keras_posttrain.rollout.native.scoring import Scorer
@@ -32,7 +36,7 @@ class NativeRollout(Rollout):
     the hook that this needs (see the README) use KerasHub's cached decoding
     in batches, which is slower. The trained weights are copied only if
     rollouts overlap with training (`fit(max_staleness=...)`), after every
-    rollout.
+    rollout, or for devices of the engine's own.
 
     Args:
         num_slots: int, the most samples at once.
@@ -44,6 +48,15 @@ class NativeRollout(Rollout):
             these kernels. `"auto"` does so for float32 kernels if the copy
             takes at most an eighth of the free memory; in 16 bits, rounding
             would lose most of the adapter.
+        distribution: Keras distribution to sample with, such as
+            `kpt.distribution.tensor_parallel(devices=...)`, or `None` for
+            that of the trainer. Its devices hold a copy of all weights. If
+            none of them is the trainer's (`kpt.distribution.split`), rollouts
+            can overlap with training on several devices and in several
+            processes.
+
+    Raises:
+        ValueError: for an invalid argument.
 
     Example:
 
@@ -58,7 +71,12 @@ class NativeRollout(Rollout):
     returns_routed_experts = True
 
     def __init__(
-        self, num_slots=128, *, cache_bytes="auto", merge_adapter="auto"
+        self,
+        num_slots=128,
+        *,
+        cache_bytes="auto",
+        merge_adapter="auto",
+        distribution=None,
     ):
         super().__init__()
         is_int = (
@@ -83,10 +101,13 @@ class NativeRollout(Rollout):
                 "`merge_adapter` must be 'auto', True or False. "
                 f"Received: merge_adapter={merge_adapter!r}"
             )
+        if distribution is not None:
+            _check_distribution(distribution)
         self.num_slots = num_slots
         self.cache_bytes = cache_bytes
         self.merge_adapter = merge_adapter
-        self._synced = None
+        self.distribution = distribution
+        self._synced = self._placed_for = None
         self._reset()
 
     def _reset(self):
@@ -105,7 +126,7 @@ class NativeRollout(Rollout):
             )
         if model is not self._model:
             self._reset()
-            self._synced = None
+            self._synced = self._placed_for = None
         super().set_model(model)
 
     @property
@@ -114,27 +135,74 @@ class NativeRollout(Rollout):
         batch = self._batch_decoder.programs if self._batch_decoder else []
         return [*self._programs, *batch]
 
+    @property
+    def is_apart(self):
+        devices = _devices(self.distribution)
+        return bool(devices) and devices.isdisjoint(_trainers_devices())
+
     def start(self):
-        distribution = keras.distribution.distribution()
-        if self.overlaps and distribution is not None:
-            _check_one_device(distribution)
+        count = len(_trainers_devices())
+        if self.overlaps and count > 1 and not self.is_apart:
+            # If two threads start programs on the same several devices,
+            # programs that exchange data may wait for each other forever.
+            raise ValueError(
+                "On several devices the built-in engine can sample during "
+                "training if it has devices of its own: divide them by "
+                "`kpt.distribution.split` and pass "
+                "`NativeRollout(distribution=...)`. Or use "
+                "`max_staleness=0`, or vLLM as a server "
+                "(`kpt.rollout.VLLMRollout(python=...)`). Received: "
+                f"max_staleness > 0 and a mesh of {count} devices"
+            )
 
     def stop(self):
         self._synced = None
 
     def sync_weights(self):
-        # The arrays are the trainer's, so there is nothing to move. If a
-        # rollout overlaps with training they are copied, because training
-        # donates their memory to the next step.
-        if self.overlaps:
+        # The arrays are the trainer's, so there is nothing to move, unless
+        # the engine has a distribution. If a rollout overlaps with training
+        # they are copied, because training donates their memory to the next
+        # step.
+        if self.distribution is not None:
+            trainable, _ = self._placed_weights()
+            self._synced = trainable if self.overlaps else None
+        elif self.overlaps:
             trainable, _ = self._task_weights()
             self._synced = [jnp.array(x, copy=True) for x in trainable]
         self.weight_version += 1
         return self.weight_version
 
+    def scope(self):
+        if self.distribution is None:
+            return contextlib.nullcontext()
+        self._place()
+        return placing.using(self._trainable.distribution)
+
+    def _place(self):
+        """Finds the layouts of the task's variables for the engine."""
+        policy = self.model.policy
+        if self._placed_for is policy:
+            return
+        self._placed_for = policy
+        placed = placing.for_policies(self.distribution, [policy])
+        self._trainable = PlacedWeights(placed)
+        self._frozen = PlacedWeights(placed)
+
+    def _placed_weights(self):
+        """Returns copies on the engine's devices, `(trainable, frozen)`."""
+        self._place()
+        return (
+            self._trainable(self.model.trainable_variables),
+            self._frozen(self.model.non_trainable_variables),
+        )
+
     # Sampling
 
     def _generate(self, requests, on_tokens, progress):
+        with self.scope():
+            return self._sample(requests, on_tokens, progress)
+
+    def _sample(self, requests, on_tokens, progress):
         policy = self.model.policy
         self._refresh()
         advance = sample_counter(progress, requests)
@@ -173,9 +241,14 @@ class NativeRollout(Rollout):
             self.num_slots,
             cache_bytes=self.cache_bytes,
             merge_adapter=self.merge_adapter,
+            distribution=self.distribution,
         )
         other.set_model(self.model)
         other.turn = self.turn
+        if self.distribution is not None:
+            self._place()
+            other._place()
+            other._frozen = self._frozen
         return other
 
     def set_weights(self, trainable):
@@ -185,6 +258,10 @@ class NativeRollout(Rollout):
             trainable: list of arrays.
         """
         with self.turn:
+            if self.distribution is not None:
+                self._place()
+                variables = self.model.trainable_variables
+                trainable = self._trainable(variables, trainable)
             self._synced = trainable
             self.weight_version += 1
 
@@ -249,10 +326,15 @@ class NativeRollout(Rollout):
 
         In overlapping runs, `trainable` is that of the last `sync_weights`.
         """
-        if self._synced is None:
+        if self._synced is None and self.distribution is None:
             return self._task_weights()
-        frozen = [v.value for v in self.model.non_trainable_variables]
-        return self._synced, frozen
+        if self._synced is None:
+            return self._placed_weights()
+        frozen = self.model.non_trainable_variables
+        if self.distribution is None:
+            return self._synced, [v.value for v in frozen]
+        self._place()
+        return self._synced, self._frozen(frozen)
 
     def _decoder_weights(self):
         """Returns the `Weights` to decode with; may merge the adapter."""
@@ -268,8 +350,10 @@ class NativeRollout(Rollout):
         for i, pair in enumerate(adapter.pairs):
             factors = value[id(adapter.a[i])], value[id(adapter.b[i])]
             for variable in pair.kernels:
-                kernel = adapter.merged_kernel(i, factors, variable=variable)
-                frozen[place[id(variable)]] = kernel
+                at = place[id(variable)]
+                frozen[at] = adapter.merged_kernel(
+                    i, factors, frozen[at], variable
+                )
         return decoding.Weights(trainable, frozen, False)
 
     def _merges(self, adapter):
@@ -324,19 +408,35 @@ class NativeRollout(Rollout):
         return context + 1 if more else context
 
     def _score(self, sequences, top_k, temperature):
-        self._refresh()
-        return self._scorer(sequences, top_k, temperature, self._arrays())
+        with self.scope():
+            self._refresh()
+            return self._scorer(sequences, top_k, temperature, self._arrays())
 
 
-def _check_one_device(distribution):
-    # If two threads start programs on the same several devices, programs that
-    # exchange data may wait for each other forever.
-    count = distribution.device_mesh.backend_mesh.size
-    if count > 1:
+def _devices(distribution):
+    """Returns the set of a distribution's devices, empty for `None`."""
+    if distribution is None:
+        return set()
+    return set(distribution.device_mesh.backend_mesh.devices.flat)
+
+
+def _trainers_devices():
+    distribution = keras.distribution.distribution()
+    return _devices(distribution) or {jax.local_devices()[0]}
+
+
+def _check_distribution(distribution):
+    kinds = keras.distribution.DataParallel, keras.distribution.ModelParallel
+    if not isinstance(distribution, kinds):
         raise ValueError(
-            "The built-in engine can only sample during training on one "
-            "device: on several, programs of two threads would wait for each "
-            "other. Use `max_staleness=0`, or vLLM as a server "
-            "(`kpt.rollout.VLLMRollout(python=...)`). Received: "
-            f"max_staleness > 0 and a mesh of {count} devices"
+            "`distribution` must be a distribution such as "
+            "`kpt.distribution.tensor_parallel(devices=...)`, or None. "
+            f"Received: distribution={distribution!r}"
+        )
+    found = {d.process_index for d in _devices(distribution)}
+    if len(found) < processes.count():
+        raise ValueError(
+            "`distribution` must have devices of every process. Received: "
+            f"devices of {len(found)} of {processes.count()} processes. "
+            "`kpt.distribution.split` divides the devices of each."
         )

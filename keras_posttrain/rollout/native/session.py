@@ -26,6 +26,10 @@ class NativeSession(Session):
         self.counts = None
 
     def run(self):
+        with self.engine.scope():
+            self._run()
+
+    def _run(self):
         engine = self.engine
         schedule = weights = version = None
         try:
