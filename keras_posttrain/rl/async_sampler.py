@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.rollout.interrupted import generate_whole
 from keras_posttrain.workers.threads import in_thread
 
@@ -35,6 +36,12 @@ class AsyncSampler:
     Where groups are resampled, sampling depends on rewards: the thread that
     samples scores too.
 
+    With several processes nothing is interrupted, because they could not
+    agree on the token at which it was. New weights wait for the rollouts in
+    flight to be scored, so that each is sampled from the weights of one
+    version, the same in all processes. Sampling and scoring exchange what
+    they need over the engine's devices.
+
     Args:
         sample: function of the number of steps before to a `Round`.
         num_steps: function of a `Round`, its optimizer steps.
@@ -47,7 +54,9 @@ class AsyncSampler:
     ):  # fmt: skip
         self._engine, self.max_staleness = engine, max_staleness
         self._sample, self._score = sample, score
-        self._num_steps, self._resamples = num_steps, resamples
+        self._waits = processes.count() > 1
+        self._num_steps = num_steps
+        self._scores_in_turn = resamples or self._waits
         self._owner = threading.current_thread()
         self._changed = threading.Condition()
         self._closed = False
@@ -82,7 +91,10 @@ class AsyncSampler:
         """
         engine = self._engine
         self._trained += trained
-        engine.interrupt()
+        if self._waits:
+            concurrent.futures.wait(self._jobs)
+        else:
+            engine.interrupt()
         try:
             with engine.turn:
                 engine.sync_weights()
@@ -96,9 +108,10 @@ class AsyncSampler:
         """Ends the threads; what is in flight is lost."""
         with self._changed:
             self._closed = True
-            self._engine.interrupt()
+            if not self._waits:
+                self._engine.interrupt()
             self._changed.notify_all()
-        for job in (*self._sampling, *self._jobs):
+        for job in () if self._waits else (*self._sampling, *self._jobs):
             job.cancel()
         # An engine is not stopped while it samples, nor sampled from after.
         # A reward may be slow, so that nothing waits for it.
@@ -108,7 +121,7 @@ class AsyncSampler:
 
     def generate(self, requests):
         """As `Rollout.generate`, through updates of the weights."""
-        if self._closed:
+        if self._closed and not self._waits:
             raise Closed()
         return generate_whole(self._engine, requests, self._wait)
 
@@ -119,16 +132,25 @@ class AsyncSampler:
         self._sampling = [job for job in self._sampling if not job.done()]
         sampled = in_thread(self._sample_next, after=self._sampling[-1:])
         self._sampling.append(sampled)
-        if self._resamples:
+        if self._scores_in_turn:
             self._jobs.append(sampled)
         else:
             score = functools.partial(_scored, self._score, sampled)
             self._jobs.append(in_thread(score, after=[sampled]))
 
     def _sample_next(self):
+        if not self._waits:
+            return self._sample_round()
+        with self._engine.scope():
+            # All begin a rollout, or none of them does.
+            if any(processes.exchange(self._closed)):
+                raise Closed()
+            return self._sample_round()
+
+    def _sample_round(self):
         round = self._sample(self._step)
         self._step = round.step + self._num_steps(round)
-        return self._score(round) if self._resamples else round
+        return self._score(round) if self._scores_in_turn else round
 
     def _result(self, job):
         """Waits for a job; gives the engine weights when it needs them."""

@@ -51,7 +51,7 @@ def training_temperature(temperature):
         )
 
 
-def staleness(max_staleness):
+def staleness(max_staleness, engine):
     is_int = isinstance(max_staleness, numbers.Integral)
     if not is_int or isinstance(max_staleness, bool) or max_staleness < 0:
         raise ValueError(
@@ -59,12 +59,14 @@ def staleness(max_staleness):
             "may be begun before their turn. "
             f"Received: max_staleness={max_staleness!r}"
         )
-    if max_staleness and processes.count() > 1:
+    if max_staleness and processes.count() > 1 and not engine.is_apart:
         raise ValueError(
-            "Rollouts overlap with training in one process only: several "
-            "would not agree on which weights draw a token. Use "
-            f"max_staleness=0. Received: max_staleness={max_staleness}, "
-            f"{processes.count()} processes"
+            "In several processes rollouts overlap with training on devices "
+            "of their own: divide them by `kpt.distribution.split` and pass "
+            "`compile(rollout=kpt.rollout.NativeRollout(distribution=...))`, "
+            f"or use max_staleness=0. Received: max_staleness={max_staleness},"
+            f" {processes.count()} processes, a {type(engine).__name__} "
+            "without devices of its own"
         )
 
 

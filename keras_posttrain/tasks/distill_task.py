@@ -504,7 +504,7 @@ class DistillTask(Task):
         """`fit` on the student's own samples."""
         batch_size = checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
-        rl_checks.staleness(max_staleness)
+        rl_checks.staleness(max_staleness, self.rollout)
         checks.flag("shuffle", shuffle)
         settings = RunSettings.of(
             self.policy,

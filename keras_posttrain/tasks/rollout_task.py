@@ -330,7 +330,11 @@ class RolloutTask(Task):
                 progress continues with the new weights when they change, a
                 loss without an `ImportanceCorrection` gets one, and runs are
                 not reproducible. A run resumed from a checkpoint samples
-                again the rollouts that were not trained on.
+                again the rollouts that were not trained on. With several
+                processes the engine needs devices of its own
+                (`kpt.distribution.split`); rollouts are then scored in turn
+                and finished with the weights that began them, and runs that
+                are not resumed are reproducible.
 
         Returns:
             A Keras `History` of the means over each epoch.
@@ -343,7 +347,7 @@ class RolloutTask(Task):
         checks.no_loop(self.loop, "fit")
         batch_size = checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
-        rl_checks.staleness(max_staleness)
+        rl_checks.staleness(max_staleness, self.rollout)
         rl_checks.replay_in_turn(self.sampling.routing_replay, max_staleness)
         checks.flag("shuffle", shuffle)
         checks.packing(packing)

@@ -243,3 +243,29 @@ def test_every_task_in_two_processes(tmp_path, layout):
     if layout != "dp":
         cases.append(f"use:gemma2:lora:{layout}")
     check_same_in_both(tmp_path, *cases)
+
+
+def test_a_sampler_with_devices_of_its_own(tmp_path):
+    """In turn as in one process; ahead of training it learns and resumes."""
+
+    def logged(name):
+        return read_log(tmp_path / name / "split/1")
+
+    in_turn, _ = run(tmp_path / "two", "split:0", "split:1")
+    check_same(alone(tmp_path / "one", "split:0"), in_turn, "split:0")
+    # The first rollout of an epoch waits for the last update of the one
+    # before.
+    ages = [x["staleness/max"] for x in logged("two")]
+    assert ages == 2 * [0.0, *[1.0] * 7]
+    rewards = [x["reward"] for x in logged("two")]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.2
+    started = start(tmp_path / "killed", "split:1:11:1:SIGKILL")
+    statuses = [s for s, _ in finish(started, tmp_path / "killed")]
+    assert statuses[1] == -signal.SIGKILL
+    # All weights that sampled are of one version: a second run is the same.
+    again = [x["reward"] for x in logged("killed")]
+    assert again and again == rewards[: len(again)]
+    run(tmp_path / "killed", "split:1")
+    resumed = [x["reward"] for x in logged("killed")]
+    assert len(resumed) == 16
+    assert np.mean(resumed[-4:]) > np.mean(resumed[:4]) + 0.2

@@ -17,7 +17,7 @@ import keras
 
 if __name__ == "__main__":
     address, rank = f"127.0.0.1:{sys.argv[2]}", (2, int(sys.argv[3]))
-    if sys.argv[4].startswith("resume"):
+    if sys.argv[4].startswith(("resume", "split")):
         # The other way to start processes: a lost one is noticed sooner.
         jax.distributed.initialize(
             address, *rank, heartbeat_timeout_seconds=10
@@ -149,6 +149,53 @@ def resume(directory, mode, layout, *death):
     return trained(made)
 
 
+def split(directory, staleness, *death):
+    """GRPO with a trainer and a sampler that have four devices each.
+
+    The reward is the share of tokens below 64. `death` as in `resume`.
+    """
+    directory = directory / staleness
+    trainer, sampler = kpt.distribution.split(trainer=4, sampler=4)
+    keras.distribution.set_distribution(kpt.distribution.fsdp(devices=trainer))
+    path = REFERENCE / "models/llama3"
+    made = kpt.GRPOTask.from_preset(path, sequence_length=32)
+    made.tokenizer = None
+    engine = kpt.rollout.NativeRollout(
+        distribution=kpt.distribution.tensor_parallel(2, devices=sampler)
+    )
+    # Adam turns the rounding of small gradients into steps.
+    exact, adam = keras.optimizers.SGD(0.1), keras.optimizers.Adam(1e-2)
+    made.compile(
+        optimizer=adam if int(staleness) else exact,
+        rewards=[low],
+        num_generations=8,
+        max_completion_length=8,
+        rollout=engine,
+    )
+    callbacks = [
+        kpt.callbacks.Checkpoint(directory, every=2),
+        kpt.callbacks.MetricsLog(directory),
+    ]
+    if death:
+        step, process, how = death
+        callbacks.append(Dies(int(step), int(process), how))
+    rows = [{"prompt_ids": x["token_ids"]} for x in random_rows(32, 3, 6)]
+    made.fit(
+        rows,
+        batch_size=4,
+        epochs=2,
+        max_staleness=int(staleness),
+        callbacks=callbacks,
+        verbose=0,
+    )
+    assert made.step == 16
+    return trained(made)
+
+
+def low(completions):
+    return [sum(x < 64 for x in ids) / len(ids) for ids in completions]
+
+
 def raises(pattern, function, *args, **kwargs):
     try:
         function(*args, **kwargs)
@@ -217,7 +264,7 @@ def files(directory):
     return {}
 
 
-KINDS = {f.__name__: f for f in (use, resume, refused, files)}
+KINDS = {f.__name__: f for f in (use, resume, split, refused, files)}
 
 
 def outcome(case, directory):
