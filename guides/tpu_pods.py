@@ -2,7 +2,7 @@
 Title: From a plan on a laptop to a run on a pod
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/22
+Last modified: 2026/11/25
 Description: Ask what a step needs of a TPU pod, then run it on a mesh.
 Accelerator: None
 """
@@ -21,6 +21,7 @@ This guide
   its weights and without a TPU;
 - trains a tiny model on a mesh of eight simulated devices;
 - resumes from its checkpoint on another mesh;
+- samples on some of the devices while the others train;
 - shows what to change for many hosts.
 
 It runs in about a minute on two CPU cores. The plan needs the package
@@ -219,6 +220,39 @@ task.export(folder / "model")
         }
     )
 )
+
+"""
+## Sampling on devices of its own
+
+In reinforcement learning, training and sampling can share all devices and take
+turns, which is the default. Or each has devices of its own and works at the
+same time: `kpt.distribution.split` divides them, and the engine gets its own
+distribution. A layout that splits heads suits sampling, FSDP suits training.
+After each rollout the new weights are copied from device to device.
+
+With `max_staleness=1` a rollout is sampled while the one before it is trained
+on, from weights that are one rollout old; the loss corrects for that. Divide
+the devices so that both halves take about as long: `time/wait` in the logs is
+what the trainer waits for samples.
+"""
+
+trainer, sampler = kpt.distribution.split(trainer=4, sampler=4)
+keras.distribution.set_distribution(kpt.distribution.fsdp(devices=trainer))
+
+policy = kpt.GRPOTask.from_preset(folder / "model", sequence_length=16)
+policy.compile(
+    keras.optimizers.AdamW(1e-3),
+    rewards=[kpt.rewards.ExactMatchReward()],
+    num_generations=4,
+    max_completion_length=4,
+    rollout=kpt.rollout.NativeRollout(
+        distribution=kpt.distribution.tensor_parallel(2, devices=sampler)
+    ),
+)
+prompts = [{"prompt": r["prompt"], "answer": r["completion"]} for r in rows]
+history = policy.fit(prompts[:40], batch_size=10, max_staleness=1, verbose=0)
+print("age of the weights that sampled, in rollouts:",
+      history.history["staleness/max"])  # fmt: skip
 
 """
 ## Many hosts

@@ -627,6 +627,8 @@ def test_tpu_pods(tmp_path, monkeypatch):
     # 100 rows by 20 are 5 steps an epoch, over both meshes.
     assert results["step"] == 300
     assert results["right"] > 0.9
+    # One epoch of four rollouts; the first has the newest weights.
+    assert "that sampled, in rollouts: [0.75]" in printed
 
 
 @LONG

@@ -155,6 +155,7 @@ def split(*, trainer=None, sampler=None, devices=None):
         kpt.distribution.fsdp(devices=trainer)
     )
     task = kpt.GRPOTask.from_preset("qwen3_0.6b_en")
+    reward = kpt.rewards.ExactMatchReward()
     engine = kpt.rollout.NativeRollout(
         distribution=kpt.distribution.tensor_parallel(devices=sampler)
     )

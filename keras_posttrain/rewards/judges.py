@@ -177,6 +177,14 @@ class ModelReward(Reward):
     def _is_classifier(self):
         return isinstance(self.model, keras_hub.models.TextClassifier)
 
+    @property
+    def num_devices(self):
+        """Int, the devices over which the model's weights lie."""
+        found = set()
+        for variable in getattr(self.model, "variables", ())[:1]:
+            found |= variable.value.sharding.device_set
+        return len(found)
+
     def _check_classifier(self):
         count = self.model.num_classes
         if self.model.preprocessor is None:

@@ -51,7 +51,7 @@ def training_temperature(temperature):
         )
 
 
-def staleness(max_staleness, engine):
+def staleness(max_staleness, engine, rewards=()):
     is_int = isinstance(max_staleness, numbers.Integral)
     if not is_int or isinstance(max_staleness, bool) or max_staleness < 0:
         raise ValueError(
@@ -68,6 +68,17 @@ def staleness(max_staleness, engine):
             f" {processes.count()} processes, a {type(engine).__name__} "
             "without devices of its own"
         )
+    for each in rewards if max_staleness else ():
+        # Programs of two threads on the same several devices may wait for
+        # each other forever.
+        if isinstance(each, ModelReward) and each.num_devices > 1:
+            raise ValueError(
+                "A reward model that lies on several devices cannot score "
+                "while the policy is trained. Use max_staleness=0, or a "
+                "server that scores (`kpt.rewards.JudgeReward`). Received: "
+                f"max_staleness={max_staleness}, a ModelReward of "
+                f"{type(each.model).__name__} on {each.num_devices} devices"
+            )
 
 
 def routing_replay(is_on, engine, policy, episode):

@@ -347,7 +347,7 @@ class RolloutTask(Task):
         checks.no_loop(self.loop, "fit")
         batch_size = checks.positive_int("batch_size", batch_size)
         seed = checks.seed(seed)
-        rl_checks.staleness(max_staleness, self.rollout)
+        rl_checks.staleness(max_staleness, self.rollout, self.scoring.rewards)
         rl_checks.replay_in_turn(self.sampling.routing_replay, max_staleness)
         checks.flag("shuffle", shuffle)
         checks.packing(packing)
