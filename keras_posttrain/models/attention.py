@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
-from keras_posttrain.models import tpu_attention
+from keras_posttrain.models import block_attention, tpu_attention
 from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries are processed in blocks of this many tokens. The scores of a block
@@ -341,6 +341,19 @@ def segment_attention(
             sinks=sinks,
         )
     rows, length, heads, head_dim = query.shape
+    many = 4 * rows * heads * length**2 > KEEP_SCORES
+    if many and images is None and block_attention.is_supported(length):
+
+        def scores(q, k, of_queries, of_keys):
+            return _masked_scores(
+                q, k, *of_queries[:2], *of_keys, scale=scale,
+                sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
+
+        return block_attention.segment_attention(
+            query, key, value, segment_ids, positions, subtree_ends, sinks,
+            sliding_window, scores,
+        )  # fmt: skip
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     attend = functools.partial(
@@ -350,7 +363,7 @@ def segment_attention(
         soft_cap=soft_cap,
         sinks=None if sinks is None else _by_group(sinks, kv_heads),
     )
-    if 4 * rows * heads * length**2 > KEEP_SCORES:
+    if many:
         attend = jax.checkpoint(attend)
     image_ids = None if images is None else images.ids
     group = max(-(-length // MAX_GROUPS), BLOCK)

@@ -483,6 +483,39 @@ def over_rows(function, kernels, splits, *rows, shared=None):
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
 
 
+def over_heads(function, query, key, value, tokens, sinks):
+    """Runs attention on each device with its own rows and heads.
+
+    If there are fewer heads of keys than devices, they are repeated so that
+    each device has the one that its queries need.
+
+    Args:
+        function: function of the other arguments to an array like `query`.
+        query, key, value: arrays of shape `(rows, length, heads, head_dim)`.
+        tokens: pytree of arrays of shape `(rows, length)`.
+        sinks: array of shape `(heads,)`, or `None`.
+    """
+    mesh, data, data_size, model, size = axes()
+    if mesh is None or mesh.size == 1:
+        return function(query, key, value, tokens, sinks)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    rows = data if query.shape[0] % data_size == 0 else None
+    if kv_heads % size:
+        if heads % size == 0 and size % kv_heads == 0:
+            repeats = size // kv_heads
+            key, value = (jnp.repeat(x, repeats, 2) for x in (key, value))
+        else:
+            model = None
+    spec = P(rows, None, model)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, P(rows), P(model)),
+        out_specs=spec,
+        check_vma=False,
+    )(query, key, value, tokens, sinks)
+
+
 def synchronize_gradients(arrays):
     """Returns `arrays`; their gradients are used only when all are computed.
 

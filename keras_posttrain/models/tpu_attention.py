@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from keras_posttrain.models import sharding
 from keras_posttrain.models.rematerialisation import ATTENDED
@@ -60,35 +59,7 @@ def splash_attention(
         )
         return jnp.swapaxes(out, 1, 2).astype(query.dtype)
 
-    mesh, rows, heads, repeats = _split(query.shape, key.shape[2])
-    if mesh is None:
-        return local(query, key, value, segment_ids, sinks)
-    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    spec = P(rows, None, heads)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(spec, spec, spec, P(rows), P(heads)),
-        out_specs=spec,
-        check_vma=False,
-    )(query, key, value, segment_ids, sinks)
-
-
-def _split(shape, kv_heads):
-    """Returns `(mesh, axis of rows, axis of heads, repeats)`.
-
-    If there are fewer key heads than devices, they are repeated so that each
-    device has the one that its queries need.
-    """
-    mesh, data, data_size, model, size = sharding.axes()
-    if mesh is None or mesh.size == 1:
-        return None, None, None, 1
-    rows = data if shape[0] % data_size == 0 else None
-    if kv_heads % size == 0:
-        return mesh, rows, model, 1
-    if shape[2] % size == 0 and size % kv_heads == 0:
-        return mesh, rows, model, size // kv_heads
-    return mesh, rows, None, 1
+    return sharding.over_heads(local, query, key, value, segment_ids, sinks)
 
 
 def _ids(segment_ids):

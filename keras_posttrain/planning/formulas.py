@@ -10,7 +10,7 @@ import numpy as np
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
 from keras_posttrain.distribution.mesh import EXPERT
-from keras_posttrain.models import expert_parallel
+from keras_posttrain.models import block_attention, expert_parallel
 from keras_posttrain.models.experts import (
     chosen_share,
     is_recorded,
@@ -21,6 +21,15 @@ from keras_posttrain.training import recomputation
 
 # Iterations of the loop over rounds of rows that are sent to experts.
 EXPERT_TRIPS = {expert_parallel.LOOP: expert_parallel.EVEN_ROUNDS}
+
+
+def loop_trips(length):
+    """Returns the iterations of loops by their names, for rows of `length`.
+
+    A row is one document, the longest that it can be.
+    """
+    trips = block_attention.most_trips(length)
+    return EXPERT_TRIPS | {block_attention.LOOP: trips}
 
 
 def model_flops(planned, batch):

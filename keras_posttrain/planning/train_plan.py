@@ -91,13 +91,14 @@ def _plan(
 def _compiler(every, batch, hardware, chosen):
     """Returns a function of a number of layers to a `Measurement`."""
     trips = head_trips(every, batch)
+    by_name = formulas.loop_trips(batch["token_ids"].shape[1])
     count, of_companions = depths.of_companions(every, chosen)
 
     def one(layers, others):
         lowered = every.with_layers(layers, others).lower(batch)
         program = programs.compile(lowered, hardware, every.options)
         count = len(hardware.devices)
-        return measure(program, count, trips, formulas.EXPERT_TRIPS)
+        return measure(program, count, trips, by_name)
 
     def compiled(layers):
         others = of_companions[layers]

@@ -4,10 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
-from keras_posttrain.models import tpu_attention
+import keras_posttrain as kpt
+from keras_posttrain.models import attention, block_attention, tpu_attention
 from keras_posttrain.models.attention import (
     BLOCK,
     segment_attention,
@@ -85,9 +87,23 @@ SETTINGS = {
 }
 
 
+@pytest.fixture
+def blocks(request, monkeypatch):
+    """Whether rows of 256 tokens and more skip blocks, however few scores."""
+    least = {"cpu": 256 if request.param else 2**30}
+    monkeypatch.setattr(block_attention, "LEAST", least)
+    monkeypatch.setattr(attention, "KEEP_SCORES", 0)
+
+
+BOTH = pytest.mark.parametrize(
+    "blocks", [False, True], ids=["all", "skipped"], indirect=True
+)
+
+
+@BOTH
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("length", [1, 7, BLOCK, 300, 520])
-def test_attention_is_its_definition(length, settings):
+def test_attention_is_its_definition(length, settings, blocks):
     arrays, segments, positions = example(length)
     attend = jax.jit(
         functools.partial(segment_attention, scale=0.3, **settings)
@@ -108,8 +124,9 @@ def test_attention_is_its_definition(length, settings):
     np.testing.assert_allclose(got[used], want[used], atol=2e-6)
 
 
+@BOTH
 @pytest.mark.parametrize("window", [None, 700])
-def test_a_long_row_scans_over_blocks(window):
+def test_a_long_row_scans_over_blocks(window, blocks):
     """4,096 tokens are 8 groups of 2 blocks."""
     arrays, segments, positions = example(
         4096, rows=1, heads=2, kv_heads=1, head_dim=4
@@ -147,9 +164,10 @@ def naive_jax(query, key, value, visible, scale, cap, sinks=None):
     return jnp.einsum("rhqk,rkhd->rqhd", weights, value)
 
 
+@BOTH
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("length", [7, 300, 520])
-def test_gradients_are_those_of_the_definition(length, settings):
+def test_gradients_are_those_of_the_definition(length, settings, blocks):
     arrays, segments, positions = example(length)
     arrays, rest = with_sinks(arrays, settings)
     column = np.arange(length)
@@ -209,10 +227,11 @@ def random_tree(length, seed):
     return np.array([prefixes]), segments[None], positions[None], visible[None]
 
 
+@BOTH
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("length", [40, 520])
 def test_a_token_sees_the_segments_that_its_own_one_continues(
-    length, settings
+    length, settings, blocks
 ):
     """Values and gradients, with more unused slots than segments."""
     arrays, *_ = example(length, rows=1)
@@ -249,6 +268,80 @@ def test_a_token_sees_the_segments_that_its_own_one_continues(
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def visible_of_tree(length, seed):
+    prefixes, segments, _, visible = random_tree(length, seed)
+    return segments, subtree_ends(prefixes, segments), visible[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["tree", "documents", "window"])
+def test_the_first_block_is_that_of_the_first_key(kind, seed):
+    length, block, window = 512, 16, 20 if kind == "window" else None
+    segments, ends, visible = visible_of_tree(length, seed)
+    if kind != "tree":
+        same = segments[0][:, None] == segments[0]
+        visible = np.tril(same & (segments[0] > 0)) | np.eye(
+            length, dtype=bool
+        )
+        if window is not None:
+            visible &= ~np.tril(np.ones_like(visible), -window)
+        ends = None
+    first = block_attention.first_blocks(segments, ends, window, block)
+    keys = visible.reshape(-1, block, length).any(axis=1).argmax(axis=1)
+    if kind == "tree":
+        # A branch that a later one does not see lies between.
+        assert (first <= keys // block).all() and first.any()
+    else:
+        np.testing.assert_array_equal(first, keys // block)
+
+
+@pytest.mark.parametrize("blocks", [True], indirect=True)
+def test_blocks_that_no_segment_shares_are_skipped(blocks):
+    """What is not read has no effect, not even if it is not a number."""
+    segments, positions = (x[None] for x in layout(1024, [128, 128, 256, 384]))
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 1, 1024, 2, 8)).astype("float32")
+    spoilt = k.copy(), v.copy()
+    for x in spoilt:
+        x[:, :128] = np.nan
+
+    def out(k, v):
+        return segment_attention(q, k, v, segments, positions, scale=1.0)
+
+    expected, found = out(k, v), out(*spoilt)
+    np.testing.assert_array_equal(found[:, 128:896], expected[:, 128:896])
+    assert np.isnan(found[:, :128]).all()
+
+
+@pytest.mark.parametrize("blocks", [True], indirect=True)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_devices_skip_blocks_of_their_own_rows(
+    eight_devices, blocks, kv_heads
+):
+    arrays, segments, positions = example(520, rows=4, kv_heads=kv_heads)
+    sinks = SETTINGS["sinks"]["sinks"]
+
+    def run(q, k, v, sinks):
+        def loss(*arrays):
+            *arrays, sinks = arrays
+            out = segment_attention(
+                *arrays, segments, positions, scale=0.3, sinks=sinks
+            )
+            return jnp.sum(
+                jnp.where(segments[..., None, None] > 0, out, 0) ** 2
+            )
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+
+    expected = jax.jit(run)(*arrays, sinks)
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp_tensor_parallel(data=4, model=2)
+    )
+    found = jax.jit(lambda *x: run(*x))(*arrays, sinks)
+    for one, other in zip(*map(jax.tree.leaves, (expected, found))):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+
+
 def test_padding_neither_sees_nor_is_seen():
     arrays, segments, positions = example(12)
     used = segments[..., None, None] > 0
@@ -270,7 +363,8 @@ def test_bfloat16_scores_are_float32():
     assert error < 2**-7 * np.abs(want).max()
 
 
-def test_memory_grows_with_the_length_and_not_its_square():
+@BOTH
+def test_memory_grows_with_the_length_and_not_its_square(blocks):
     def temporaries(length):
         arrays, segments, positions = example(
             length, rows=1, heads=2, kv_heads=1, head_dim=4
