@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_posttrain.data.batches.group import Group
 from keras_posttrain.data.batches.layout import MAX_SEQUENCES, BatchLayout
+from keras_posttrain.data.batches.packing import most_sequences
 
 
 class Datum:
@@ -148,7 +149,10 @@ def make_batch(data, packing=False, share_prefix=False, **settings):
         num_sequences=1 << (len(data) - 1).bit_length(),
         token_budget=settings["sequence_length"] if packs else None,
         share_prefix=share_prefix,
-        max_sequences=max(MAX_SEQUENCES, 1 << longest.bit_length()),
+        max_sequences=max(
+            most_sequences(settings["sequence_length"], MAX_SEQUENCES),
+            1 << longest.bit_length(),
+        ),
         **settings,
     )
     batch = layout(groups)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import (
     coarse_lengths,
     fine_lengths,
@@ -10,6 +11,8 @@ from keras_posttrain.data.batches.packing import (
     pack_groups,
     padded_rows,
 )
+from keras_posttrain.data.batches.pipeline import BatchAdapter
+from keras_posttrain.data.rows.examples import Example
 from tests.data.support import SIZES, random_groups
 
 
@@ -151,6 +154,25 @@ def test_rows_hold_each_completion_once():
     assert sorted(g for g, _ in pieces) == [0, 1, 2, 3]
     for row in rows:
         assert sum(groups[g].shared_size()[0] for g, _ in row) <= 64
+
+
+@pytest.mark.parametrize("tokens, most", [(1024, 16), (16_384, 256)])
+def test_long_rows_have_room_for_more_sequences(tokens, most):
+    layout = BatchLayout(600, tokens, token_budget=tokens)
+    assert layout.max_sequences == most
+    sequences = [Example(np.arange(80), np.ones(80), 0)] * 600
+    segments = layout(sequences).arrays["segment_ids"]
+    assert (segments > 0).sum(axis=1).max() == tokens // 80 * 80
+
+
+def test_long_rows_are_filled_by_short_documents():
+    """64 documents of a row would leave two thirds of it empty."""
+    rows = [Example(np.arange(80), np.ones(80), 0)] * 600
+    data = BatchAdapter(
+        rows, batch_size=1, packing=True, sequence_length=16_384
+    )
+    filled = [(x["segment_ids"] > 0).mean() for x in data.get_jax_iterator()]
+    assert filled[0] > 0.98
 
 
 def test_a_group_over_the_capacity_is_cut():

@@ -17,8 +17,8 @@ from keras_posttrain.data.batches.group import (
     slice_groups,
 )
 
-# The most sequences that share a row. Fixed, so that the shapes of packed
-# batches differ in their number of rows alone.
+# The most sequences that share a row, see `packing.most_sequences`. Fixed, so
+# that the shapes of packed batches differ in their number of rows alone.
 MAX_SEQUENCES = 16
 
 
@@ -38,7 +38,8 @@ class BatchLayout:
             rows may have, where there is no token budget.
         token_budget: int, the tokens of a packed row, or `None` for no
             packing.
-        max_sequences: int, the most sequences of a packed row.
+        max_sequences: int, the most sequences of a packed row, or `None` for a
+            number that depends on `token_budget`.
         together: int, how many neighbours of a group are in one row: 2 for
             pairs. Where it is 1 a group may be spread over rows.
         share_prefix: bool, whether a row stores the prefix of a group once
@@ -60,7 +61,7 @@ class BatchLayout:
     sequence_length: int
     lengths: Callable = packing.coarse_lengths
     token_budget: int | None = None
-    max_sequences: int = MAX_SEQUENCES
+    max_sequences: int | None = None
     together: int = 1
     share_prefix: bool = False
     row_multiple: int = 1
@@ -69,6 +70,11 @@ class BatchLayout:
     size: Callable | None = None
     extras: Callable | None = None
     by_sequence: bool = False
+
+    def __post_init__(self):
+        if self.max_sequences is None:
+            most = packing.most_sequences(self.token_budget, MAX_SEQUENCES)
+            object.__setattr__(self, "max_sequences", most)
 
     def __call__(self, groups, first=0, length=None, first_unit=None):
         """Makes a batch.

@@ -3,6 +3,9 @@
 import bisect
 import heapq
 
+# The mean length of sequences from which on they fill a long row.
+MEAN_TOKENS = 64
+
 
 def pack(lengths, capacity, max_sequences=64):
     """Packs sequences into rows by best-fit decreasing.
@@ -90,6 +93,15 @@ def padded_rows(filled, multiple):
     power = 1 << (filled - 1).bit_length()
     rows = power * 3 // 4 if filled <= power * 3 // 4 else power
     return -(-rows // multiple) * multiple
+
+
+def most_sequences(tokens, least):
+    """Returns the most sequences of a packed row of so many tokens.
+
+    It is `least` for short rows. Long ones have room for more, which many
+    short sequences would else leave empty.
+    """
+    return max(least, (tokens or 0) // MEAN_TOKENS)
 
 
 def pack_groups(

@@ -11,6 +11,7 @@ from keras_posttrain.data import order
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
 from keras_posttrain.data.batches.layout import BatchLayout
+from keras_posttrain.data.batches.packing import most_sequences
 from keras_posttrain.data.rows.examples import digest_of
 
 # How many sequences are packed together, and how many batches are built
@@ -80,7 +81,8 @@ class BatchAdapter(DataAdapter):
             )
         self._packing = bool(packing)
         # A sequence has at least two tokens.
-        sequences = max(1, min(MAX_SEQUENCES, sequence_length // 2))
+        most = most_sequences(sequence_length, MAX_SEQUENCES)
+        sequences = max(1, min(most, sequence_length // 2))
         self._layout = layout or BatchLayout(
             num_sequences=self._batch_size,
             sequence_length=sequence_length,
