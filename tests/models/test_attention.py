@@ -483,6 +483,42 @@ def test_remat_changes_no_hidden_state(models, family):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+@by_family
+def test_no_family_changes_where_blocks_are_skipped(
+    models, family, monkeypatch
+):
+    """Hidden states and gradients, whatever layers keep."""
+    parts = sequences((9, 140, 60, 80), seed=2)
+    batch = batch_of([parts, parts[::-1]], 300)
+    used = batch["segment_ids"][..., None] > 0
+    causal_lm = models(family)
+    trained = causal_lm.trainable_variables
+    frozen = [v.value for v in causal_lm.non_trainable_variables]
+
+    def run(remat):
+        policy = Policy(causal_lm, remat=remat)
+
+        def loss(values):
+            pairs = zip(causal_lm.non_trainable_variables, frozen)
+            pairs = [*zip(trained, values), *pairs]
+            with keras.StatelessScope(pairs):
+                hidden = policy.hidden_states(batch)
+            return jnp.sum(jnp.where(used, hidden, 0) ** 2), hidden
+
+        values = [v.value for v in trained]
+        return jax.jit(jax.grad(loss, has_aux=True))(values)
+
+    monkeypatch.setattr(attention, "KEEP_SCORES", 0)
+    found = run("none"), run("selective")
+    monkeypatch.setattr(block_attention, "LEAST", {})
+    gradients, hidden = run("none")
+    for other_gradients, other in found:
+        assert_close(other[used[..., 0]], hidden[used[..., 0]])
+        for one, two in zip(gradients, other_gradients):
+            scale = np.abs(one).max()
+            np.testing.assert_allclose(two, one, atol=2e-5 * scale)
+
+
 def test_a_window_reaches_as_far_as_it_says():
     """A window of 3 sees the token itself and 2 before it: a change of token
     0 is seen at 2 and not at 3."""
