@@ -30,7 +30,8 @@ class PPOTask(RolloutTask):
     that no reward function scored are dropped.
 
     Rows are `{"prompt"}`, a string or a list of messages, or
-    `{"prompt_ids"}`; all other columns reach the rewards.
+    `{"prompt_ids"}`; all other columns reach the rewards. Prompts may have
+    images, as in `kpt.GRPOTask`, without a separate `value_model`.
 
     `kpt.callbacks.Checkpoint` saves the value model; `export`,
     `save_adapter` and `save_to_preset` write the policy alone. Rewards that
@@ -73,6 +74,11 @@ class PPOTask(RolloutTask):
         super().__init__(causal_lm, tokenizer, reference=reference, **kwargs)
         # Set by the first `compile`.
         self.value_model = None
+
+    @property
+    def takes_images(self):
+        # A separate value model reads text.
+        return self.value_model is None or self.value_model.policy is None
 
     def default_loss(self):
         return PPOLoss()

@@ -32,7 +32,8 @@ class NativeRollout(Rollout):
     the hook that this needs (see the README) use KerasHub's cached decoding
     in batches, which is slower. The trained weights are copied only if
     rollouts overlap with training (`fit(max_staleness=...)`), after every
-    rollout.
+    rollout. Prompts of a Gemma 3 with `vision=True` may have images, which
+    are computed as in training.
 
     Args:
         num_slots: int, the most samples at once.
@@ -55,7 +56,7 @@ class NativeRollout(Rollout):
     ```
     """
 
-    returns_routed_experts = True
+    returns_routed_experts = takes_images = True
 
     def __init__(
         self, num_slots=128, *, cache_bytes="auto", merge_adapter="auto"
