@@ -75,11 +75,6 @@ class PPOTask(RolloutTask):
         # Set by the first `compile`.
         self.value_model = None
 
-    @property
-    def takes_images(self):
-        # A separate value model reads text.
-        return self.value_model is None or self.value_model.policy is None
-
     def default_loss(self):
         return PPOLoss()
 
@@ -175,6 +170,8 @@ class PPOTask(RolloutTask):
 
     def _make_value_model(self, source):
         model, backbone = source, self.causal_lm.backbone
+        # A separate model reads text alone.
+        self.takes_images = source is None
         if isinstance(source, (str, os.PathLike)):
             model = presets.load_companion(
                 source,

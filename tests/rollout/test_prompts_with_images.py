@@ -79,9 +79,7 @@ def reference_step(model, prompt, new):
 
 
 @pytest.mark.parametrize("num_slots", [1, 4])
-def test_greedy_equals_full_passes_of_transformers(
-    directory, task, num_slots
-):
+def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
     """Prompts of several lengths and numbers of images, one without."""
     prompts = prompts_of(task)
     model = vision.load(directory)
@@ -165,6 +163,22 @@ def test_an_image_is_not_computed_behind_other_tokens(task):
     assert not any("extension" in text for text in engine.programs)
     for given, samples in zip(requests, found):
         check_same(samples, engine_of(task).generate([given])[0])
+
+
+def test_an_interrupted_sample_continues_with_its_images(task):
+    """Its first tokens are part of the prompt then."""
+    [prompt] = prompts_of(task, (2,))
+    engine, whole = engine_of(task), request(prompt, first_sample=0)
+    [[completion]] = engine.generate([whole])
+    begun = completion.token_ids[:2]
+    rest = dataclasses.replace(
+        whole,
+        token_ids=(*prompt.token_ids, *begun),
+        max_tokens=NEW - 2,
+        drawn=2,
+    )
+    [[found]] = engine.generate([rest])
+    assert [*begun, *found.token_ids] == completion.token_ids
 
 
 def test_eight_devices_are_one(directory, task, eight_devices):
