@@ -145,6 +145,8 @@ def _with_images(settings, where, row):
         raise _wrong_keys(row, where)
     if settings.images is None:
         refuse_images(row, where)
+        if row.get("image") is not None:
+            raise _wrong_keys(row, where)
     if given == ["messages"]:
         row = {"prompt": row["messages"], **row}
     row = {k: v for k, v in row.items() if k != "messages"}

@@ -28,7 +28,7 @@ def prompts(counts=(1, 2, 0, 1), seed=5):
     ]
 
 
-def odd_ids(completion_ids, **columns):
+def sums_of_ids(completion_ids, **columns):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -43,7 +43,7 @@ def make(directory, kind=kpt.GRPOTask, *, compiled=None, **settings):
         b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
     task.compile(
         optimizer=keras.optimizers.SGD(0.1),
-        rewards=[odd_ids],
+        rewards=[sums_of_ids],
         num_generations=MANY,
         max_completion_length=NEW,
         stop_token_ids=None,
@@ -125,6 +125,21 @@ def test_the_same_update_however_it_is_run(directory, way):
         assert np.median(differences) < 1e-5 and differences.max() < 1e-4
     largest = max(np.abs(x).max() for x in wanted.values())
     assert update.keys() == wanted.keys() and largest > 1e-4
+    for name, value in wanted.items():
+        np.testing.assert_allclose(
+            update[name], value, rtol=0, atol=5e-5 * largest, err_msg=name
+        )
+
+
+def test_eight_devices_are_one(directory, eight_devices):
+    loss = {"loss": kpt.losses.GRPOLoss(beta=0.1)}
+    _, wanted = expected(directory)
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp_tensor_parallel(2)
+    )
+    batches, update = step(directory, loss, packing=True)
+    assert np.median(gaps(batches)) < 1e-5
+    largest = max(np.abs(x).max() for x in wanted.values())
     for name, value in wanted.items():
         np.testing.assert_allclose(
             update[name], value, rtol=0, atol=5e-5 * largest, err_msg=name
@@ -277,11 +292,13 @@ def test_bad_rows(directory):
         with pytest.raises(ValueError, match=message):
             task.fit([row | changes], 1, verbose=0)
     text = kpt.GRPOTask.from_preset(directory, dtype="float32")
-    text.compile(rewards=[odd_ids], max_completion_length=2)
+    text.compile(rewards=[sums_of_ids], max_completion_length=2)
     with pytest.raises(ValueError, match="GRPOTask, and PPOTask without a"):
         text.fit([row], 1, verbose=0)
     with pytest.raises(ValueError, match="GRPOTask, and PPOTask without a"):
         text.generate({"messages": row["prompt"], "images": row["images"]})
+    with pytest.raises(ValueError, match="a dict with the keys"):
+        text.generate({"prompt_ids": [2], "image": "cat.png"})
 
 
 def test_long_prompts_keep_their_images(directory):

@@ -260,10 +260,10 @@ class SlotDecoder:
         longest = max(map(len, prompts))
         room = power_of_two(max(longest, PREFILL_TOKENS))
         rows, found = self.placement.shards, [None] * len(prompts)
+        images = images or [None] * len(prompts)
         for part in self._parts(prompts, room, rows):
-            given = images or [None] * len(prompts)
             pairs = [
-                (Segment(prompts[i], images=given[i]), slots[i]) for i in part
+                (Segment(prompts[i], images=images[i]), slots[i]) for i in part
             ]
             chosen = self._prefill_part(weights, pairs, rows, routes)
             for i, x in zip(part, chosen):
