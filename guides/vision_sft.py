@@ -2,7 +2,7 @@
 Title: Supervised fine-tuning on images
 Author: The keras_posttrain authors
 Date created: 2026/11/24
-Last modified: 2026/11/24
+Last modified: 2026/11/25
 Description: Rows with images for a multimodal Gemma 3, and what is learnt.
 Accelerator: None
 """
@@ -118,9 +118,10 @@ print(report)
 ## Training
 
 Everything else is as in [sft](sft.py): `lora=`, packing, micro-batches,
-meshes and checkpoints work with images, and so does `kpt.DPOTask`, where the
-prompt may have images. The tower and its projector stay frozen. Here all
-weights of the text model are trained, as they are random.
+meshes and checkpoints work with images. So do `kpt.DPOTask`, where the prompt
+may have images, and `kpt.GRPOTask` and `kpt.PPOTask`, whose rewards get the
+column `images` too. The tower and its projector stay frozen. Here all weights
+of the text model are trained, as they are random.
 """
 
 task.compile(keras.optimizers.AdamW(3e-3))
@@ -135,31 +136,27 @@ task.fit(
 """
 ## What it has learnt
 
-Rows with images are not completed yet by `generate`: the model chooses among
-four answers, by their log-probabilities. Of the same questions about the
-mirrored pictures it should choose the other colour, and a model that does not
-look at the picture could be right in one of four.
+`generate` takes messages up to the answer, with their images. Of the same
+questions about the mirrored pictures the model should answer the other colour,
+and a model that does not look at the picture could be right in one of four.
 """
 
-for row in held_out[:2]:
-    print(row["messages"][0]["content"][1]["text"], row["messages"][1])
 shares = {}
 for way, flip in (("right", 1), ("mirrored", -1)):
     asked = [
         {
             "images": [row["images"][0][:, ::flip]],
-            "messages": [
-                row["messages"][0],
-                {"role": "assistant", "content": name},
-            ],
+            "messages": row["messages"][:1],
         }
         for row in held_out
-        for name in names
     ]
-    scores = [sum(x[-4:]) for x in task.log_probs(asked, batch_size=40)]
-    best = np.reshape(scores, (-1, 4)).argmax(1)
-    wanted = [names.index(x["messages"][1]["content"]) for x in held_out]
-    shares[way] = float(np.mean(best == wanted))
+    answers = task.generate(asked, temperature=0, max_tokens=8)
+    print(asked[0]["messages"][0]["content"][1]["text"], answers[0])
+    right = [
+        answer.strip() == row["messages"][1]["content"]
+        for answer, row in zip(answers, held_out)
+    ]
+    shares[way] = float(np.mean(right))
     print(f"{way}: {shares[way]:.0%} as in the rows")
 
 """

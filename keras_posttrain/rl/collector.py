@@ -24,6 +24,8 @@ LOGPS_INPUTS = (
     "predicted_by",
     "prefix_segments",
     "routed_experts",
+    "pixels",
+    "image_tokens",
 )
 # Metrics of every rollout, some only with `max_staleness`.
 METRICS = (
@@ -401,7 +403,7 @@ class Collector:
 def sequences(group):
     """Returns the segments of a group's trajectories as a batch's `Group`."""
     found = [
-        (unit, Example(s.token_ids, s.mask, t.row))
+        (unit, Example(s.token_ids, s.mask, t.row, group.prompt.images))
         for unit, t in enumerate(group.trajectories)
         for s in t.segments
     ]

@@ -104,6 +104,7 @@ class Sampler:
                 stop_token_ids=sampling.stop_token_ids,
                 seed=seed,
                 return_routed_experts=sampling.routing_replay,
+                images=prompt.images,
             )
             for prompt in prompts
         ]

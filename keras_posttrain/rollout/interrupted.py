@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 
-from keras_posttrain.rollout.request import Completion
+from keras_posttrain.rollout.request import Completion, content_of
 
 
 def generate_whole(engine, requests, wait):
@@ -42,7 +42,7 @@ def _numbered(requests):
     """Yields requests with `first_sample` set."""
     seen = collections.Counter()
     for r in requests:
-        key = r.seed, r.token_ids
+        key = r.seed, r.token_ids, content_of(r.images)
         yield dataclasses.replace(r, first_sample=seen[key])
         seen[key] += r.num_generations
 

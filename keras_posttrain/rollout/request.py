@@ -37,6 +37,10 @@ class Request:
         return_routed_experts: bool, whether completions have the experts of
             their tokens. The built-in engine records them in mixtures of
             experts; other engines refuse it.
+        images: `None`, or the images of the prompt as rows have them: with
+            `vision=True` the `images` of `task.prepare(rows)[0][0]`, whose
+            `token_ids` are those of this prompt and its completion. The
+            built-in engine reads them; other engines refuse them.
 
     Example:
 
@@ -59,6 +63,7 @@ class Request:
     drawn: int = 0
     first_sample: int | None = None
     return_routed_experts: bool = False
+    images: object = None
 
     def __post_init__(self):
         for name in ("token_ids", "stop_token_ids"):
@@ -149,6 +154,11 @@ class Scores:
     top_logps: np.ndarray | None = None
 
 
+def content_of(images):
+    """Returns bytes that differ between images, empty for `None`."""
+    return b"" if images is None else images.digest
+
+
 # --- Checks ------------------------------------------------------------------
 
 
@@ -167,11 +177,14 @@ def need(holds, expected, **received):
         raise ValueError(f"{expected}. Received: {name}={value!r}{where}")
 
 
-def check_requests(requests, vocabulary_size, max_length=None):
+def check_requests(
+    requests, vocabulary_size, max_length=None, image_reader=None
+):
     """Checks requests and returns them as a list.
 
     A `ValueError` names the request, the field and its value. `max_length` is
-    the most tokens of a sequence, or `None`.
+    the most tokens of a sequence, or `None`; `image_reader` the `ImageReader`
+    of a model with a vision tower, or `None`.
     """
     if isinstance(requests, Request):
         raise ValueError(
@@ -222,6 +235,9 @@ def check_requests(requests, vocabulary_size, max_length=None):
             request=i,
         )
         check_fits(f"Request {i}", len(r.token_ids), r.max_tokens, max_length)
+        if image_reader is not None:
+            prompt = r.token_ids[: len(r.token_ids) - r.drawn]
+            image_reader.check(prompt, r.images, f"request {i}")
     return requests
 
 

@@ -1,9 +1,10 @@
 """The interface of rollout engines: token ids in, sampled tokens out.
 
 What an engine reads of a task. `Rollout` needs `causal_lm` (for the size of
-the vocabulary) and `max_length`. `NativeRollout` also reads `policy`,
-`adapter`, `using_weights`, `trainable_variables` and
-`non_trainable_variables`; `VLLMRollout` reads these and `sequence_length`.
+the vocabulary), `max_length`, and with a vision tower `tokenizer` (for the
+tokens of images). `NativeRollout` also reads `policy`, `adapter`,
+`using_weights`, `trainable_variables` and `non_trainable_variables`;
+`VLLMRollout` reads these and `sequence_length`.
 The parts of both engines get these values and never the task.
 """
 
@@ -16,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.distribution import processes
+from keras_posttrain.models.vision import image_reader, tower_of
 from keras_posttrain.rollout.request import (
     check_fits,
     check_ids,
@@ -65,6 +67,7 @@ class Rollout(keras.callbacks.Callback):
             the experts of their tokens.
         is_apart: bool, whether it samples in the run's processes on devices
             that the trainer does not use.
+        takes_images: bool, whether prompts may have images.
 
     Example:
 
@@ -88,7 +91,8 @@ class Rollout(keras.callbacks.Callback):
     ```
     """
 
-    overlaps = needs_weights = returns_routed_experts = is_apart = False
+    overlaps = needs_weights = returns_routed_experts = False
+    takes_images = is_apart = False
 
     def __init__(self):
         super().__init__()
@@ -150,9 +154,13 @@ class Rollout(keras.callbacks.Callback):
     def checked(self, requests):
         """Returns requests as a list; a `ValueError` names an invalid one."""
         self._need_task()
+        reader = self._image_reader()
         requests = check_requests(
-            requests, self._vocabulary_size(), self._max_length()
+            requests, self._vocabulary_size(), self._max_length(), reader
         )
+        for i, r in enumerate(requests):
+            if r.images is not None and not (self.takes_images and reader):
+                raise _no_images(self, reader, i)
         if any(r.return_routed_experts for r in requests):
             need_routed_experts(self, self.model.policy)
         return requests
@@ -206,9 +214,16 @@ class Rollout(keras.callbacks.Callback):
             temperature=temperature,
         )
         sequences = [[operator.index(x) for x in s] for s in sequences]
+        reader = self._image_reader()
         for i, ids in enumerate(sequences):
             check_ids(f"sequence {i}", ids, vocabulary)
             check_fits(f"Sequence {i}", len(ids), 0, self.score_length)
+            if reader is not None and reader.count(ids):
+                raise ValueError(
+                    "`score` reads no images. Received: sequence "
+                    f"{i} with the tokens of {reader.count(ids)} images. Use "
+                    "`task.log_probs(rows)`, whose rows have images."
+                )
         with self.turn:
             return self._score(sequences, top_k, float(temperature or 1.0))
 
@@ -257,6 +272,12 @@ class Rollout(keras.callbacks.Callback):
         """Returns the most tokens of a sequence, or `None`."""
         return self.model.max_length
 
+    def _image_reader(self):
+        """Returns the model's `ImageReader`, or `None` without a tower."""
+        if tower_of(self.model.causal_lm.backbone) is None:
+            return None
+        return image_reader(self.model.causal_lm, self.model.tokenizer)
+
     def _task_weights(self):
         """Returns the task's current weights, `(trainable, frozen)`."""
         task = self.model
@@ -264,6 +285,16 @@ class Rollout(keras.callbacks.Callback):
             [v.value for v in task.trainable_variables],
             [v.value for v in task.non_trainable_variables],
         )
+
+
+def _no_images(engine, reader, request):
+    tower = "" if reader else " without a vision tower"
+    return ValueError(
+        "Images are read by `kpt.rollout.NativeRollout` alone, of a Gemma 3 "
+        "that was loaded with `vision=True`. Received: request "
+        f"{request} with images, for {type(engine).__name__} of a "
+        f"{type(engine.model.causal_lm).__name__}{tower}."
+    )
 
 
 def _seeds(number):

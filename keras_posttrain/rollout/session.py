@@ -137,6 +137,12 @@ class Session:
             RuntimeError: the session has ended.
         """
         [request] = self.engine.checked([request])
+        if request.images is not None:
+            raise ValueError(
+                "Conversations of several turns have no images. Received: a "
+                f"request with {len(request.images.pixels)} images. Sample "
+                "it by the engine's `generate`."
+            )
         # Equal requests are not counted: no call has all of them.
         request = dataclasses.replace(
             request,

@@ -13,7 +13,11 @@ class GRPOTask(RolloutTask):
     another policy loss of `kpt.losses`; `advantages="auto"` follows the loss.
 
     Rows are `{"prompt"}`, a string or a list of messages, or
-    `{"prompt_ids"}`; all other columns reach the rewards.
+    `{"prompt_ids"}`; all other columns reach the rewards. Of a model with a
+    vision tower (`from_preset(..., vision=True)`), prompts of messages may
+    have `images`, as in `kpt.SFTTask`; rewards get the column too. With
+    `fit(share_prefix=True)` the images of a prompt are computed once for all
+    its completions in a row.
 
     Args:
         causal_lm: a KerasHub `CausalLM`.

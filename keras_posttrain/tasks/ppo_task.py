@@ -30,7 +30,8 @@ class PPOTask(RolloutTask):
     that no reward function scored are dropped.
 
     Rows are `{"prompt"}`, a string or a list of messages, or
-    `{"prompt_ids"}`; all other columns reach the rewards.
+    `{"prompt_ids"}`; all other columns reach the rewards. Prompts may have
+    images, as in `kpt.GRPOTask`, without a separate `value_model`.
 
     `kpt.callbacks.Checkpoint` saves the value model; `export`,
     `save_adapter` and `save_to_preset` write the policy alone. Rewards that
@@ -169,6 +170,8 @@ class PPOTask(RolloutTask):
 
     def _make_value_model(self, source):
         model, backbone = source, self.causal_lm.backbone
+        # A separate model reads text alone.
+        self.takes_images = source is None
         if isinstance(source, (str, os.PathLike)):
             model = presets.load_companion(
                 source,

@@ -78,7 +78,7 @@ class RolloutTask(Task):
         "grad_norm",
     )
     skipped_because = "the completions of each prompt earned the same"
-    can_share_prefix = True
+    can_share_prefix = takes_images = True
     # Builds the batches of a rollout.
     collector = Collector
 

@@ -40,7 +40,6 @@ from keras_posttrain.training import (
 )
 from keras_posttrain.training.frozen_cache import run_rows
 from keras_posttrain.training.generation import (
-    check_no_images,
     complete,
     complete_rows,
 )
@@ -647,9 +646,6 @@ class Task(keras.Model):
             checks.positive_int("batch_size", batch_size)
             if metrics and metrics.of_text:
                 count = len(examples)
-            if not is_stream(examples):
-                for example in itertools.islice(examples, count):
-                    check_no_images(example)
             filled = self.filled_rows(batch_size)
             note = padding.describe(self.micro_batch_size, *filled)
             callback_lib.show(note, verbose not in (0, "auto"))
@@ -1001,7 +997,9 @@ class Task(keras.Model):
 
         Args:
             prompts: a str, a list of messages, `{"prompt_ids": [...]}`, or a
-                list of these.
+                list of these. Of a model with a vision tower also
+                `{"messages": [...], "images": [...]}`, messages up to where
+                the model answers, with images as in `kpt.SFTTask`.
             max_tokens: int, the maximum number of new tokens.
             temperature: float; 0 is greedy decoding.
             top_k: int or `None`, sample among the `top_k` most probable
@@ -1042,9 +1040,11 @@ class Task(keras.Model):
         with _console.silenced(not verbose):
             return complete(
                 self._engine,
-                self.tokenizer,
+                self.row_settings(
+                    "prompts",
+                    images=image_reader(self.causal_lm, self.tokenizer),
+                ),
                 prompts,
-                template_kwargs=self.chat_template_kwargs,
                 num_generations=num_generations,
                 stop_token_ids=stop_token_ids,
                 seed=seed,

@@ -4,27 +4,31 @@ import numpy as np
 
 from keras_posttrain.data.chat import chat
 from keras_posttrain.data.rows.columns import check_characters
+from keras_posttrain.data.rows.images import COLUMNS, refuse_images
+from keras_posttrain.data.rows.prompt_encoder import PromptEncoder
 from keras_posttrain.distribution import processes
 from keras_posttrain.rollout import Request
 from keras_posttrain.training import checks
 
+PROMPTS = ("messages", "prompt", "prompt_ids")
+
 
 def complete(
-    engine, tokenizer, prompts, *, template_kwargs, num_generations=1,
-    stop_token_ids="auto", seed=None, return_token_ids=False, on_text=None,
-    verbose=0, **sampling,
+    engine, settings, prompts, *, num_generations=1, stop_token_ids="auto",
+    seed=None, return_token_ids=False, on_text=None, verbose=0, **sampling,
 ):  # fmt: skip
-    """Completes prompts: see `Task.generate`."""
+    """Completes prompts with the `RowSettings` of a task.
+
+    See `Task.generate`.
+    """
+    tokenizer = settings.tokenizer
     prompts, one = _as_list(prompts)
     if on_text is not None and not callable(on_text):
         raise ValueError(
             "`on_text` must be a function of `index, text`, or None. "
             f"Received: on_text={on_text!r}"
         )
-    ids = [
-        _prompt_ids(tokenizer, template_kwargs, i, p)
-        for i, p in enumerate(prompts)
-    ]
+    encoded = [_encode(settings, i, p) for i, p in enumerate(prompts)]
     if not return_token_ids or on_text is not None:
         checks.need_tokenizer(tokenizer, "generate")
     # One seed for all: equal prompts still differ in their samples.
@@ -32,13 +36,14 @@ def complete(
         seed = processes.from_first(np.random.randint(2**31))
     requests = [
         Request(
-            x,
+            ids,
             num_generations=num_generations,
             stop_token_ids=_stop(tokenizer, stop_token_ids),
             seed=seed,
+            images=images,
             **sampling,
         )
-        for x in ids
+        for ids, images in encoded
     ]
     stream = None
     if on_text is not None:
@@ -67,13 +72,13 @@ def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
     """
     cut = []
     for example in examples:
-        check_no_images(example)
         trained = example.completion_mask != 0
         first = int(np.argmax(trained))
         # Only the first answer, because a chat may continue after it.
         answer = np.cumprod(trained[first:]).sum()
         ids = example.token_ids
-        cut.append((ids[:first], ids[first : first + answer]))
+        images = example.images and example.images.before(first)
+        cut.append((ids[:first], images, ids[first : first + answer]))
     requests = [
         Request(
             prompt.tolist(),
@@ -81,8 +86,9 @@ def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
             temperature=0,
             stop_token_ids=_stop(tokenizer, "auto"),
             seed=seed,
+            images=images,
         )
-        for prompt, _ in cut
+        for prompt, images, _ in cut
     ]
     groups = engine.generate(requests)
     return [
@@ -94,18 +100,8 @@ def complete_rows(engine, tokenizer, examples, max_tokens, seed=0):
             "reference": tokenizer.decode(rest.tolist()),
             "is_cut": completion.finish_reason == "length",
         }
-        for (prompt, rest), [completion] in zip(cut, groups)
+        for (prompt, _, rest), [completion] in zip(cut, groups)
     ]
-
-
-def check_no_images(example):
-    """Raises a `ValueError` for an `Example` that cannot be completed."""
-    if example.images is not None:
-        raise ValueError(
-            "Rows with images cannot be completed. Received: row "
-            f"{example.row} with images. Leave `num_samples` and metrics of "
-            "text out."
-        )
 
 
 def _stop(tokenizer, stop_token_ids):
@@ -116,23 +112,51 @@ def _stop(tokenizer, stop_token_ids):
     return tuple(tokenizer.stop_token_ids)
 
 
-def _prompt_ids(tokenizer, template_kwargs, row, prompt):
+def _encode(settings, row, prompt):
+    """Returns the token ids of a prompt and its `Images` or `None`."""
     if isinstance(prompt, dict):
+        if set(prompt) & set(COLUMNS):
+            return _with_images(settings, f"prompt {row}", prompt)
         if set(prompt) != {"prompt_ids"}:
-            known = [k for k in ("prompt", "messages") if k in prompt]
-            fix = f" Of a row, pass row[{known[0]!r}]." if known else ""
-            raise ValueError(
-                "A prompt must be a str, a list of messages or {'prompt_ids': "
-                f"[...]}}. Received: prompt {row}, a dict with the keys "
-                f"{sorted(prompt)}.{fix}"
-            )
+            raise _wrong_keys(prompt, f"prompt {row}")
         ids = prompt["prompt_ids"]
         if isinstance(ids, (str, bytes)) or not np.iterable(ids):
             raise ValueError(
                 "`prompt_ids` must be a list of ints. Received: prompt "
                 f"{row} with prompt_ids={ids!r}"
             )
-        return ids
+        return ids, None
+    return _text_ids(settings, row, prompt), None
+
+
+def _wrong_keys(prompt, where):
+    known = [k for k in ("prompt", "messages") if k in prompt]
+    fix = f" Of a row, pass row[{known[0]!r}]." if known else ""
+    return ValueError(
+        "A prompt must be a str, a list of messages or {'prompt_ids': [...]}, "
+        "with images {'messages': [...], 'images': [...]}. Received: "
+        f"{where}, a dict with the keys {sorted(prompt)}.{fix}"
+    )
+
+
+def _with_images(settings, where, row):
+    given = [kind for kind in PROMPTS if kind in row]
+    if len(given) != 1 or set(row).difference(COLUMNS, given):
+        raise _wrong_keys(row, where)
+    if settings.images is None:
+        refuse_images(row, where)
+        if row.get("image") is not None:
+            raise _wrong_keys(row, where)
+    if given == ["messages"]:
+        row = {"prompt": row["messages"], **row}
+    row = {k: v for k, v in row.items() if k != "messages"}
+    encoded = PromptEncoder(settings)(0, row, where)
+    prompt = encoded.build(encoded.sides)
+    return prompt.token_ids, prompt.images
+
+
+def _text_ids(settings, row, prompt):
+    tokenizer = settings.tokenizer
     if not isinstance(prompt, (str, list, tuple)):
         raise ValueError(
             "A prompt must be a str, a list of messages or {'prompt_ids': "
@@ -144,7 +168,10 @@ def _prompt_ids(tokenizer, template_kwargs, row, prompt):
         return tokenizer.encode(prompt, add_special_tokens=True)
     checks.need_tokenizer(tokenizer, "messages")
     return chat.render_ids(
-        tokenizer, prompt, add_generation_prompt=True, **template_kwargs
+        tokenizer,
+        prompt,
+        add_generation_prompt=True,
+        **(settings.chat_template_kwargs or {}),
     )
 
 

@@ -35,9 +35,9 @@ def expand_images(conversation, text, plain, image_text):
     if image_text is None:
         raise ValueError(
             "Messages have parts of type 'image', which are not read here. "
-            f"Received: {count} of them. Images are in the column 'images' "
-            "of rows that SFTTask and DPOTask train on, of a model with a "
-            "vision tower."
+            f"Received: {count} of them. Give the images too, as the column "
+            "'images' of rows, to a model with a vision tower "
+            "(`from_preset(..., vision=True)`)."
         )
     quoted = set(plain)
     marks = [

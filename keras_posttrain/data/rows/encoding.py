@@ -106,13 +106,13 @@ def encode_text(row, kind, settings, train_on, where, pixels=None):
     count = 0 if pixels is None else len(pixels)
     if kind == "text":
         refuse_tools(row, where)
-        _refuse_images_of_text(count, where)
+        refuse_images_of_text(count, where)
         return _text(row, tokenizer, train_on, where)
     if kind == "messages":
         messages, first = row["messages"], 0
     elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         refuse_tools(row, where)
-        _refuse_images_of_text(count, where)
+        refuse_images_of_text(count, where)
         return _strings(row, tokenizer, train_on, where)
     else:
         messages, first = _join(row, where)
@@ -125,7 +125,8 @@ def encode_text(row, kind, settings, train_on, where, pixels=None):
         raise ValueError(f"In {where}: {error}") from error
 
 
-def _refuse_images_of_text(count, where):
+def refuse_images_of_text(count, where):
+    """Raises where a row of plain text has images: nothing renders them."""
     if count:
         raise ValueError(
             "Images are a part of messages, and a row of plain text has none. "

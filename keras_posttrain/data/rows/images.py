@@ -1,6 +1,7 @@
 """The images of a row: their pixels, and the tokens that stand for them."""
 
 import dataclasses
+import functools
 import hashlib
 import io
 
@@ -30,11 +31,33 @@ class Images:
     pixels: np.ndarray
     places: np.ndarray
 
-    @property
+    @functools.cached_property
     def digest(self):
         """Bytes that differ between different images."""
         found = hashlib.blake2b(self.pixels.tobytes(), digest_size=16)
         return found.digest()
+
+    @functools.cached_property
+    def token_keys(self):
+        """Int32 array like `places`, numbers of each image's content.
+
+        They are less than -1, and stand for the ids of the tokens, which are
+        equal in all images, where prompts are compared.
+        """
+        count = self.places.shape[1]
+        found = [
+            hashlib.shake_128(pixels.tobytes()).digest(4 * count)
+            for pixels in self.pixels
+        ]
+        found = np.frombuffer(b"".join(found), "<i4")
+        return np.minimum(found | -(2**31), -2).reshape(-1, count)
+
+    def before(self, stop):
+        """Returns the images before a position, or `None` without any."""
+        count = int(np.sum(self.places[:, -1] < stop))
+        if not count:
+            return None
+        return Images(self.pixels[:count], self.places[:count])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +157,16 @@ class ImageReader:
         )
         return np.asarray(square, np.uint8)
 
+    def count(self, token_ids):
+        """Counts the images that a sequence has tokens for.
+
+        Fewer adjacent tokens than those of an image do not count: a model
+        may sample them.
+        """
+        found = np.flatnonzero(np.asarray(token_ids) == self.token_id)
+        runs = np.split(found, np.flatnonzero(np.diff(found) != 1) + 1)
+        return sum(len(run) // self.num_tokens for run in runs)
+
     def place(self, pixels, token_ids, where):
         """Finds the tokens of images in a sequence.
 
@@ -160,6 +193,55 @@ class ImageReader:
                 f"images and {len(found)} such tokens."
             )
         return Images(pixels, places)
+
+    def check(self, token_ids, images, where):
+        """Checks the images of a prompt.
+
+        Args:
+            token_ids: ints, those of the prompt.
+            images: `Images` or `None`.
+            where: string, the prompt in errors.
+
+        Raises:
+            ValueError: they are no images of this model, or not those that
+                the prompt has tokens for.
+        """
+        ids = np.asarray(token_ids)
+        given, places = 0, np.zeros(0, np.int64)
+        if images is not None:
+            if not isinstance(images, Images):
+                raise ValueError(
+                    "The images of a prompt must be those of a prepared row, "
+                    "`task.prepare(rows)[0][0].images`. Received: "
+                    f"{where} with {images!r:.100} of type "
+                    f"{type(images).__name__}."
+                )
+            given, places = len(images.pixels), images.places.reshape(-1)
+            shape = (self.size, self.size, 3)
+            if images.pixels.shape[1:] != shape:
+                raise ValueError(
+                    "Images must have the size that the model was made for, "
+                    f"{shape}. Received: {where} with images of shape "
+                    f"{images.pixels.shape[1:]}. Prepare the rows with this "
+                    "model's task."
+                )
+        known = places[(places >= 0) & (places < len(ids))]
+        count = self.count(ids)
+        if count != given or np.sum(ids[known] == self.token_id) < (
+            given * self.num_tokens
+        ):
+            raise ValueError(
+                f"A prompt must have {self.num_tokens} adjacent tokens of id "
+                f"{self.token_id} for each of its images, at their `places`. "
+                f"Received: {where} with tokens of {count} images, and "
+                f"{given} images. Take both from one prepared row."
+            )
+        if given and places.max() == len(ids) - 1:
+            raise ValueError(
+                "A prompt must have a token after its images, from which the "
+                f"first new token is predicted. Received: {where}, which ends "
+                "with an image."
+            )
 
 
 def _pillow():
@@ -208,7 +290,8 @@ def refuse_images(row, where):
         return
     if images_of(row, where):
         raise ValueError(
-            "Images are read by SFTTask and DPOTask, of a model with a vision "
+            "Images are read by SFTTask, DPOTask, GRPOTask, and PPOTask "
+            "without a separate `value_model`, of a model with a vision "
             "tower: a multimodal Gemma 3 (`from_preset(..., vision=True)`). "
             "Received: "
             f"{where} with the columns {list(map(str, row))}. Load such a "

@@ -1,7 +1,6 @@
 """Encodes rows with a prompt to sample from."""
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -9,6 +8,7 @@ from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.template import TemplateFault
 from keras_posttrain.data.rows import columns, encoding
 from keras_posttrain.data.rows.examples import Example
+from keras_posttrain.data.rows.images import with_parts
 from keras_posttrain.data.rows.preparation import EncodedRow
 
 SIDES = ("prompt", "prompt_ids")
@@ -25,12 +25,14 @@ class Prompt:
             no tokenizer).
         columns: dict, the other columns of the row.
         row: int, index of the dataset row.
+        images: `Images` of the prompt, or `None`.
     """
 
     token_ids: tuple
     prompt: object
     columns: dict
     row: int
+    images: object = None
 
     @property
     def hashed(self):
@@ -39,13 +41,14 @@ class Prompt:
         if not self.token_ids:
             # A row without a prompt.
             ids = repr(self.columns).encode(errors="replace")
-        return ids + b"|"
+        images = b"" if self.images is None else self.images.digest
+        return ids + b"|" + images
 
     @property
     def stored(self):
         """Its tokens as an `Example`; the rest is in its row."""
         ids = np.array(self.token_ids, np.int32)
-        return Example(ids, np.zeros(0, np.float32), self.row)
+        return Example(ids, np.zeros(0, np.float32), self.row, self.images)
 
 
 class ColumnsEncoder:
@@ -87,19 +90,34 @@ class PromptEncoder:
     def __call__(self, index, row, where):
         side = _side(row, where)
         _check_columns(index, row, where, self.first)
-        ids = _encode(row, side, self.settings, where)
-        build = functools.partial(
-            _prompt, row, side, self.settings.tokenizer, index
-        )
+        settings = self.settings
+        pixels = encoding.read_images(row, settings, where)
+        ids = _encode(row, side, settings, where, pixels)
+
+        def build(sides):
+            [(ids, _)] = sides
+            images = encoding.place_images(pixels, ids, settings, where)
+            if settings.images is not None:
+                settings.images.check(ids, images, where)
+            return _prompt(row, side, settings.tokenizer, index, ids, images)
+
         # A prompt carries no loss.
-        return EncodedRow([(ids, np.zeros(len(ids), np.float32))], build)
+        return EncodedRow(
+            [(ids, np.zeros(len(ids), np.float32))],
+            build,
+            num_image_tokens=encoding.num_image_tokens(pixels, settings),
+        )
 
     def restore(self, example, row):
         """Makes the `Prompt` of stored tokens and of its row."""
-        side = _side(row, "row")
-        sides = [(example.token_ids, None)]
-        tokenizer = self.settings.tokenizer
-        return _prompt(row, side, tokenizer, example.row, sides)
+        return _prompt(
+            row,
+            _side(row, "row"),
+            self.settings.tokenizer,
+            example.row,
+            example.token_ids,
+            example.images,
+        )
 
 
 def _side(row, where):
@@ -126,8 +144,9 @@ def _check_columns(index, row, where, known):
         )
 
 
-def _encode(row, side, settings, where):
+def _encode(row, side, settings, where, pixels):
     value, tokenizer = row[side], settings.tokenizer
+    count = 0 if pixels is None else len(pixels)
     if side == "prompt_ids":
         ids = columns.int_array(value, where, side)
     elif tokenizer is None:
@@ -138,15 +157,20 @@ def _encode(row, side, settings, where):
         )
     elif isinstance(value, str):
         encoding.refuse_tools(row, where)
+        encoding.refuse_images_of_text(count, where)
         ids, _ = encoding.encode_opened(tokenizer, value)
     elif isinstance(value, (list, tuple)):
         try:
+            value = with_parts(value, count, where)
+            kwargs = dict(settings.chat_template_kwargs or {})
+            if count:
+                kwargs["image_text"] = settings.images.text(tokenizer)
             ids = chat.render_ids(
                 tokenizer,
                 value,
                 add_generation_prompt=True,
                 tools=encoding.tools_of(row),
-                **(settings.chat_template_kwargs or {}),
+                **kwargs,
             )
         except TemplateFault:
             raise
@@ -165,8 +189,7 @@ def _encode(row, side, settings, where):
     return ids
 
 
-def _prompt(row, side, tokenizer, index, sides):
-    [(ids, _)] = sides
+def _prompt(row, side, tokenizer, index, ids, images):
     ids = tuple(ids.tolist())
     shown = row[side]
     if side == "prompt_ids":
@@ -174,4 +197,4 @@ def _prompt(row, side, tokenizer, index, sides):
         if tokenizer is not None:
             shown = tokenizer.decode(list(ids), skip_special_tokens=False)
     others = {k: v for k, v in row.items() if k not in SIDES}
-    return Prompt(ids, shown, others, index)
+    return Prompt(ids, shown, others, index, images)

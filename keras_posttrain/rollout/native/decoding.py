@@ -57,19 +57,19 @@ def using(policy, using_weights, adapted, weights):
 
 
 def model_inputs(rows, length, num_rows):
-    """Builds `token_ids`, `segment_ids` and `positions` of a forward pass.
+    """Builds the arrays of a forward pass, as of `Policy.hidden_states`.
 
-    `rows` is a list of lists of sequences; `length` is the tokens of a row.
+    `rows` is a list of lists of `Segment`s; `length` is the tokens of a row.
     """
     batch, _ = assemble(
-        [[Segment(ids) for ids in row] for row in rows],
+        rows,
         length=length,
         num_rows=num_rows,
         max_sequences=max(map(len, rows)),
         pad_id=0,
     )
-    names = ("token_ids", "segment_ids", "positions")
-    return {name: batch[name] for name in names}
+    names = ("token_ids", "segment_ids", "positions", "pixels", "image_tokens")
+    return {name: batch[name] for name in names if name in batch}
 
 
 def bucket(tokens, at_least=128):
@@ -243,8 +243,16 @@ class SlotDecoder:
 
     # Prompts
 
-    def prefill(self, weights, prompts, slots, routes=False):
+    def prefill(self, weights, prompts, slots, routes=False, images=None):
         """Computes prompts and writes each to the slots of its list.
+
+        Args:
+            weights: `Weights`.
+            prompts: list of lists of ints.
+            slots: list of lists of ints.
+            routes: as in the class.
+            images: list of the `Images` of each prompt, or `None` of one
+                without; `None` where no prompt has any.
 
         Returns:
             A list with the experts of each prompt's tokens, or with `None`s.
@@ -252,8 +260,11 @@ class SlotDecoder:
         longest = max(map(len, prompts))
         room = power_of_two(max(longest, PREFILL_TOKENS))
         rows, found = self.placement.shards, [None] * len(prompts)
+        images = images or [None] * len(prompts)
         for part in self._parts(prompts, room, rows):
-            pairs = [(prompts[i], slots[i]) for i in part]
+            pairs = [
+                (Segment(prompts[i], images=images[i]), slots[i]) for i in part
+            ]
             chosen = self._prefill_part(weights, pairs, rows, routes)
             for i, x in zip(part, chosen):
                 found[i] = x
@@ -267,15 +278,15 @@ class SlotDecoder:
             yield [p for row in packed[i : i + rows] for p in row]
 
     def _prefill_part(self, weights, part, num_rows, routes):
-        lengths = [len(p) for p, _ in part]
+        lengths = [len(p.token_ids) for p, _ in part]
         total = -(-sum(lengths) // num_rows)
         length = power_of_two(max(total, *lengths), 64)
         rows = pack(lengths, length, max_sequences=2**30)
         while len(rows) > num_rows:
             length *= 2
             rows = pack(lengths, length, max_sequences=2**30)
-        ids = [[part[i][0] for i in row] for row in rows]
-        batch = model_inputs(ids, length, num_rows)
+        prompts = [[part[i][0] for i in row] for row in rows]
+        batch = model_inputs(prompts, length, num_rows)
         slots = None
         if self.is_recurrent:
             slots = power_of_two(max(map(len, rows)), 4)
@@ -291,6 +302,8 @@ class SlotDecoder:
                 at += lengths[i]
         width = min(power_of_two(max(lengths), 64), self.tokens)
         of_rows = "" if slots is None else f", {slots} prompts a row"
+        if "pixels" in batch:
+            of_rows += f", {batch['pixels'].shape[1]} images a row"
         self._note(f"prefill of {num_rows} x {length} tokens{of_rows}")
         kept, chosen = self._prefill(
             (weights.adapted, routes), weights[:2], batch, slots

@@ -36,7 +36,8 @@ class NativeRollout(Rollout):
     the hook that this needs (see the README) use KerasHub's cached decoding
     in batches, which is slower. The trained weights are copied only if
     rollouts overlap with training (`fit(max_staleness=...)`), after every
-    rollout, or for devices of the engine's own.
+    rollout, or for devices of the engine's own. Prompts of a Gemma 3 with
+    `vision=True` may have images, which are computed as in training.
 
     Args:
         num_slots: int, the most samples at once.
@@ -68,7 +69,7 @@ class NativeRollout(Rollout):
     ```
     """
 
-    returns_routed_experts = True
+    returns_routed_experts = takes_images = True
 
     def __init__(
         self,

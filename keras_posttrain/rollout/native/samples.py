@@ -58,6 +58,22 @@ class Sample:
         """Int32 array, the tokens so far."""
         return np.array([*self.prompt, *self.token_ids], np.int32)
 
+    @property
+    def images(self):
+        """`Images` of the prompt, or `None`."""
+        return self.settings.images
+
+    @property
+    def content(self):
+        """Int32 array, `context` with the images' content in their places.
+
+        Equal contents have equal keys and values.
+        """
+        found = self.context
+        if self.images is not None:
+            found[self.images.places] = self.images.token_keys
+        return found
+
     def completion(self, version):
         """Returns the sample as a `Completion`.
 

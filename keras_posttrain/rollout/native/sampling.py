@@ -9,41 +9,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_posttrain.rollout.request import content_of
+
 # Lower temperatures sample as this one does; its inverse is finite.
 LEAST_TEMPERATURE = 1e-30
 INT_MAX = np.iinfo(np.int32).max
 
 
-def sample_key(seed, prompt_ids, generation):
+def sample_key(seed, prompt_ids, generation, content=b""):
     """Computes the random key of a sample from its identity alone.
 
-    `generation` is its index among the samples of its prompt. The key is a
-    uint32 array of shape `(2,)`, the data of a threefry key.
+    `generation` is its index among the samples of its prompt, `content` the
+    digest of the prompt's images. The key is a uint32 array of shape `(2,)`,
+    the data of a threefry key.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{int(seed)} {int(generation)} ".encode())
     digest.update(np.asarray(prompt_ids, "<i8").tobytes())
+    digest.update(content)
     return np.frombuffer(digest.digest(), "<u4").astype("uint32")
 
 
 def sample_keys(requests):
     """Computes a list of the keys of each request's samples.
 
-    Requests with equal prompts and seeds count as one prompt with more
-    samples, so that their samples differ. Tokens that were sampled before an
-    interruption do not count as part of the prompt: with the same weights, a
-    sample that is resumed gets the tokens it would have had.
+    Requests with equal prompts, images included, and seeds count as one
+    prompt with more samples, so that their samples differ. Tokens that were
+    sampled before an interruption do not count as part of the prompt: with the
+    same weights, a sample that is resumed gets the tokens it would have had.
     """
     seen, keys = collections.Counter(), []
     for r in requests:
         prompt = r.token_ids[: len(r.token_ids) - r.drawn]
-        first = r.first_sample
+        first, content = r.first_sample, content_of(r.images)
         if first is None:
-            first = seen[r.seed, prompt]
-            seen[r.seed, prompt] += r.num_generations
+            key = r.seed, prompt, content
+            first = seen[key]
+            seen[key] += r.num_generations
         keys.append(
             [
-                sample_key(r.seed, prompt, first + g)
+                sample_key(r.seed, prompt, first + g, content)
                 for g in range(r.num_generations)
             ]
         )

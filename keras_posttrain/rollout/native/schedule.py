@@ -84,6 +84,7 @@ class Admission:
     Attributes:
         slot: int.
         tokens: int32 array, those whose keys and values it needs.
+        images: `Images` among them, or `None`.
         start: int, how many of them exist already.
         source: int, the slot that has these, or `None` for its own.
         stage: int: sources of earlier stages must be complete.
@@ -91,6 +92,7 @@ class Admission:
 
     slot: int
     tokens: np.ndarray
+    images: object
     start: int
     source: int | None
     stage: int
@@ -132,8 +134,8 @@ class Schedule:
     def _begin(self):
         # The sample in each slot, or `None`.
         self.occupants = []
-        # The tokens in the cache, -1 behind them, and their number. Those
-        # sampled are added when the sample ends.
+        # The tokens in the cache (images by their content), -1 behind them,
+        # and their number. Those sampled are added when the sample ends.
         self.held = np.zeros((0, 0), np.int32)
         self.lengths = np.zeros(0, np.int64)
         # The experts of the tokens in each slot, where they are recorded.
@@ -218,8 +220,8 @@ class Schedule:
         free = {i for i, s in enumerate(self.occupants) if s is None}
         stages, admitted = {}, []
         while self.queue:
-            tokens = self.queue[0].context[:-1]
-            slot, source, start = self._choose(free, tokens)
+            content, images = self.queue[0].content[:-1], self.queue[0].images
+            slot, source, start = self._choose(free, content, images)
             if slot is None or self._loses(slot, source, start):
                 if more := self._grow():
                     free |= more
@@ -231,18 +233,22 @@ class Schedule:
             before = stages.get(slot if source is None else source, -1)
             stage = stages[slot] = before + 1 if start else 0
             self.occupants[slot] = sample
-            self._count(slot, tokens, start, source)
-            self._hold(slot, tokens)
+            self._count(slot, content, start, source)
+            self._hold(slot, content)
             self.kept[slot] = False
-            admitted.append(Admission(slot, tokens, start, source, stage))
+            tokens = sample.context[:-1]
+            admitted.append(
+                Admission(slot, tokens, images, start, source, stage)
+            )
         return admitted
 
-    def _choose(self, free, tokens):
+    def _choose(self, free, tokens, images):
         """Chooses a slot for tokens.
 
         Args:
             free: set of ints, slots without a sample.
-            tokens: int32 array.
+            tokens: int32 array, as of `Sample.content`.
+            images: `Images` among them, or `None`.
 
         Returns:
             Tuple `(slot, source, start)` as of `Admission`; the slot is
@@ -251,6 +257,9 @@ class Schedule:
         if not free:
             return None, None, 0
         overlap = self._overlap(tokens)
+        if images is not None:
+            # Behind other tokens only text is computed.
+            overlap[overlap <= images.places.max()] = 0
         free = sorted(free)
         # A slot all of whose tokens these continue, such as those of the same
         # conversation.
@@ -397,6 +406,7 @@ class Schedule:
                     [tuple(a.tokens.tolist()) for a in whole],
                     slots,
                     self.records_routes,
+                    [a.images for a in whole],
                 )
                 for many, routes in zip(slots, found):
                     for slot in many:
@@ -490,11 +500,11 @@ class Schedule:
         if out["active"][slot]:
             if self.decoder.is_recurrent:
                 # Its state is no longer that after the prompt.
-                self._hold(slot, sample.context[:-1])
+                self._hold(slot, sample.content[:-1])
             return False
         sample.finish(out["stopped"][slot])
         self.occupants[slot] = None
-        self._hold(slot, sample.context[:-1])
+        self._hold(slot, sample.content[:-1])
         self.kept[slot] = keep
         if self.progress is not None:
             self.progress(1)

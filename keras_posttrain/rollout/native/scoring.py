@@ -2,6 +2,7 @@
 
 import jax
 
+from keras_posttrain.data.batches.assembly import Segment
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.distribution import processes
 from keras_posttrain.rollout.native.decoding import (
@@ -40,8 +41,8 @@ class Scorer:
         out = [None] * len(sequences)
         for start in range(0, len(rows), per_batch):
             part = rows[start : start + per_batch]
-            ids = [[sequences[i] for i in row] for row in part]
-            batch = model_inputs(ids, length, per_batch)
+            segments = [[Segment(sequences[i]) for i in row] for row in part]
+            batch = model_inputs(segments, length, per_batch)
             self._note(f"score of {per_batch} x {length} tokens, k={top_k}")
             values = self._run(adapted, top_k, temperature, weights, batch)
             values = processes.fetch(values)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from keras_posttrain.data.batches.assembly import Segment
 from keras_posttrain.models.hf import checkpoint_files
 from keras_posttrain.models.hf.adapter_files import WEIGHTS_FILE
 from keras_posttrain.models.hf.export import hf_config
@@ -149,7 +150,9 @@ class Probe:
         The first is 0.
         """
         length, adapter = len(self.token_ids), self.policy.adapter
-        batch = model_inputs([[self.token_ids]], length, Placement(1).shards)
+        batch = model_inputs(
+            [[Segment(self.token_ids)]], length, Placement(1).shards
+        )
         adapted = adapter is not None and not adapter.is_merged
         return np.asarray(self._run(adapted, weights, batch))[0]
 

@@ -1,0 +1,264 @@
+"""Prompts with images in the built-in engine, against transformers."""
+
+import dataclasses
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+import torch
+
+import keras_posttrain as kpt
+from keras_posttrain.rollout import NativeRollout, Request
+from tests import vision
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return vision.make_directory(tmp_path_factory.mktemp("gemma3") / "model")
+
+
+def nothing(completions, **columns):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def task(directory):
+    task = kpt.GRPOTask.from_preset(
+        directory, vision=True, sequence_length=256, dtype="float32"
+    )
+    task.compile(rewards=[nothing], max_completion_length=8)
+    return task
+
+
+def engine_of(task, *args, **kwargs):
+    engine = NativeRollout(*args, **kwargs)
+    engine.set_model(task)
+    return engine
+
+
+def prompts_of(task, counts=(1, 2, 0, 1), seed=0, text=""):
+    rows = vision.random_rows(counts, seed)
+    for row in rows:
+        row["messages"][0]["content"].append({"type": "text", "text": text})
+    rows = [
+        {"prompt": row["messages"][:1], "images": row.get("images")}
+        for row in rows
+    ]
+    return task.prepare_prompts(rows)[0]
+
+
+def request(prompt, **settings):
+    settings = {"max_tokens": NEW, "seed": 3} | settings
+    return Request(prompt.token_ids, images=prompt.images, **settings)
+
+
+def check_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(
+            ours.per_token_logps, theirs.per_token_logps, atol=2e-5
+        )
+
+
+def reference_step(model, prompt, new):
+    """transformers' log-probabilities of the next token, by a full pass."""
+    ids = torch.tensor([[*prompt.token_ids, *new]])
+    more = {}
+    if prompt.images is not None:
+        pixels = prompt.images.pixels.transpose(0, 3, 1, 2)
+        pixels = torch.tensor((pixels / 255 - 0.5) * 2, dtype=torch.float32)
+        kinds = torch.zeros_like(ids)
+        kinds[0, prompt.images.places.reshape(-1)] = 1
+        more = {"pixel_values": pixels, "token_type_ids": kinds}
+    with torch.no_grad():
+        logits = model(ids, **more).logits[0, -1]
+    return torch.log_softmax(logits, -1).numpy()
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
+    """Prompts of several lengths and numbers of images, one without."""
+    prompts = prompts_of(task)
+    model = vision.load(directory)
+    requests = [request(p, temperature=0) for p in prompts]
+    found = engine_of(task, num_slots).generate(requests)
+    for prompt, [completion] in zip(prompts, found):
+        new = []
+        for token, logp in zip(
+            completion.token_ids, completion.per_token_logps
+        ):
+            logps = reference_step(model, prompt, new)
+            assert token == int(logps.argmax())
+            np.testing.assert_allclose(logp, logps[token], atol=2e-5)
+            new.append(token)
+
+
+# Longer than `LEAST_SHARED`.
+LONG = "what is left of the red house? " * 12
+
+
+@pytest.mark.parametrize("num_slots, text", [(1, ""), (4, LONG)])
+def test_equal_tokens_with_other_images_are_other_prompts(
+    task, num_slots, text
+):
+    """Nothing is shared between them, whether computed at once or in turn."""
+    [first] = prompts_of(task, (2,), text=text)
+    pixels = first.images.pixels.copy()
+    # The first image is equal.
+    pixels[1] = 255 - pixels[1]
+    images = dataclasses.replace(first.images, pixels=pixels)
+    other = dataclasses.replace(first, images=images)
+    requests = [
+        request(p, num_generations=2) for p in (first, other, first, other)
+    ]
+    found = engine_of(task, num_slots).generate(requests)
+    for given, samples in zip(requests[:2], found):
+        [alone] = engine_of(task).generate([given])
+        check_same(samples, alone)
+    logps = [[list(c.per_token_logps) for c in samples] for samples in found]
+    assert logps[0] != logps[1]
+    # Equal prompts are one prompt with more samples.
+    given = dataclasses.replace(requests[0], num_generations=4)
+    [four] = engine_of(task).generate([given])
+    check_same([*found[0], *found[2]], four)
+
+
+def test_prompts_share_what_follows_their_images(task):
+    """The question after equal images is computed behind a copy of them."""
+    [prompt] = prompts_of(task, (1,), text=LONG)
+    longer = dataclasses.replace(
+        prompt, token_ids=(*prompt.token_ids, 40, 41, 42)
+    )
+    requests = [request(prompt, temperature=0), request(longer, temperature=0)]
+    engine = engine_of(task, 4)
+    found = engine.generate(requests)
+    assert any("extension" in text for text in engine.programs)
+    for given, samples in zip(requests, found):
+        check_same(samples, engine_of(task).generate([given])[0])
+
+
+def test_an_image_is_not_computed_behind_other_tokens(task):
+    """Prompts that begin alike and then have other images."""
+    [prompt] = prompts_of(task, (1,))
+    before = tuple([2, *range(40, 120)])
+    images = dataclasses.replace(
+        prompt.images, places=prompt.images.places + len(before)
+    )
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            token_ids=(*before, *prompt.token_ids),
+            images=dataclasses.replace(
+                images, pixels=images.pixels ^ np.uint8(flip)
+            ),
+        )
+        for flip in (0, 255)
+    ]
+    requests = [request(p) for p in prompts]
+    engine = engine_of(task, 4)
+    found = engine.generate(requests)
+    assert not any("extension" in text for text in engine.programs)
+    for given, samples in zip(requests, found):
+        check_same(samples, engine_of(task).generate([given])[0])
+
+
+def test_an_interrupted_sample_continues_with_its_images(task):
+    """Its first tokens are part of the prompt then."""
+    [prompt] = prompts_of(task, (2,))
+    engine, whole = engine_of(task), request(prompt, first_sample=0)
+    [[completion]] = engine.generate([whole])
+    begun = completion.token_ids[:2]
+    rest = dataclasses.replace(
+        whole,
+        token_ids=(*prompt.token_ids, *begun),
+        max_tokens=NEW - 2,
+        drawn=2,
+    )
+    [[found]] = engine.generate([rest])
+    assert [*begun, *found.token_ids] == completion.token_ids
+
+
+def test_eight_devices_are_one(directory, task, eight_devices):
+    prompts = prompts_of(task, (1, 2, 0, 1, 1))
+    requests = [request(p, num_generations=2) for p in prompts]
+    expected = engine_of(task).generate(requests)
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp_tensor_parallel(2)
+    )
+    split = kpt.SFTTask.from_preset(
+        directory, vision=True, sequence_length=256, dtype="float32"
+    )
+    for samples, wanted in zip(engine_of(split).generate(requests), expected):
+        check_same(samples, wanted)
+
+
+# What is refused
+
+
+def changed(prompt, **changes):
+    return dataclasses.replace(
+        prompt, images=dataclasses.replace(prompt.images, **changes)
+    )
+
+
+def test_bad_images(task):
+    [one, two] = prompts_of(task, (1, 2))
+    engine = engine_of(task)
+    places, size = one.images.places, vision.SIZE
+    bad = [
+        (
+            dataclasses.replace(one, images=None),
+            "request 0 with tokens of 1 images, and 0 images",
+        ),
+        (
+            dataclasses.replace(two, images=one.images),
+            "request 0 with tokens of 2 images, and 1 images",
+        ),
+        (changed(one, places=places + 1), "at their `places`"),
+        (changed(one, places=places + 1000), "at their `places`"),
+        (
+            changed(one, pixels=np.zeros((1, size, size // 2, 3), "uint8")),
+            r"\(28, 28, 3\). Received: request 0 with images of shape",
+        ),
+        (
+            dataclasses.replace(one, images=one.images.pixels),
+            "of type ndarray",
+        ),
+        (
+            dataclasses.replace(
+                one, token_ids=one.token_ids[: places.max() + 1]
+            ),
+            "must have a token after its images",
+        ),
+    ]
+    for prompt, message in bad:
+        with pytest.raises(ValueError, match=message):
+            engine.generate([request(prompt)])
+
+
+def test_what_takes_no_images(directory, task):
+    [prompt] = prompts_of(task, (1,))
+    with pytest.raises(ValueError, match="`score` reads no images"):
+        engine_of(task).score([list(prompt.token_ids)])
+    with engine_of(task).session() as session:
+        with pytest.raises(ValueError, match="by the engine's `generate`"):
+            session.submit(request(prompt))
+    text = kpt.SFTTask.from_preset(directory, dtype="float32")
+    with pytest.raises(ValueError, match="Gemma3CausalLM without a vision"):
+        engine_of(text).generate([request(prompt)])
+    # A family that KerasHub decodes in batches.
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=520, num_layers=1, num_heads=2, hidden_dim=8,
+        intermediate_dim=8, max_sequence_length=256, dropout=0.0,
+    )  # fmt: skip
+    plain = kpt.SFTTask(keras_hub.models.GPT2CausalLM(backbone))
+    with pytest.raises(ValueError, match="GPT2CausalLM without a vision"):
+        engine_of(plain).generate([request(prompt, max_tokens=1)])
+    vllm = kpt.rollout.VLLMRollout()
+    vllm.set_model(task)
+    vllm._max_length = lambda: 256
+    with pytest.raises(ValueError, match="request 0 with images, for VLLMR"):
+        vllm.generate([request(prompt)])
