@@ -342,7 +342,11 @@ def segment_attention(
         )
     rows, length, heads, head_dim = query.shape
     many = 4 * rows * heads * length**2 > KEEP_SCORES
-    if many and images is None and block_attention.is_supported(length):
+    if (
+        many
+        and images is None
+        and block_attention.is_used(length, subtree_ends is not None)
+    ):
 
         def scores(q, k, of_queries, of_keys):
             return _masked_scores(

@@ -38,10 +38,15 @@ def most_trips(length):
     return (1 - -length // BLOCKS.get(sharding.platform(), length)) / 2
 
 
-def is_supported(length):
-    """Returns whether rows of so many tokens are computed block by block."""
-    platform = sharding.platform()
-    return length >= LEAST.get(platform, length + 1)
+def is_used(length, shares_prefixes):
+    """Returns whether rows of so many tokens are computed block by block.
+
+    In a row of one prompt with its completions few blocks can be skipped: on a
+    CPU it took 1.05 to 1.3 times as long as without blocks, and rows of two to
+    eight prompts 0.75 to 0.27 times.
+    """
+    least = LEAST.get(sharding.platform(), length + 1)
+    return length >= (4 * least if shares_prefixes else least)
 
 
 def segment_attention(

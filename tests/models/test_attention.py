@@ -89,8 +89,8 @@ SETTINGS = {
 
 @pytest.fixture
 def blocks(request, monkeypatch):
-    """Whether rows of 256 tokens and more skip blocks, however few scores."""
-    least = {"cpu": 256 if request.param else 2**30}
+    """Whether rows of 64 tokens and more skip blocks, however few scores."""
+    least = {"cpu": 64 if request.param else 2**30}
     monkeypatch.setattr(block_attention, "LEAST", least)
     monkeypatch.setattr(attention, "KEEP_SCORES", 0)
 
