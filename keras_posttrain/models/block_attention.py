@@ -20,15 +20,13 @@ from jax.ad_checkpoint import checkpoint_name
 from keras_posttrain.models import sharding
 from keras_posttrain.models.rematerialisation import ATTENDED
 
-# Queries of a block, and keys, on a CPU and on a GPU. Blocks of 64 and of 256
-# took up to 1.4 and 1.7 times as long on a CPU.
+# Queries of a block, and keys, on a CPU and on a GPU. On a CPU rows of short
+# documents took up to 1.7 times as long in blocks of 256.
 BLOCKS = {"cpu": 128, "gpu": 512}
 # The least length of a row. On a GPU the host reads after each block whether
 # another one follows, and short rows are faster as a whole; that was not
 # measured.
 LEAST = {"cpu": 256, "gpu": 4096}
-
-
 # The name of the loops over blocks of keys, for plans.
 LOOP = "kpt_key_blocks"
 
