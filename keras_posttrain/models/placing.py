@@ -1,4 +1,4 @@
-"""Layouts of live variables on a mesh that they do not lie on."""
+"""The layouts that variables would have on another mesh."""
 
 import contextlib
 import copy
@@ -21,11 +21,11 @@ def using(distribution):
 
 
 def for_policies(distribution, policies):
-    """Copies a distribution so that it places live variables on its mesh.
+    """Copies a distribution so that it lays out variables of other meshes.
 
-    Distributions return the layout that a variable has, which is that of the
-    mesh on which it lies. The copy returns the layout that a new variable
-    would get, for LoRA factors and quantized kernels too.
+    Distributions return the layout that a variable has. The copy returns the
+    one that a new variable would get, for LoRA factors and quantized kernels
+    too.
 
     Args:
         distribution: Keras distribution.

@@ -179,7 +179,7 @@ class ModelReward(Reward):
 
     @property
     def num_devices(self):
-        """Int, the devices over which the model's weights lie."""
+        """Int, the number of devices that hold the model's weights."""
         found = set()
         for variable in getattr(self.model, "variables", ())[:1]:
             found |= variable.value.sharding.device_set

@@ -73,7 +73,7 @@ def staleness(max_staleness, engine, rewards=()):
         # each other forever.
         if isinstance(each, ModelReward) and each.num_devices > 1:
             raise ValueError(
-                "A reward model that lies on several devices cannot score "
+                "A reward model on several devices cannot score "
                 "while the policy is trained. Use max_staleness=0, or a "
                 "server that scores (`kpt.rewards.JudgeReward`). Received: "
                 f"max_staleness={max_staleness}, a ModelReward of "

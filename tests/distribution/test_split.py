@@ -182,7 +182,7 @@ def test_an_opponent_has_copies_of_its_own():
 
 
 def test_a_trainer_on_one_device():
-    """Without a distribution the weights lie on the first device."""
+    """Without a distribution the weights are on the first device."""
 
     def make(engine):
         task = made(engine)

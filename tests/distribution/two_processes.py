@@ -219,6 +219,13 @@ def refused(directory):
     raises("epochs=1 in process 0, epochs=2 in process 1", task.fit, rows,
            epochs=1 + processes.index(), verbose=0)  # fmt: skip
     task, fit = make("grpo", "llama3", "full")
+    # Each error comes before anything is sampled.
+    raises("a NativeRollout without devices of its own", task.fit, **fit,
+           max_staleness=1, verbose=0)  # fmt: skip
+    raises("8 devices. Use multiples of 2", kpt.distribution.split, trainer=3)
+    half = keras.distribution.list_devices()[:4]
+    raises("devices of 1 of 2 processes", kpt.rollout.NativeRollout,
+           distribution=kpt.distribution.fsdp(devices=half))  # fmt: skip
     rewards = [broken if processes.index() == 1 else odd]
     rewards[0].__name__ = "odd"
     task.compile(rewards=rewards, num_generations=4, max_completion_length=4)

@@ -236,7 +236,7 @@ class Schedule:
             self._count(slot, content, start, source)
             self._hold(slot, content)
             self.kept[slot] = False
-            tokens = sample.context[:-1]
+            tokens = content if images is None else sample.context[:-1]
             admitted.append(
                 Admission(slot, tokens, images, start, source, stage)
             )
