@@ -111,8 +111,11 @@ class AsyncSampler:
             if not self._waits:
                 self._engine.interrupt()
             self._changed.notify_all()
-        for job in () if self._waits else (*self._sampling, *self._jobs):
-            job.cancel()
+        if not self._waits:
+            # Several processes might not cancel the same ones: each job asks
+            # all of them when it begins.
+            for job in (*self._sampling, *self._jobs):
+                job.cancel()
         # An engine is not stopped while it samples, nor sampled from after.
         # A reward may be slow, so that nothing waits for it.
         begun = [job for job in self._sampling if not job.cancelled()]
@@ -121,6 +124,7 @@ class AsyncSampler:
 
     def generate(self, requests):
         """As `Rollout.generate`, through updates of the weights."""
+        # In several processes all finish what they have begun.
         if self._closed and not self._waits:
             raise Closed()
         return generate_whole(self._engine, requests, self._wait)
