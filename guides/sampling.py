@@ -111,6 +111,11 @@ programs were compiled for it:
 print("\n".join(engine.programs))
 
 """
+A training run of 200 rollouts and more compiles the programs of all other
+lengths after its second rollout, in several threads, so that no later rollout
+waits for one. `NativeRollout(compile_ahead=False)` compiles each when it is
+needed.
+
 The key-value cache takes at most half of the free memory.
 `NativeRollout(cache_bytes=…)` sets another limit. If the limit does not hold
 all slots, fewer are used.

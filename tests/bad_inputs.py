@@ -859,6 +859,7 @@ native = make(kpt.rollout.NativeRollout)
 each("NativeRollout", native, "num_slots", [0, "8", 2.5])
 each("NativeRollout", native, "cache_bytes", [0, "8GB"])
 each("NativeRollout", native, "merge_adapter", ["yes"])
+each("NativeRollout", native, "compile_ahead", ["yes", 3])
 bad(
     "engine-without-model",
     lambda t: kpt.rollout.NativeRollout().generate([kpt.rollout.Request([5])]),

@@ -16,6 +16,7 @@ LEVELS = {
     "losses": 0,
     "_chips": 0,
     "_compilation_cache": 0,
+    "_compiling": -1,
     "_cache": -1,
     "_console": -1,
     "_hosts": -1,

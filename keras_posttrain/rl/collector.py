@@ -104,7 +104,8 @@ class ForwardPass:
     ):
         self.step, self.reference = step, reference
         self.temperature, self.policy_model = temperature, policy_model
-        self._programs = {}
+        # With the weights and the names of the inputs of their last calls.
+        self._programs, self._calls = {}, {}
 
     def policy(self, batch, needs=("per_token_logps",)):
         """Computes outputs of the policy with its current weights.
@@ -123,7 +124,7 @@ class ForwardPass:
 
             return step.micro_batches.map(of_rows, batch)
 
-        return self._run(needs, program, step.weights.values(), batch)
+        return self._run(needs, program, step.weights.values, batch)
 
     def reference_logps(self, batch):
         """Returns the reference's log-probabilities, `(rows, length)`.
@@ -140,7 +141,9 @@ class ForwardPass:
 
             return step.micro_batches.map(of_rows, batch)
 
-        weights = reference.values, *step.weights.values()
+        def weights():
+            return reference.values, *step.weights.values()
+
         return self._run("reference", program, weights, batch)
 
     def _run(self, name, program, weights, batch):
@@ -149,9 +152,20 @@ class ForwardPass:
             options = quantized.compiler_options(*models)
             self._programs[name] = jax.jit(program, compiler_options=options)
         batch = {k: batch[k] for k in LOGPS_INPUTS if k in batch}
+        self._calls[name] = weights, list(batch)
         with span("log-probs", str(name)):
-            found = self._programs[name](weights, processes.put_rows(batch))
+            found = self._programs[name](weights(), processes.put_rows(batch))
             return processes.fetch(found)
+
+    def lowered(self, batches):
+        """Yields the `jax.stages.Lowered` of what was computed, for others.
+
+        `batches` is a list of batches of other shapes.
+        """
+        for name, (weights, inputs) in self._calls.items():
+            for batch in batches:
+                batch = processes.put_rows({k: batch[k] for k in inputs})
+                yield self._programs[name].lower(weights(), batch)
 
 
 class Collector:

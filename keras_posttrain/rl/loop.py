@@ -14,11 +14,12 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain import _console
+from keras_posttrain import _compiling, _console
 from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.rl.async_sampler import AsyncSampler
 from keras_posttrain.rl.collector import Round
+from keras_posttrain.rollout.rollout import Expected
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import checks, monitors, run_state
 from keras_posttrain.training.step import counters
@@ -69,6 +70,7 @@ class RolloutRun:
         self.order = self.data = order
         self._step, self._validate = step, validate
         self.opponents, self.rollouts = opponents or {}, 0
+        self._rollouts_of_fit = 0
         copies = {
             f"opponent_{name}": opponent.copy
             for name, opponent in self.opponents.items()
@@ -108,6 +110,22 @@ class RolloutRun:
         whole, rest = divmod(count, size)
         num_steps = self.collector.num_steps
         return whole * num_steps(size) + num_steps(rest)
+
+    def _expected(self):
+        """Returns what the engine will be asked for, an `Expected`."""
+        order, sampling = self.order, self.collector.sampling
+        count, (shortest, longest) = order.num_prompts, order.prompt_lengths
+        if count is not None:
+            count = -(-count // order.batch_size) * self.settings.epochs
+        if longest is None:
+            room = self.collector.layout.sequence_length
+            longest = max(room - sampling.max_completion_length, 1)
+        return Expected(
+            count,
+            order.batch_size,
+            order.batch_size * sampling.num_generations,
+            (shortest, longest),
+        )
 
     def fit(self):
         """Trains, and returns a Keras `History`."""
@@ -171,6 +189,7 @@ class RolloutRun:
 
     def _start_sampling(self):
         self.engine.sync_weights()
+        self.engine.expect(self._expected())
         for opponent in self.opponents.values():
             # A checkpoint may have restored it.
             opponent.use()
@@ -294,12 +313,9 @@ class RolloutRun:
         self._begin("training")
         start, state = time.perf_counter(), self.state
         groups = self._saved.variables()
-        changing = {k: [v.value for v in group] for k, group in groups.items()}
-        changing |= counters(state.step + 1, state.seed)
-        frozen = [v.value for v in self._saved.weights.frozen]
         with span("train"):
             logs, new = self.model.compiled_train_step(
-                changing, self._step.held(frozen), processes.put_rows(batch)
+                *self._step_state(), processes.put_rows(batch)
             )
             for name, variables in groups.items():
                 for variable, value in zip(variables, new[name]):
@@ -316,8 +332,49 @@ class RolloutRun:
         }
         return logs | {"time/train": time.perf_counter() - start}
 
+    def _step_state(self):
+        """Returns the parts of the state that a step changes and reads."""
+        groups = self._saved.variables()
+        changing = {k: [v.value for v in group] for k, group in groups.items()}
+        changing |= counters(self.state.step + 1, self.state.seed)
+        frozen = [v.value for v in self._saved.weights.frozen]
+        return changing, self._step.held(frozen)
+
+    def _compile_ahead(self):
+        """Compiles the programs of training for other shapes of batches."""
+        step = self.model.compiled_train_step
+        if not hasattr(step, "lower"):
+            # It runs eagerly.
+            return
+        shapes = list(
+            self.collector.layout.other_shapes(
+                self.collection.batches[0], self.order.prompt_lengths[0] + 1
+            )
+        )
+
+        def lowered():
+            for batch in shapes:
+                batch = processes.put_rows(batch)
+                yield step.lower(*self._step_state(), batch)
+            yield from self.collector.forward.lowered(shapes)
+
+        start = time.perf_counter()
+        count = _compiling.compile_all(lowered())
+        if count and processes.is_first():
+            seconds = time.perf_counter() - start
+            _console.say(
+                f"fit: compiled {count} programs for batches of other shapes "
+                f"in {seconds:.0f} s"
+            )
+
     def sync(self):
         """Gives the engine the new weights after a rollout."""
+        self._rollouts_of_fit += 1
+        ahead = _compiling.is_ahead(
+            self.engine.compile_ahead, self._expected().rollouts
+        )
+        if self._rollouts_of_fit == _compiling.AFTER and ahead:
+            self._compile_ahead()
         self._begin("sending weights")
         start = time.perf_counter()
         with span("sync"):

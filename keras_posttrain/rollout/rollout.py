@@ -43,6 +43,22 @@ def need_routed_experts(engine, policy):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a run is going to ask of an engine.
+
+    Attributes:
+        rollouts: int, how many, or `None` where that is not known.
+        prompts, samples: ints, of a rollout.
+        prompt_lengths: ints, the fewest and the most tokens of a prompt.
+    """
+
+    rollouts: int | None
+    prompts: int
+    samples: int
+    prompt_lengths: tuple
+
+
 class Rollout(keras.callbacks.Callback):
     """A source of samples from the policy that a task trains.
 
@@ -68,6 +84,9 @@ class Rollout(keras.callbacks.Callback):
         is_apart: bool, whether it samples in the run's processes on devices
             that the trainer does not use.
         takes_images: bool, whether prompts may have images.
+        compile_ahead: bool or `"auto"`, whether a run compiles the programs
+            of all lengths after its second rollout; `"auto"` for runs of 200
+            rollouts and more.
 
     Example:
 
@@ -93,6 +112,7 @@ class Rollout(keras.callbacks.Callback):
 
     overlaps = needs_weights = returns_routed_experts = False
     takes_images = is_apart = False
+    compile_ahead = "auto"
 
     def __init__(self):
         super().__init__()
@@ -102,6 +122,9 @@ class Rollout(keras.callbacks.Callback):
 
     def start(self):
         """Starts the engine. Called when training begins."""
+
+    def expect(self, expected):
+        """Takes an `Expected` of a run, before its first rollout."""
 
     def stop(self):
         """Releases the engine's resources. Called when training ends."""

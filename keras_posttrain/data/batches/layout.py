@@ -158,6 +158,34 @@ class BatchLayout:
             at = stop
         return batches
 
+    def other_shapes(self, batch, least=1):
+        """Yields zeros in the other shapes that batches like one may have.
+
+        Packed batches differ in their rows: those of half to twice as many
+        are given. Others differ in the length of rows.
+
+        Args:
+            batch: dict of arrays, those of a batch of this layout.
+            least: int, tokens of the shortest sequence.
+        """
+        rows, length = batch["token_ids"].shape
+        if self.token_budget is None:
+            lengths = self.lengths(self.sequence_length)
+            shapes = [(rows, n) for n in lengths if n >= least]
+        else:
+            most = min(2 * rows, self._up(self.num_sequences))
+            counts = {
+                packing.padded_rows(n, self.row_multiple)
+                for n in range(max(rows // 2, 1), most + 1)
+            }
+            shapes = [(n, length) for n in sorted(counts)]
+        for shape in shapes:
+            if shape != (rows, length):
+                yield {
+                    name: _zeros(x, rows, length, shape)
+                    for name, x in batch.items()
+                }
+
     def _rows(self, groups):
         """Lists of pieces `(group, its sequences)`, one a row."""
         many = [range(len(group.sequences)) for group in groups]
@@ -284,3 +312,13 @@ def _weigh_units(batch):
         for place, count in zip(places, counts):
             share = count / sum(counts)
             batch.arrays["sequence_mask"][place.row, place.slot] = share
+
+
+def _zeros(array, rows, length, shape):
+    """Returns zeros for an array of a batch of other rows and length."""
+    sizes = list(array.shape)
+    if sizes[:1] == [rows]:
+        sizes[0] = shape[0]
+        if sizes[1:2] == [length]:
+            sizes[1] = shape[1]
+    return np.zeros(sizes, array.dtype)

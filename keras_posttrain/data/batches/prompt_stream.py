@@ -52,8 +52,8 @@ class PromptStream:
         seed: int, of the order.
     """
 
-    # How many there are is not known.
-    num_prompts = None
+    # How many there are is not known, nor how long they are.
+    num_prompts, prompt_lengths = None, (0, None)
 
     def __init__(self, prompts, *, batch_size, shuffle=True, seed=0):
         self.prompts = prompts

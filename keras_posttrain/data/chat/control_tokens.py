@@ -12,23 +12,6 @@ from keras_posttrain.data.chat.template import control_pattern, find_tokens
 _PRIVATE_USE = range(0xF0000, 0xF1000)
 
 
-def _strings(value):
-    """Yields all strings in messages or tools, dict keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-
-
-def _strings_of(conversation):
-    return _strings([conversation.messages, conversation.tools])
-
-
 def _map_strings(value, function):
     if isinstance(value, str):
         return function(value)
@@ -44,9 +27,10 @@ def _map_strings(value, function):
 
 def free_marks(conversation):
     """Finds two private-use characters that a `Conversation` lacks."""
-    strings = list(_strings_of(conversation))
+    strings = conversation.strings
     marks = list(map(chr, _PRIVATE_USE[:2]))
-    if any(mark in string for string in strings for mark in marks):
+    joined = "".join(strings)
+    if any(mark in joined for mark in marks):
         used = set().union(*strings)
         free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
         marks = list(itertools.islice(free, 2))
@@ -75,9 +59,11 @@ def quoted_places(conversation, text):
     """Finds the control tokens that messages, not the template, wrote."""
     control_tokens = conversation.tokenizer.control_tokens
     pattern = control_pattern(tuple(control_tokens))
-    total = sum(
-        len(pattern.findall(string)) for string in _strings_of(conversation)
-    )
+    strings = conversation.strings
+    # Most conversations have none.
+    if not pattern.search("\0".join(strings)):
+        return []
+    total = sum(len(pattern.findall(string)) for string in strings)
     if not total:
         return []
     before, after = marks = free_marks(conversation)

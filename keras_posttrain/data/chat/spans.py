@@ -45,6 +45,9 @@ def text_and_spans(conversation):
         marked = _all_marked(conversation, turns, marks)
     if marked is None:
         more = _beginnings(messages, turns)
+        if turns and turns[-1] + 1 == len(messages):
+            # With its last turn it is the conversation itself.
+            more.pop()
     else:
         more = [{"messages": marked}]
     rendered, *more = conversation.render_all([with_marks, *more])
@@ -54,7 +57,7 @@ def text_and_spans(conversation):
         return text, plain, _generation_spans(rendered, text, marks, turns)
     search = _Search(conversation, text, plain)
     if marked is None:
-        beginnings = dict(zip(turns, _pairs(more)))
+        beginnings = dict(zip(turns, _pairs([*more, text])))
         return text, plain, search.spans(beginnings, turns)
     return text, plain, search.marked_spans(turns, more[0], marks)
 

@@ -104,6 +104,14 @@ class Conversation:
             )
         return [text if kind == "text" else None for kind, text in results]
 
+    @functools.cached_property
+    def strings(self):
+        """A list of all strings in messages and tools, dict keys included."""
+        found = []
+        _collect(self.messages, found)
+        _collect(self.tools, found)
+        return found
+
     @property
     def variables(self):
         """A dict, what the template may read."""
@@ -113,6 +121,19 @@ class Conversation:
             "add_generation_prompt": self.add_generation_prompt,
             **(self.tokenizer.special_tokens | self.kwargs),
         }
+
+
+def _collect(value, found):
+    """Appends all strings in a value to a list."""
+    if isinstance(value, str):
+        found.append(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(key, found)
+            _collect(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
 
 
 def _render(template, conversations):

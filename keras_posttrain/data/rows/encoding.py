@@ -1,6 +1,7 @@
 """Encodes one row of each type as token ids with weights."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -306,7 +307,8 @@ def _chat(row, messages, first, kind, settings, train_on):
         spans = _from_message(spans, first)
     elif kind == "messages" and train_on == "completion":
         spans = spans[-1:]
-    places = np.array(offsets, np.int64).reshape(-1, 2)
+    numbers = itertools.chain.from_iterable(offsets)
+    places = np.fromiter(numbers, np.int64, 2 * len(ids)).reshape(-1, 2)
     mask = np.zeros(len(ids), np.float32)
     for start, end, _ in spans:
         mask[(places[:, 1] > start) & (places[:, 0] < end)] = 1.0

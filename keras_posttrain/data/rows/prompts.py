@@ -1,5 +1,7 @@
 """Rows with a prompt to sample from, and the order of prompts."""
 
+import functools
+
 from keras_posttrain.data import order
 from keras_posttrain.data.rows.examples import DataReport, digest_of
 from keras_posttrain.data.rows.preparation import Messages, Preparation
@@ -113,6 +115,12 @@ class PromptOrder:
     def num_prompts(self):
         """Int, prompts of an epoch."""
         return len(self.prompts)
+
+    @functools.cached_property
+    def prompt_lengths(self):
+        """Ints, the fewest and the most tokens of a prompt."""
+        lengths = [len(p.token_ids or ()) for p in self.prompts] or [0]
+        return min(lengths), max(lengths)
 
     @property
     def left(self):

@@ -6,6 +6,8 @@ which sample is in which slot.
 """
 
 import contextlib
+import copy
+import functools
 import math
 import typing
 
@@ -29,6 +31,13 @@ STEPS = 32
 EXTEND_TOKENS = 512
 # The least number of tokens of prompts that are computed at once.
 PREFILL_TOKENS = 1024
+# Prompts are written to one of this many slots, or to any number of them.
+FEW_SLOTS = 1 / 8
+# The compiled programs of a `SlotDecoder`, and those that return two results.
+PROGRAMS = (
+    "_prefill", "_fill", "_copy", "_extend", "_decode", "_resize", "_zeros",
+)  # fmt: skip
+PAIRS = {"_prefill", "_extend", "_decode"}
 
 
 class Weights(typing.NamedTuple):
@@ -95,6 +104,7 @@ class Placement:
     def __init__(self, kv_heads):
         distribution = keras.distribution.distribution()
         self.mesh, self.shards, self.head_shards = None, 1, 1
+        self.data = self.heads = None
         if distribution is None:
             return
         self.mesh = distribution.device_mesh.backend_mesh
@@ -124,6 +134,22 @@ class Placement:
             return RecurrentState(self.cache(layer.state), tail)
         return self.cache(layer)
 
+    def shapes(self, layer):
+        """Returns the shapes of a layer's cache, laid out as by `layer`."""
+
+        def described(tree, *axes):
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=self._sharding(*axes)
+                ),
+                tree,
+            )
+
+        if isinstance(layer, RecurrentState):
+            state = described(layer.state, self.data, self.heads)
+            return RecurrentState(state, described(layer.tail, self.data))
+        return described(layer, self.data, self.heads)
+
     def rows(self, tree):
         """Splits arrays with a leading axis of slots or rows in a program."""
         if self.mesh is None:
@@ -135,9 +161,13 @@ class Placement:
         return tree if self.mesh is None else self._constrain(tree)
 
     def _constrain(self, tree, *axes):
+        return jax.lax.with_sharding_constraint(tree, self._sharding(*axes))
+
+    def _sharding(self, *axes):
+        if self.mesh is None:
+            return None
         spec = jax.sharding.PartitionSpec(*axes)
-        sharding = jax.sharding.NamedSharding(self.mesh, spec)
-        return jax.lax.with_sharding_constraint(tree, sharding)
+        return jax.sharding.NamedSharding(self.mesh, spec)
 
 
 def empty_layers(policy, using_weights, weights):
@@ -183,7 +213,9 @@ class SlotDecoder:
         self.placement = Placement(math.gcd(*heads))
         self._note = note
         self.cache, self.slots, self.tokens = None, 0, 0
-        self._prefill = jax.jit(self._prefill, static_argnums=(0, 3))
+        # The tokens of the longest prompt of all calls, where it is known.
+        self.longest_prompt = 0
+        self._prefill = jax.jit(self._prefill, static_argnums=(0, 3, 4))
         self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=5)
         self._copy = jax.jit(self._copy, donate_argnums=0, static_argnums=3)
         self._extend = jax.jit(
@@ -194,6 +226,44 @@ class SlotDecoder:
         )
         self._resize = jax.jit(self._resize, static_argnums=2)
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
+
+    def lowering(self, found):
+        """Returns a decoder that lowers its programs and runs none of them.
+
+        Args:
+            found: list, gets the `jax.stages.Lowered` of each program that a
+                method would run. The cache has shapes only.
+        """
+        other, known = copy.copy(self), {}
+
+        def lowered(name, *args):
+            leaves, structure = jax.tree.flatten(args)
+            leaves = [
+                (x.shape, str(x.dtype)) if hasattr(x, "shape") else x
+                for x in leaves
+            ]
+            key = name, structure, tuple(leaves)
+            if key not in known:
+                known[key] = self._lowered(name, found, *args)
+            # A cache is a list that methods change.
+            return copy.copy(known[key])
+
+        for name in PROGRAMS:
+            setattr(other, name, functools.partial(lowered, name))
+        return other
+
+    def _lowered(self, name, found, *args):
+        """Lowers a program; returns shapes for what it gives others."""
+        lowered = getattr(self, name).lower(*args)
+        found.append(lowered)
+        out, rest = lowered.out_info, None
+        if name in PAIRS:
+            out, rest = out
+            rest = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rest)
+        if name == "_resize":
+            return self.placement.shapes(out)
+        out = [self.placement.shapes(layer) for layer in out]
+        return (out, rest) if name in PAIRS else out
 
     def slot_bytes(self, tokens):
         """Returns the bytes of a slot on its device, over all layers."""
@@ -257,15 +327,18 @@ class SlotDecoder:
         Returns:
             A list with the experts of each prompt's tokens, or with `None`s.
         """
-        longest = max(map(len, prompts))
+        longest = max(self.longest_prompt, *map(len, prompts))
         room = power_of_two(max(longest, PREFILL_TOKENS))
+        width = min(power_of_two(longest, 64), self.tokens)
         rows, found = self.placement.shards, [None] * len(prompts)
         images = images or [None] * len(prompts)
         for part in self._parts(prompts, room, rows):
             pairs = [
                 (Segment(prompts[i], images=images[i]), slots[i]) for i in part
             ]
-            chosen = self._prefill_part(weights, pairs, rows, routes)
+            chosen = self._prefill_part(
+                weights, pairs, rows, room, width, routes
+            )
             for i, x in zip(part, chosen):
                 found[i] = x
         return found
@@ -277,7 +350,7 @@ class SlotDecoder:
         for i in range(0, len(packed), rows):
             yield [p for row in packed[i : i + rows] for p in row]
 
-    def _prefill_part(self, weights, part, num_rows, routes):
+    def _prefill_part(self, weights, part, num_rows, room, width, routes):
         lengths = [len(p.token_ids) for p, _ in part]
         total = -(-sum(lengths) // num_rows)
         length = power_of_two(max(total, *lengths), 64)
@@ -285,6 +358,7 @@ class SlotDecoder:
         while len(rows) > num_rows:
             length *= 2
             rows = pack(lengths, length, max_sequences=2**30)
+        room = max(room, length)
         prompts = [[part[i][0] for i in row] for row in rows]
         batch = model_inputs(prompts, length, num_rows)
         slots = None
@@ -295,18 +369,19 @@ class SlotDecoder:
         for r, row in enumerate(rows):
             at = r * length
             for s, i in enumerate(row):
-                starts += [at] * len(part[i][1])
+                # What is kept of a row has the same length for all rows.
+                start = at + r * (room - length)
+                starts += [start] * len(part[i][1])
                 segments += [r * (slots or 0) + s] * len(part[i][1])
                 targets += part[i][1]
                 places[i] = slice(at, at + lengths[i])
                 at += lengths[i]
-        width = min(power_of_two(max(lengths), 64), self.tokens)
         of_rows = "" if slots is None else f", {slots} prompts a row"
         if "pixels" in batch:
             of_rows += f", {batch['pixels'].shape[1]} images a row"
         self._note(f"prefill of {num_rows} x {length} tokens{of_rows}")
         kept, chosen = self._prefill(
-            (weights.adapted, routes), weights[:2], batch, slots
+            (weights.adapted, routes), weights[:2], batch, slots, room
         )
         starts, padded = self._padded(starts, targets)
         segments, _ = self._padded(segments, targets)
@@ -320,20 +395,35 @@ class SlotDecoder:
         return [chosen[place] for place in places]
 
     def _padded(self, sources, targets):
-        """Pads both to one of few sizes, with a slot out of range."""
-        size = min(power_of_two(len(targets), 8), self.slots)
+        """Pads both to one of two sizes, with a slot out of range."""
+        few = min(power_of_two(int(self.slots * FEW_SLOTS), 8), self.slots)
+        size = few if len(targets) <= few else self.slots
         more = size - len(targets)
         sources = np.array(sources + [0] * more, "int32")
         return sources, np.array(targets + [self.slots] * more, "int32")
 
-    def _prefill(self, mode, weights, batch, slots):
+    def _prefill(self, mode, weights, batch, slots, room):
         adapted, routes = mode
         batch = self.placement.rows(batch)
+        rows, length = batch["token_ids"].shape
+
+        def padded(x):
+            x = x.reshape(rows, length, *x.shape[1:])
+            more = [(0, 0)] * x.ndim
+            more[1] = (0, room - length)
+            return jnp.pad(x, more).reshape(rows * room, *x.shape[2:])
+
         with (
             using(self.policy, self._using_weights, adapted, weights),
             experts.recorded_choices(routes) as chosen,
         ):
             kept = self.policy.prefill(batch, slots)
+        kept = [
+            self.placement.cache(jax.tree.map(padded, pair))
+            if isinstance(layer, KeyValues)
+            else pair
+            for layer, pair in zip(self.empty, kept)
+        ]
         return kept, self._routes(chosen)
 
     def _routes(self, chosen):

@@ -3,19 +3,20 @@
 import contextlib
 import functools
 import numbers
+import time
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain import _console
+from keras_posttrain import _compiling, _console
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import placing
 from keras_posttrain.models.quantized import quantization_of
 from keras_posttrain.rollout.memory import free_bytes
-from keras_posttrain.rollout.native import decoding
+from keras_posttrain.rollout.native import ahead, decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.placed import PlacedWeights
 from keras_posttrain.rollout.native.samples import Samples, check_finite
@@ -55,6 +56,13 @@ class NativeRollout(Rollout):
             none of them is the trainer's (`kpt.distribution.split`), rollouts
             can overlap with training on several devices and in several
             processes.
+        compile_ahead: bool, whether a run compiles, after its second rollout
+            and in several threads, the programs of all lengths that may
+            still come, so that none of its later rollouts waits for one.
+            `"auto"` does so in runs of 200 rollouts and more. Programs of
+            sessions, of prompts that share a beginning of 64 tokens, of
+            images and of recurrent layers' prompts are compiled when they
+            are needed.
 
     Raises:
         ValueError: for an invalid argument.
@@ -78,6 +86,7 @@ class NativeRollout(Rollout):
         cache_bytes="auto",
         merge_adapter="auto",
         distribution=None,
+        compile_ahead="auto",
     ):
         super().__init__()
         is_int = (
@@ -104,11 +113,17 @@ class NativeRollout(Rollout):
             )
         if distribution is not None:
             _check_distribution(distribution)
+        if compile_ahead not in ("auto", True, False):
+            raise ValueError(
+                "`compile_ahead` must be 'auto', True or False. "
+                f"Received: compile_ahead={compile_ahead!r}"
+            )
         self.num_slots = num_slots
         self.cache_bytes = cache_bytes
         self.merge_adapter = merge_adapter
         self.distribution = distribution
-        self._synced = self._placed_for = None
+        self.compile_ahead = compile_ahead
+        self._synced = self._placed_for = self._expected = None
         self._reset()
 
     def _reset(self):
@@ -116,6 +131,7 @@ class NativeRollout(Rollout):
         self._created_for = None
         self._programs = []
         self._reported_slots = False
+        self._sizes, self._calls = None, 0
 
     def set_model(self, model):
         quantization = quantization_of(model.causal_lm)
@@ -156,8 +172,13 @@ class NativeRollout(Rollout):
                 f"max_staleness > 0 and a mesh of {count} devices"
             )
 
+    def expect(self, expected):
+        self._expected, self._sizes, self._calls = expected, None, 0
+
     def stop(self):
-        self._synced = None
+        self._synced = self._expected = self._sizes = None
+        if self._decoder is not None:
+            self._decoder.longest_prompt = 0
 
     def sync_weights(self):
         # The arrays are the trainer's, so there is nothing to move, unless
@@ -210,8 +231,20 @@ class NativeRollout(Rollout):
         if not policy.packable:
             return self._decode_batches(requests, on_tokens, advance)
         samples = Samples(requests)
+        if self._expected is not None and self._sizes is None:
+            self._sizes = ahead.sizes_for(
+                self._decoder,
+                self._expected,
+                samples,
+                self._slots_within_budget(),
+                self.overlaps,
+            )
+            self._decoder.longest_prompt = self._sizes.longest_prompt
         schedule = self._schedule(
-            least_shared=LEAST_SHARED, on_tokens=on_tokens, progress=advance
+            sizes=self._sizes,
+            least_shared=LEAST_SHARED,
+            on_tokens=on_tokens,
+            progress=advance,
         )
         schedule.add(samples)
         weights = self._decoder_weights()
@@ -220,10 +253,30 @@ class NativeRollout(Rollout):
                 schedule.advance(weights, self.weight_version)
         finally:
             self._decoder.free()
+        self._calls += 1
+        if self._sizes is not None and self._calls == _compiling.AFTER:
+            self._compile_ahead(weights)
         return [
             [s.completion(self.weight_version) for s in of_request]
             for of_request in samples.by_request()
         ]
+
+    def _compile_ahead(self, weights):
+        """Compiles the programs that a long run may need."""
+        rollouts = self._expected.rollouts
+        if not _compiling.is_ahead(self.compile_ahead, rollouts):
+            return
+        sizes = self._sizes
+        start = time.perf_counter()
+        count = _compiling.compile_all(
+            ahead.lower(self._decoder, weights, sizes)
+        )
+        if processes.is_first():
+            _console.say(
+                f"NativeRollout: compiled {count} programs for up to "
+                f"{sizes.slots[0]} slots of {sizes.tokens[-1]} tokens, in "
+                f"{time.perf_counter() - start:.0f} s"
+            )
 
     def session(self):
         self._need_task()
@@ -243,6 +296,7 @@ class NativeRollout(Rollout):
             cache_bytes=self.cache_bytes,
             merge_adapter=self.merge_adapter,
             distribution=self.distribution,
+            compile_ahead=self.compile_ahead,
         )
         other.set_model(self.model)
         other.turn = self.turn
@@ -272,11 +326,15 @@ class NativeRollout(Rollout):
 
     def _schedule(self, **settings):
         """Makes a `Schedule` within the memory that is free now."""
+        most_slots = self._slots_within_budget()
+        return Schedule(self._decoder, most_slots, **settings)
+
+    def _slots_within_budget(self):
+        """Returns a function of the tokens of a slot to the most slots."""
         budget = self.cache_bytes
         if budget == "auto":
             budget = free_bytes() // 2
-        most_slots = functools.partial(self._most_slots, budget)
-        return Schedule(self._decoder, most_slots, **settings)
+        return functools.partial(self._most_slots, budget)
 
     def _decode_batches(self, requests, on_tokens, advance):
         if self._batch_decoder is None:
@@ -388,6 +446,10 @@ class NativeRollout(Rollout):
                 f"cache_bytes={self.cache_bytes!r}"
             )
         slots = min(max(self.num_slots // shards, 1) * shards, fits)
+        if self._sizes is not None:
+            # Those that have programs.
+            known = [x for x in self._sizes.slots if x <= slots]
+            slots = max(known, default=slots)
         if not self._reported_slots:
             self._reported_slots = True
             if processes.is_first():

@@ -57,6 +57,26 @@ class Prefixes:
         return found
 
 
+def least_slots(decoder):
+    """Returns the slots below which a `SlotDecoder` is not shrunk."""
+    return max(decoder.placement.shards, LEAST_SLOTS)
+
+
+def decoder_state(samples, num_stop_ids, truncated):
+    """Returns the state of a `SlotDecoder` in which no slot is active.
+
+    The arguments are those of `sampling_arrays`.
+    """
+    slots = len(samples)
+    return {
+        "token": np.zeros(slots, "int32"),
+        "length": np.zeros(slots, "int32"),
+        "remaining": np.zeros(slots, "int32"),
+        "active": np.zeros(slots, bool),
+        **sampling_arrays(samples, num_stop_ids, truncated),
+    }
+
+
 def _bytes(tokens):
     return np.asarray(tokens, ">i4").tobytes()
 
@@ -104,6 +124,7 @@ class Schedule:
     Args:
         decoder: `SlotDecoder`.
         most_slots: function of the tokens of a slot to the most slots.
+        sizes: `Sizes` that programs were compiled for, or `None`.
         least_shared: int, the tokens from which on the beginning of a prompt
             is copied from another slot.
         on_tokens, progress: as of `Rollout.generate`; `progress` is called
@@ -111,21 +132,24 @@ class Schedule:
     """
 
     def __init__(
-        self, decoder, most_slots, *, least_shared=1, on_tokens=None,
-        progress=None,
+        self, decoder, most_slots, *, sizes=None, least_shared=1,
+        on_tokens=None, progress=None,
     ):  # fmt: skip
         self.decoder, self.most_slots = decoder, most_slots
+        self.sizes = sizes
         self.least_shared = least_shared
         self.on_tokens, self.progress = on_tokens, progress
         self.queue = collections.deque()
         self.counts = Counts()
-        shards = decoder.placement.shards
-        self.least_slots = max(shards, LEAST_SLOTS)
-        self.most_tokens = 0
+        self.least_slots = least_slots(decoder)
+        # The slots and their tokens when the cache was created.
+        self.first_size = None
         # Fixed once they have grown, so that few programs are compiled.
-        self.num_stop_ids, self.truncated = 1, False
+        self.most_tokens = sizes.tokens[-1] if sizes else 0
+        self.num_stop_ids = sizes.num_stop_ids if sizes else 1
+        self.truncated = sizes.truncated if sizes else False
         # Whether the experts of tokens are recorded.
-        self.records_routes = False
+        self.records_routes = sizes.routes if sizes else False
         # The contents of slots that were overwritten, where they are counted.
         self._lost = Prefixes() if least_shared == 1 else None
         self._clock = 0
@@ -320,6 +344,8 @@ class Schedule:
         count, shards = len(self.occupants), self.decoder.placement.shards
         wanted = len(self.queue) + len(self.active) + int(self.kept.sum())
         wanted = power_of_two(-(-wanted // shards)) * shards
+        if self.sizes:
+            wanted = max(wanted, self.sizes.slots[-1])
         more = min(wanted, self.most_slots(self.most_tokens)) - count
         if more <= 0:
             return set()
@@ -343,13 +369,11 @@ class Schedule:
         need = decoding.STEPS + max(self._length(i) for i in used)
         slots, tokens = len(self.occupants), decoder.tokens
         if decoder.cache is None:
-            decoder.allocate(
-                slots, min(decoding.bucket(need), self.most_tokens)
-            )
+            self.first_size = slots, self._tokens(need, 0)
+            decoder.allocate(*self.first_size)
             return None
         if need > tokens:
-            tokens = decoding.bucket(max(need, 2 * tokens))
-            tokens = min(tokens, max(self.most_tokens, decoding.bucket(need)))
+            tokens = self._tokens(need, tokens)
         index = list(range(slots))
         fewer = max(power_of_two(len(used)), self.least_slots)
         shrinks = fewer < slots and len(used) * SHRINK <= slots
@@ -359,12 +383,25 @@ class Schedule:
         if tokens == decoder.tokens and index == list(range(decoder.slots)):
             return None
         # A new slot has anything in it.
-        decoder.resize([i if i < decoder.slots else 0 for i in index], tokens)
+        kept = [i if i < decoder.slots else 0 for i in index]
+        if self.sizes and len(kept) != decoder.slots:
+            # Each program sets one of the two sizes, so that there are few.
+            decoder.resize(kept, decoder.tokens)
+            kept = list(range(len(kept)))
+        if tokens != decoder.tokens or kept != list(range(decoder.slots)):
+            decoder.resize(kept, tokens)
         self.occupants = [self.occupants[i] for i in index]
         self.routes = [self.routes[i] for i in index]
         self.held, self.lengths = self.held[index], self.lengths[index]
         self.kept, self.used = self.kept[index], self.used[index]
         return index
+
+    def _tokens(self, need, now):
+        """Returns the tokens that a slot of `now` gets for those it needs."""
+        if self.sizes and need <= self.sizes.tokens[-1]:
+            return min(x for x in self.sizes.tokens if x >= need)
+        most = max(self.most_tokens, decoding.bucket(need))
+        return min(decoding.bucket(max(need, 2 * now)), most)
 
     def _length(self, slot):
         """Returns the tokens in the cache: all but an active slot's last."""
@@ -433,16 +470,10 @@ class Schedule:
     # Steps
 
     def _state(self):
-        slots = len(self.occupants)
-        state = {
-            "token": np.zeros(slots, "int32"),
-            "length": self.lengths.astype("int32"),
-            "remaining": np.zeros(slots, "int32"),
-            "active": np.zeros(slots, bool),
-            **sampling_arrays(
-                self.occupants, self.num_stop_ids, self.truncated
-            ),
-        }
+        state = decoder_state(
+            self.occupants, self.num_stop_ids, self.truncated
+        )
+        state["length"] = self.lengths.astype("int32")
         for i in self.active:
             s = self.occupants[i]
             state["token"][i] = (s.token_ids or s.prompt)[-1]

@@ -1,0 +1,135 @@
+"""The sizes of a run's programs, and their compilation ahead of need.
+
+Each size of the engine's cache and of the prompts computed together has
+programs of its own. Those of a run follow from what it will ask for, not from
+what it has asked for so far: a run that resumes has the same.
+"""
+
+import dataclasses
+
+from keras_posttrain.rollout.native import decoding
+from keras_posttrain.rollout.native.samples import power_of_two
+from keras_posttrain.rollout.native.schedule import (
+    decoder_state,
+    least_slots,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of programs.
+
+    Attributes:
+        slots: tuple of ints, of the cache, decreasing.
+        tokens: tuple of ints, of a slot, increasing.
+        prompts: tuple of ints, the tokens of rows of prompts.
+        longest_prompt: int, its tokens.
+        num_stop_ids, truncated: as of `Samples`.
+        routes: bool, whether experts are recorded.
+    """
+
+    slots: tuple
+    tokens: tuple
+    prompts: tuple
+    longest_prompt: int
+    num_stop_ids: int
+    truncated: bool
+    routes: bool
+
+
+def sizes_for(decoder, expected, samples, most_slots, overlaps):
+    """Chooses the `Sizes` of a run.
+
+    Args:
+        expected: `Expected`.
+        samples: `Samples` of one of its rollouts.
+        most_slots: function of the tokens of a slot to the most slots.
+        overlaps: bool, whether samples continue after an interruption, as
+            prompts.
+    """
+    settings = [s.settings for s in samples]
+    shortest, longest = expected.prompt_lengths
+    longest = max(longest, *(len(s.prompt) for s in samples))
+    completion = max(r.max_tokens for r in settings)
+    most = decoding.bucket(longest + completion + decoding.STEPS)
+    if overlaps:
+        longest += completion
+    tokens = [decoding.bucket(shortest + decoding.STEPS)]
+    while tokens[-1] < most:
+        tokens.append(min(decoding.bucket(2 * tokens[-1]), most))
+    shards, least = decoder.placement.shards, least_slots(decoder)
+    count = max(expected.samples, len(samples))
+    count = power_of_two(-(-count // shards)) * shards
+    slots = [max(min(count, most_slots(most)), least)]
+    while slots[-1] > least:
+        slots.append(max(power_of_two(slots[-1]) // 2, least))
+    room = power_of_two(max(longest, decoding.PREFILL_TOKENS))
+    together = min(expected.samples if overlaps else expected.prompts, count)
+    most = min(-(-together * longest // shards), room)
+    prompts = [64]
+    while prompts[-1] < most:
+        prompts.append(2 * prompts[-1])
+    if decoder.is_recurrent or any(r.images is not None for r in settings):
+        # They have more sizes: the prompts or the images of a row.
+        prompts = []
+    return Sizes(
+        tuple(slots),
+        tuple(tokens),
+        tuple(prompts),
+        longest,
+        samples.num_stop_ids,
+        samples.truncated,
+        any(r.return_routed_experts for r in settings),
+    )
+
+
+def lower(decoder, weights, sizes):
+    """Lowers the programs of all sizes.
+
+    Args:
+        decoder: `SlotDecoder`, whose cache stays as it is.
+        weights: `Weights`.
+        sizes: `Sizes`.
+
+    Yields:
+        The `jax.stages.Lowered` of each program.
+    """
+    found = []
+    other = decoder.lowering(found)
+    other.longest_prompt = sizes.longest_prompt
+    for slots in sizes.slots:
+        state = decoder_state(
+            [None] * slots, sizes.num_stop_ids, sizes.truncated
+        )
+        for tokens in sizes.tokens:
+            other.allocate(slots, tokens)
+            other.decode(weights, state, 0, routes=sizes.routes)
+            for fewer in sizes.slots:
+                if fewer < slots:
+                    other.allocate(slots, tokens)
+                    other.resize(range(fewer), tokens)
+            for more in sizes.tokens:
+                if more > tokens:
+                    other.allocate(slots, tokens)
+                    other.resize(range(slots), more)
+            other.allocate(slots, tokens)
+            for length in sizes.prompts:
+                for prompts, places in _prompts(decoder, sizes, length, slots):
+                    other.prefill(weights, prompts, places, sizes.routes)
+            yield from found
+            found.clear()
+
+
+def _prompts(decoder, sizes, length, slots):
+    """Yields prompts that make rows of a length, and lists of their slots.
+
+    First few slots get them, then all.
+    """
+    size = min(length, sizes.longest_prompt)
+    # Rows are at least half full.
+    count = (length // 2 // size + 1) * decoder.placement.shards
+    if count > slots:
+        return
+    prompts, places = [(0,) * size] * count, [[0]] * count
+    yield prompts, places
+    yield prompts, [[0] * (slots - count + 1), *places[1:]]
