@@ -129,8 +129,7 @@ def _check(task, batch_size, layout, remat, sequence_length, micro_batch_size):
 
 def head_trips(planned, batch):
     """Counts the rounds of a device's loop over the head's chunks."""
-    data, sizes = formulas.mesh_sizes()
-    shards = sizes[data]
+    shards, sizes = formulas.mesh_sizes()
     rows, length = batch["token_ids"].shape
     rows //= planned.step.micro_batches.count(batch)
     slots = rows * length // (1 if rows % shards else shards)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from keras_posttrain.losses import reductions
+from keras_posttrain.models import sharding
 from keras_posttrain.training import padding
 
 
@@ -36,7 +37,11 @@ class MicroBatches:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
     def sum(self, function, batch):
-        """Adds up `function(rows) -> (sums, metrics)` over micro-batches."""
+        """Adds up `function(rows) -> (sums, metrics)` over micro-batches.
+
+        Each slice of a mesh adds up its own rows of all micro-batches. Only
+        then are sums added up over slices.
+        """
         count = self.count(batch)
         if count == 1:
             return function(batch)
@@ -48,11 +53,17 @@ class MicroBatches:
             values = {name: metric[1:] for name, metric in metrics.items()}
             return jax.tree.map(jnp.add, total, sums), values
 
-        rows = split_rows(batch, count)
-        first = jax.tree.map(lambda x: x[0], rows)
-        shapes = jax.eval_shape(lambda x: function(x)[0], first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, "float32"), shapes)
-        total, values = jax.lax.scan(body, zeros, rows)
+        def every(batch):
+            rows = split_rows(batch, count)
+            first = jax.tree.map(lambda x: x[0], rows)
+            shapes = jax.eval_shape(lambda x: function(x)[0], first)
+            zeros = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, "float32"), shapes
+            )
+            return jax.lax.scan(body, zeros, rows)
+
+        whole = count * self.rows_together(batch)
+        total, values = sharding.over_slices(every, batch, whole)
         metrics = reductions.merge_metrics(
             {name: (kind, *values[name]) for name, kind in kinds.items()}
         )

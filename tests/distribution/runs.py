@@ -33,7 +33,8 @@ def mesh(name):
 
     `8x1` is FSDP over eight devices, `4x2` FSDP over four times tensor
     parallelism over two, `tp2` tensor parallelism alone, `dp` data
-    parallelism, `ep4` FSDP with experts over groups of four.
+    parallelism, `ep4` FSDP with experts over groups of four, `2x4x1` two
+    slices of FSDP over four.
     """
     if name is None:
         return None
@@ -43,7 +44,9 @@ def mesh(name):
         return kpt.distribution.fsdp(experts=int(name[2:]))
     if name.startswith("tp"):
         return kpt.distribution.tensor_parallel(model=int(name[2:]))
-    data, model = map(int, name.split("x"))
+    *slices, data, model = map(int, name.split("x"))
+    if slices:
+        return kpt.distribution.hybrid(*slices, model=model)
     if model == 1:
         return kpt.distribution.fsdp(data)
     return kpt.distribution.fsdp_tensor_parallel(data, model)
