@@ -1,5 +1,6 @@
 """Distributions of a model and its batches over devices."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -189,6 +190,20 @@ def split(*, trainer=None, sampler=None, devices=None):
     """
     parts = divide_devices(trainer, sampler, devices)
     return tuple([name_of(device) for device in part] for part in parts)
+
+
+def of_topology(hardware):
+    """Returns the strategies to try first on a `Topology`, the default first.
+
+    Each is a function of `devices`, as `Task.plan` takes it.
+    """
+    if hardware.num_slices == 1:
+        return [fsdp] + [
+            functools.partial(fsdp_tensor_parallel, model=n) for n in (2, 4)
+        ]
+    within = functools.partial(hybrid, slices=hardware.num_slices)
+    more = [functools.partial(within, model=n) for n in (2, 4)]
+    return [within, *more, fsdp]
 
 
 def data_parallel(*, devices=None):

@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.distribution.mesh import EXPERT
+from keras_posttrain.distribution.mesh import EXPERT, SLICE, slice_of
 from keras_posttrain.models import block_attention, expert_parallel, sharding
 from keras_posttrain.models.experts import (
     chosen_share,
@@ -82,9 +82,10 @@ def forward_flops(planned):
 
 
 def ideal(planned, batch):
-    """Counts the bytes that the layout has to send: `ideal_bytes`.
+    """Counts the bytes that the layout has to send, as fields of a `Plan`.
 
-    The model is passed forward and backward, companions forward.
+    They are those of `ideal_bytes`. The model is passed forward and backward,
+    companions forward.
     """
     _, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
@@ -92,21 +93,36 @@ def ideal(planned, batch):
     for model in planned.companions:
         weights = planned.weights_of(model)
         models.append((model.policy, weights, set(), 1))
-    found = collections.Counter()
+    fields = {"ideal": collections.Counter()}
+    fields["ideal_dcn"] = collections.Counter()
     for policy, variables, trained, passes in models:
         dtype = policy.backbone.compute_dtype
-        found.update(
-            ideal_bytes(
-                [_weight(v, dtype, id(v) in trained) for v in variables],
-                sizes,
-                micro_batches=planned.step.micro_batches.count(batch),
-                num_layers=len(policy.layers),
-                activation_bytes=layer_input_bytes(planned, policy, batch),
-                expert_bytes=expert_bytes(planned, policy, batch, passes),
-                passes=passes,
-            )
+        every = ideal_bytes(
+            [_weight(v, dtype, id(v) in trained) for v in variables],
+            sizes,
+            micro_batches=planned.step.micro_batches.count(batch),
+            num_layers=len(policy.layers),
+            activation_bytes=layer_input_bytes(planned, policy, batch),
+            expert_bytes=expert_bytes(planned, policy, batch, passes),
+            passes=passes,
+            slices=_slices_along(),
         )
-    return dict(found)
+        for found, more in zip(fields.values(), every):
+            found.update(more)
+    return {name: dict(found) for name, found in fields.items()}
+
+
+def _slices_along():
+    """Returns the number of slices along each axis of the mesh."""
+    mesh = keras.distribution.distribution().device_mesh.backend_mesh
+    found = {}
+    for i, name in enumerate(mesh.axis_names):
+        line = np.moveaxis(mesh.devices, i, 0).reshape(mesh.shape[name], -1)
+        found[name] = len({slice_of(device) for device in line[:, 0]})
+        if name == SLICE:
+            # Also of devices that do not report it.
+            found[name] = mesh.shape[name]
+    return found
 
 
 def layer_input_bytes(planned, policy, batch):
