@@ -117,43 +117,52 @@ def _mesh_and_rows(distribution):
     return jax.sharding.get_abstract_mesh(), names
 
 
-def over_slices(function, rows, multiple):
+def slices_of(rows, multiple=1):
+    """Returns the number of slices that can run on their own rows.
+
+    It is 1 on a mesh without slices, and where the rows of a slice are not a
+    multiple of `multiple`. `rows` is a pytree of arrays with a leading `rows`
+    axis.
+    """
+    distribution = keras.distribution.distribution()
+    names = getattr(distribution, "row_axes", ())[:-1]
+    if not names or axes()[4] > 1:
+        # On a mesh with another axis, XLA's partitioner fails on the lookup
+        # of an embedding that is split over two of three axes.
+        return 1
+    size = distribution.device_mesh.backend_mesh.shape[names[0]]
+    leading = {x.shape[0] for x in jax.tree.leaves(rows)}
+    return 1 if any(n % (size * multiple) for n in leading) else size
+
+
+def over_slices(function, rows):
     """Runs `function(rows)` in each slice on its own rows.
 
     Within a slice the program is partitioned as it is on a mesh of one slice,
-    and nothing is sent to another one.
+    and nothing is sent to another one. `slices_of(rows)` is above 1.
 
     Args:
         function: returns `(sums, values)`: pytrees of arrays. Sums are added
             up over slices, values are concatenated along their first axis.
         rows: pytree of arrays with a leading `rows` axis.
-        multiple: int, what the rows of a slice must be a multiple of;
-            otherwise the function is called once, with all of them.
     """
     distribution = keras.distribution.distribution()
-    names = getattr(distribution, "row_axes", ())[:-1]
-    if not names:
-        return function(rows)
-    mesh, [name] = distribution.device_mesh.backend_mesh, names
-    stages = two_stages(mesh, distribution.batch_dim_name)
-    if stages is not None:
-        mesh = stages.mesh
-    leading = {x.shape[0] for x in jax.tree.leaves(rows)}
-    size = mesh.shape[name]
-    if axes()[4] > 1:
-        # XLA's partitioner fails on the head's kernel, which is gathered
-        # along one of the axes that are left.
-        return function(rows)
-    if size == 1 or any(n % (size * multiple) for n in leading):
-        return function(rows)
+    name, data = distribution.row_axes
+    mesh = distribution.device_mesh.backend_mesh
+    stages = two_stages(mesh, data)
+
+    def add(x):
+        # XLA's backend for CPUs cannot add up bfloat16.
+        dtype = "float32" if platform() == "cpu" else x.dtype
+        return jax.lax.psum(x.astype(dtype), name).astype(x.dtype)
 
     def local(rows):
         sums, values = function(rows)
-        return jax.lax.psum(sums, name), values
+        return jax.tree.map(add, sums), values
 
     return jax.shard_map(
         local,
-        mesh=mesh,
+        mesh=mesh if stages is None else stages.mesh,
         in_specs=P(name),
         out_specs=(P(), P(name)),
         axis_names={name},
