@@ -367,26 +367,35 @@ def _group(rest, num_devices):
     """Returns the devices in the first group of a collective, an array."""
     groups = re.search(r"replica_groups=(.*)", rest)
     text = groups[1] if groups else ""
-    if text.startswith("mesh["):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text.split("]")[0]))
-        names = re.findall(r"'(\w+)'", text.split("]")[1].split("}")[0])
-        devices = np.arange(math.prod(map(int, sizes.values())))
-        devices = devices.reshape([int(n) for n in sizes.values()])
-        first = tuple(slice(None) if n in names else 0 for n in sizes)
-        return devices[first].reshape(-1)
-    iota = re.match(
-        r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
+    mesh = re.match(
+        rf"mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{(.*?)\}}", text
     )
+    if mesh:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        sizes = {name: int(size) for name, size in sizes.items()}
+        names = re.findall(r"'(\w+)'", mesh[4])
+        devices = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3])
+        first = tuple(slice(None) if n in names else 0 for n in sizes)
+        return devices.reshape(list(sizes.values()))[first].reshape(-1)
+    iota = re.match(rf"\[\d+,(\d+)\]<={_IOTA}", text)
     if iota:
-        shape = [int(n) for n in iota[2].split(",")]
-        devices = np.arange(math.prod(shape)).reshape(shape)
-        if iota[3]:
-            devices = devices.transpose([int(n) for n in iota[3].split(",")])
-        return devices.reshape(-1)[: int(iota[1])]
+        return _iota(iota[2], iota[3])[: int(iota[1])]
     listed = re.match(r"\{\{([\d,]+)\}", text)
     if listed:
         return np.array([int(n) for n in listed[1].split(",")])
     return np.arange(num_devices)
+
+
+# The numbers from 0 on in a shape, and the order of its axes: `[2,4]T(1,0)`.
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(shape, order):
+    shape = [int(n) for n in shape.split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        numbers = numbers.transpose([int(n) for n in order.split(",")])
+    return numbers.reshape(-1)
 
 
 def _flops(inside, instruction):
