@@ -40,13 +40,34 @@ class Chip:
 GIB, GB, GBIT = 2**30, 1e9, 1e9 / 8
 CHIPS = {
     "v5e": Chip(
-        "v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819 * GB, 1600 * GBIT, 2, 25 * GBIT
+        "v5e",
+        "TPU v5 lite",
+        15.75 * GIB,
+        197e12,
+        819 * GB,
+        1600 * GBIT,
+        2,
+        25 * GBIT,
     ),
     "v5p": Chip(
-        "v5p", "TPU v5", 95.74 * GIB, 459e12, 2765 * GB, 4800 * GBIT, 3, 50 * GBIT
+        "v5p",
+        "TPU v5",
+        95.74 * GIB,
+        459e12,
+        2765 * GB,
+        4800 * GBIT,
+        3,
+        50 * GBIT,
     ),
     "v6e": Chip(
-        "v6e", "TPU v6 lite", 31.25 * GIB, 918e12, 1600 * GB, 3200 * GBIT, 2, 100 * GBIT
+        "v6e",
+        "TPU v6 lite",
+        31.25 * GIB,
+        918e12,
+        1600 * GB,
+        3200 * GBIT,
+        2,
+        100 * GBIT,
     ),
 }
 

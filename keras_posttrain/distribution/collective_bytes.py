@@ -87,7 +87,8 @@ def ideal_bytes(
     scattered once
     ([Rajbhandari et al., 2020](https://arxiv.org/abs/1910.02054)). Other
     gradients are summed over the data axis once a step, and all over the axis
-    of slices, of several micro-batches in float32. In each micro-batch, the activations are summed over the model axis twice per layer and pass
+    of slices, those of several micro-batches in float32. In each micro-batch,
+    the activations are summed over the model axis twice per layer and pass
     ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). Tokens that
     are sent to their experts are sent in each pass.
 

@@ -118,7 +118,9 @@ def _slices(slices, chosen):
             f"slices={slices}, on {len(chosen)} devices in {len(groups)} "
             "slices"
         )
-    ordered = [device for at in sorted(groups, key=str) for device in groups[at]]
+    ordered = [
+        device for at in sorted(groups, key=str) for device in groups[at]
+    ]
     size = len(chosen) // slices
     return [ordered[i : i + size] for i in range(0, len(chosen), size)]
 

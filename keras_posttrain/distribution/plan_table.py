@@ -103,9 +103,7 @@ def _network(plan):
         own = f"{head}, within a slice"
         found = _received(own, plan, ICI, plan.collective_bytes, plan.ideal)
     other = f"{head}, from other slices"
-    return found + _received(
-        other, plan, DCN, plan.dcn_bytes, plan.ideal_dcn
-    )
+    return found + _received(other, plan, DCN, plan.dcn_bytes, plan.ideal_dcn)
 
 
 def _received(head, plan, network, total, ideal):
