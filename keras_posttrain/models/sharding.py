@@ -126,9 +126,7 @@ def slices_of(rows, multiple=1):
     """
     distribution = keras.distribution.distribution()
     names = getattr(distribution, "row_axes", ())[:-1]
-    if not names or axes()[4] > 1:
-        # On a mesh with another axis, XLA's partitioner fails on the lookup
-        # of an embedding that is split over two of three axes.
+    if not names:
         return 1
     size = distribution.device_mesh.backend_mesh.shape[names[0]]
     leading = {x.shape[0] for x in jax.tree.leaves(rows)}
@@ -151,14 +149,9 @@ def over_slices(function, rows):
     mesh = distribution.device_mesh.backend_mesh
     stages = two_stages(mesh, data)
 
-    def add(x):
-        # XLA's backend for CPUs cannot add up bfloat16.
-        dtype = "float32" if platform() == "cpu" else x.dtype
-        return jax.lax.psum(x.astype(dtype), name).astype(x.dtype)
-
     def local(rows):
         sums, values = function(rows)
-        return jax.tree.map(add, sums), values
+        return jax.tree.map(lambda x: _added(x, name), sums), values
 
     return jax.shard_map(
         local,
@@ -718,20 +711,62 @@ def _axes_among(names, split):
     return tuple(axis if axis in names else None for axis in axes)
 
 
-def shard_embedded(x, embeddings):
-    """Splits embedded tokens `(tokens, ..., hidden_dim)` over the data axis.
+def embedded(embedding, ids):
+    """Looks up tokens, `(tokens, ..., hidden_dim)`, split over the data axis.
 
     If each device has some columns of the embedding, it looks up these
-    columns for all tokens and sends them to the tokens' devices. The bytes
-    sent are those of the activations and do not depend on the vocabulary.
+    columns for all tokens of its slice and sends them to the tokens' devices.
+    The bytes sent are those of the activations and do not depend on the
+    vocabulary.
+
+    Args:
+        embedding: KerasHub layer with a variable `embeddings`.
+        ids: int array of shape `(tokens, ...)`.
     """
-    mesh, name, size = data_axis()
-    if mesh is None or x.shape[0] % size:
-        return x
-    split = split_of(embeddings)
+    mesh, name, size, model, _ = axes()
+    if mesh is None or size == 1 or ids.shape[0] % size:
+        return embedding(ids)
+    split = split_of(embedding.embeddings)
+    if _manual_axes() and model is not None and split.axes[0] == model:
+        return _looked_up(embedding, ids, split)
+    x = embedding(ids)
     if split.axes[1] == split.rows:
         # Each slice looks up its own tokens.
         slices = tuple(sorted(flat(name) - flat(split.rows))) or None
         spec = P(slices, *[None] * (x.ndim - 2), split.rows)
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     return shard_rows(x)
+
+
+def _looked_up(embedding, ids, split):
+    """Looks up tokens of an embedding whose words the model axis splits.
+
+    XLA's partitioner fails on this lookup in `over_slices`.
+    """
+    mesh, name, size, model, _ = axes()
+
+    def local(table, ids):
+        own = len(table)
+        every = jax.lax.all_gather(ids, name, tiled=True)
+        at = every - jax.lax.axis_index(model) * own
+        rows = jnp.take(table, jnp.clip(at, 0, own - 1), axis=0)
+        rows = jnp.where(((at >= 0) & (at < own))[..., None], rows, 0)
+        # All but one of the devices add zeros.
+        rows = _added(rows, model)
+        if split.axes[1] is None:
+            first = jax.lax.axis_index(name) * len(ids)
+            return jax.lax.dynamic_slice_in_dim(rows, first, len(ids))
+        return jax.lax.all_to_all(rows, name, 0, rows.ndim - 1, tiled=True)
+
+    specs = (P(*split.axes), P(name))
+    x = on_devices(local, mesh, specs, P(name))(
+        jnp.asarray(embedding.embeddings.value), ids
+    )
+    return x.astype(embedding.compute_dtype)
+
+
+def _added(x, name):
+    """Adds up arrays over an axis in `jax.shard_map`."""
+    # XLA's backend for CPUs cannot add up bfloat16.
+    dtype = "float32" if platform() == "cpu" else x.dtype
+    return jax.lax.psum(x.astype(dtype), name).astype(x.dtype)
