@@ -347,9 +347,10 @@ def hybrid(slices=None, *, model=1, devices=None):
     other slices once per step, also with micro-batches
     ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), "hybrid sharding").
 
-    With several micro-batches that sum is of float32 numbers. Losses that
-    couple a batch are the exception: their gradients are added up over slices
-    in each micro-batch.
+    With several micro-batches that sum is of float32 numbers. A batch that is
+    not cut into micro-batches, with a loss that couples it or one that
+    balances routers, is computed over all slices at once, and more may be
+    sent. So is one whose examples of several rows do not divide evenly.
 
     Args:
         slices: int, the number of slices, or `None` for those that the

@@ -6,7 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain import optimizers
-from keras_posttrain.distribution import mesh, topology
+from keras_posttrain.distribution import mesh, strategies, topology
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 
@@ -51,6 +51,23 @@ def test_axes_and_sizes(eight):
     assert made.get_data_layout((16, 3)).axes == (made.row_axes, None)
     made = kpt.distribution.hybrid(2, model=2, devices=devices[:4])
     assert shape(made) == {"slice": 2, "batch": 1, "model": 2}
+
+
+def test_what_is_tried_first():
+    """FSDP, or FSDP within each slice; then with tensor parallelism."""
+    found = strategies.of_topology(topology.get("v5e:2x4 x 2"))
+    meshes = [
+        shape(made(devices=topology.get("v5e:2x4 x 2").devices))
+        for made in found
+    ]
+    assert meshes == [
+        {"slice": 2, "batch": 8},
+        {"slice": 2, "batch": 4, "model": 2},
+        {"slice": 2, "batch": 2, "model": 4},
+        {"batch": 16},
+    ]
+    first = strategies.of_topology(topology.get("v5e:2x4"))[0]
+    assert first is kpt.distribution.fsdp
 
 
 def test_slices_are_those_of_the_devices():
