@@ -119,7 +119,9 @@ def _slices(slices, chosen):
             "slices"
         )
     ordered = [
-        device for at in sorted(groups, key=str) for device in groups[at]
+        device
+        for at in sorted(groups, key=lambda x: -1 if x is None else x)
+        for device in groups[at]
     ]
     size = len(chosen) // slices
     return [ordered[i : i + size] for i in range(0, len(chosen), size)]
@@ -134,7 +136,18 @@ def _chosen(devices):
 
 
 def _arranged(shape, chosen):
-    """Returns an array of devices, neighbours along its last axis."""
+    """Returns an array of devices, neighbours along its last axis.
+
+    Devices of several slices are divided along its first axis.
+    """
+    slices = {}
+    for device in chosen:
+        slices.setdefault(slice_of(device), []).append(device)
+    if len(slices) > 1:
+        own = (shape[0] // len(slices), *shape[1:])
+        if any(len(group) != math.prod(own) for group in slices.values()):
+            return np.array(sum(slices.values(), [])).reshape(shape)
+        return np.concatenate([_arranged(own, x) for x in slices.values()])
     if not isinstance(chosen[0], jax.Device):
         return np.array(chosen).reshape(shape)
     return mesh_utils.create_device_mesh(
