@@ -121,7 +121,7 @@ def slices_of(rows, multiple=1):
     """Returns the number of slices that can run on their own rows.
 
     It is 1 on a mesh without slices, and where the rows of a slice are not a
-    multiple of `multiple`. `rows` is a pytree of arrays with a leading `rows`
+    multiple of `multiple`, or some arrays have another number of them. `rows` is a pytree of arrays with a leading `rows`
     axis.
     """
     distribution = keras.distribution.distribution()
@@ -129,8 +129,11 @@ def slices_of(rows, multiple=1):
     if not names:
         return 1
     size = distribution.device_mesh.backend_mesh.shape[names[0]]
-    leading = {x.shape[0] for x in jax.tree.leaves(rows)}
-    return 1 if any(n % (size * multiple) for n in leading) else size
+    leading = {x.shape[:1] for x in jax.tree.leaves(rows)}
+    if len(leading) > 1 or () in leading:
+        return 1
+    [[number]] = leading
+    return 1 if number % (size * multiple) else size
 
 
 def over_slices(function, rows):
