@@ -121,8 +121,8 @@ def slices_of(rows, multiple=1):
     """Returns the number of slices that can run on their own rows.
 
     It is 1 on a mesh without slices, and where the rows of a slice are not a
-    multiple of `multiple`, or some arrays have another number of them. `rows` is a pytree of arrays with a leading `rows`
-    axis.
+    multiple of `multiple`, or some arrays have another number of them. `rows`
+    is a pytree of arrays with a leading `rows` axis.
     """
     distribution = keras.distribution.distribution()
     names = getattr(distribution, "row_axes", ())[:-1]
