@@ -2,7 +2,7 @@
 Title: From a plan on a laptop to a run on a pod
 Author: The keras_posttrain authors
 Date created: 2026/11/20
-Last modified: 2026/11/25
+Last modified: 2026/11/26
 Description: Ask what a step needs of a TPU pod, then run it on a mesh.
 Accelerator: None
 """
@@ -287,6 +287,18 @@ controls all chips. Add these two lines before JAX is used:
 ```python
 import pathwaysutils
 pathwaysutils.initialize()
+```
+
+## Several slices
+
+Several TPU slices train one model with `kpt.distribution.hybrid()`. Weights
+are split over the chips of a slice and replicated over slices, so that between
+slices only gradients are sent, once per step. A plan for four slices, each a
+full v5e pod, counts what goes over both networks:
+
+```python
+plan = big.plan("v5e:16x16 x 4", batch_size=1024, remat="full")
+plan.collective_bytes, plan.dcn_bytes, plan.seconds
 ```
 
 ## Before you start a run on a pod

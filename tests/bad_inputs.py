@@ -694,8 +694,8 @@ bad(
 
 # --- plan --------------------------------------------------------------------
 
-each("plan", plan, "topology", ["v9:4x4", "v5e", "", 8, None])
-each("plan", plan, "strategy", ["fsdp", None])
+each("plan", plan, "topology", ["v9:4x4", "v5e", "", 8, None, "v5e:4x4 x 0"])
+each("plan", plan, "strategy", ["fsdp", 8])
 each("plan", plan, "remat", ["half"])
 each("plan", plan, "sequence_length", [0, "64"])
 each("plan", plan, "micro_batch_size", [0, "1"])

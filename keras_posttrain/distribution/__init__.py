@@ -35,6 +35,7 @@ from keras_posttrain.distribution.strategies import (
     data_parallel,
     fsdp,
     fsdp_tensor_parallel,
+    hybrid,
     split,
     tensor_parallel,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "data_parallel",
     "fsdp",
     "fsdp_tensor_parallel",
+    "hybrid",
     "search",
     "shapes_only",
     "split",

@@ -11,10 +11,21 @@ import math
 import operator
 import re
 
+import numpy as np
+
+from keras_posttrain.distribution.collective_bytes import received
+
 KINDS = (
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all",
     "collective-permute", "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
+# Collectives over the data-center network, as the TPU compiler calls them.
+MEGASCALE = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+}
 # The most iterations that a loop is evaluated for.
 MAX_TRIPS = 2**17
 
@@ -34,9 +45,14 @@ _CALLED = re.compile(
 )
 
 
+# The networks of a device: that of its slice, and the data-center network,
+# which joins slices.
+ICI, DCN = "ici", "dcn"
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind in a program.
+    """All collectives of one kind in a program, over one network.
 
     Attributes:
         kind: str, such as `"all-gather"`.
@@ -44,11 +60,15 @@ class Collective:
         num_bytes: float, a lower bound of the bytes that a device receives in
             all of them: `(n - 1) / n` of the full array if `n` devices gather
             or scatter it, twice that for an all-reduce.
+        network: `"ici"`, the network of a slice, or `"dcn"`, the data-center
+            network. A collective over devices of several slices counts on
+            both; see `collective_bytes.received`.
     """
 
     kind: str
     count: int
     num_bytes: float
+    network: str = ICI
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +105,13 @@ class _Instruction:
     in_memory: float
 
 
-def count(text, num_devices, data_dependent_trips=1, trips_by_name=None):
+def count(
+    text,
+    num_devices,
+    data_dependent_trips=1,
+    trips_by_name=None,
+    num_slices=1,
+):
     """Counts the work of a program.
 
     Args:
@@ -95,17 +121,20 @@ def count(text, num_devices, data_dependent_trips=1, trips_by_name=None):
             number of iterations depends on data.
         trips_by_name: dict from the name of a `jax.named_scope` right around
             such loops to the iterations to assume for them.
+        num_slices: int, the slices that the devices are divided into, in
+            the order of the program's devices.
 
     Returns:
         `Counts`.
     """
     module = _Module(text)
     trips = trips_by_name or {}
-    walk = _Walk(module, num_devices, data_dependent_trips, trips)
+    devices = (num_devices, num_slices)
+    walk = _Walk(module, devices, data_dependent_trips, trips)
     walk.computation(module.entry, 1, 1)
     by_kind = [
-        Collective(kind, round(times), num_bytes)
-        for kind, (times, num_bytes) in walk.collectives.items()
+        Collective(kind, round(times), num_bytes, network)
+        for (kind, network), (times, num_bytes) in walk.collectives.items()
     ]
     by_kind.sort(key=lambda c: -c.num_bytes)
     return Counts(
@@ -198,8 +227,9 @@ def _itemsize(dtype):
 class _Walk:
     """Walks through a program and counts each instruction as it runs."""
 
-    def __init__(self, module, num_devices, trips, by_name):
-        self.module, self.num_devices = module, num_devices
+    def __init__(self, module, devices, trips, by_name):
+        self.module = module
+        self.num_devices, self.num_slices = devices
         self.trips, self.trips_by_name = trips, by_name
         self.flops = self.flops_once = 0.0
         self.traffic = self.traffic_once = 0.0
@@ -221,6 +251,9 @@ class _Walk:
             self.flops += times * flops
             self.flops_once += once * flops
             kind = opcode.removesuffix("-start")
+            if opcode == "send":
+                self._between_slices(inside, instruction, times)
+                continue
             if kind in KINDS and _begins(inside, instruction):
                 if name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # the form on TPUs
@@ -248,17 +281,53 @@ class _Walk:
         return self.trips
 
     def _collective(self, inside, instruction, kind, times):
-        group = _group(instruction.rest, self.num_devices)
         size = sum(_size(inside[name].shapes) for name in instruction.operands)
-        moved = {
-            "all-gather": size * (group - 1),
-            "all-reduce": 2 * size * (group - 1) / group,
-            "collective-permute": size,
-            "collective-broadcast": size,
-        }.get(kind, size * (group - 1) / group)
-        if moved:
-            self.collectives[kind][0] += times
-            self.collectives[kind][1] += times * moved
+        group = _group(instruction.rest, self.num_devices)
+        per_slice = self.num_devices // self.num_slices
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.rest)
+        if pairs:
+            pairs = re.findall(r"(\d+),(\d+)", pairs[1])
+            crossing = [
+                int(a) // per_slice != int(b) // per_slice for a, b in pairs
+            ]
+            share = sum(crossing) / len(crossing)
+            self._received(kind, times, (size * (1 - share), size * share))
+            return
+        slices = len({device // per_slice for device in group})
+        if kind == "all-gather":
+            size *= len(group)
+        moved = received(kind, size, len(group), slices)
+        self._received(kind, times, moved)
+
+    def _between_slices(self, inside, instruction, times):
+        """Counts what TPUs send over the data-center network.
+
+        Within a slice the compiler uses its other collectives.
+        """
+        found = re.search(
+            r'_xla_megascale_transfer_type="(\w+)"', instruction.rest
+        )
+        if found is None:
+            return
+        size = _size(inside[instruction.operands[0]].shapes)
+        target = re.search(
+            r'_xla_megascale_target="\{([\d,]+)\}', instruction.rest
+        )
+        slices = self.num_slices
+        if target:
+            slices = target[1].count(",") + 1
+        kind = MEGASCALE.get(found[1], "collective-permute")
+        if kind == "all-gather":
+            size *= slices
+        moved = received(kind, size, slices, slices)
+        self._received(kind, times, moved)
+
+    def _received(self, kind, times, moved):
+        for network, num_bytes in zip((ICI, DCN), moved):
+            if num_bytes:
+                found = self.collectives[kind, network]
+                found[0] += times
+                found[1] += times * num_bytes
 
 
 def _attribute(instruction, name):
@@ -295,20 +364,38 @@ def _begins(inside, instruction):
 
 
 def _group(rest, num_devices):
-    """Returns the number of devices in a group of a collective."""
+    """Returns the devices in the first group of a collective, an array."""
     groups = re.search(r"replica_groups=(.*)", rest)
     text = groups[1] if groups else ""
-    if text.startswith("mesh["):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", text.split("]")[0]))
-        names = re.findall(r"'(\w+)'", text.split("]")[1].split("}")[0])
-        return math.prod(int(sizes[n]) for n in names)
-    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
+    mesh = re.match(
+        rf"mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{(.*?)\}}", text
+    )
+    if mesh:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        sizes = {name: int(size) for name, size in sizes.items()}
+        names = re.findall(r"'(\w+)'", mesh[4])
+        devices = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3])
+        first = tuple(slice(None) if n in names else 0 for n in sizes)
+        return devices.reshape(list(sizes.values()))[first].reshape(-1)
+    iota = re.match(rf"\[\d+,(\d+)\]<={_IOTA}", text)
     if iota:
-        return int(iota[2])
+        return _iota(iota[2], iota[3])[: int(iota[1])]
     listed = re.match(r"\{\{([\d,]+)\}", text)
     if listed:
-        return listed[1].count(",") + 1
-    return num_devices
+        return np.array([int(n) for n in listed[1].split(",")])
+    return np.arange(num_devices)
+
+
+# The numbers from 0 on in a shape, and the order of its axes: `[2,4]T(1,0)`.
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(shape, order):
+    shape = [int(n) for n in shape.split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    if order:
+        numbers = numbers.transpose([int(n) for n in order.split(",")])
+    return numbers.reshape(-1)
 
 
 def _flops(inside, instruction):

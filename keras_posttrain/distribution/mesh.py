@@ -13,6 +13,8 @@ from jax.experimental import mesh_utils
 DATA, MODEL = "batch", "model"
 # The data axis divided into two, for the weights of experts.
 REPLICA, EXPERT = "replica", "expert"
+# Along it weights are replicated and rows are split.
+SLICE = "slice"
 
 
 def make_mesh(sizes, devices=None):
@@ -29,9 +31,7 @@ def make_mesh(sizes, devices=None):
     Raises:
         ValueError: if the sizes do not multiply to the number of devices.
     """
-    chosen = jax.devices() if devices is None else list(devices)
-    if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
-        chosen = _checked(chosen, keras.distribution.list_devices())
+    chosen = _chosen(devices)
     sizes = _filled(sizes, len(chosen))
     shape = tuple(sizes.values())
     if math.prod(shape) != len(chosen):
@@ -47,11 +47,115 @@ def make_mesh(sizes, devices=None):
             f"Received: {product}, which is {math.prod(shape)}, on "
             f"{len(chosen)} devices.{hint}"
         )
-    grid = np.array(chosen)
-    if isinstance(chosen[0], jax.Device):
-        grid = mesh_utils.create_device_mesh(
-            shape, chosen, allow_split_physical_axes=True
+    grid = _arranged(shape, chosen)
+    return _device_mesh(sizes, shape, grid, devices)
+
+
+def make_hybrid_mesh(slices, sizes, devices=None):
+    """Makes a mesh whose first axis, `"slice"`, is along the slow network.
+
+    Args:
+        slices: int, or `None` for the slices that the devices report.
+        sizes, devices: as in `make_mesh`; the axes within a slice.
+
+    Raises:
+        ValueError: if the devices cannot be divided into `slices`, or if
+            the sizes do not multiply to the number of devices in a slice.
+    """
+    groups = _slices(slices, _chosen(devices))
+    count = len(groups[0])
+    try:
+        sizes = _filled(sizes, count)
+    except ValueError as error:
+        error.add_note(f"These are the devices of one of {len(groups)} slices")
+        raise
+    shape = tuple(sizes.values())
+    grid = np.stack([_arranged(shape, group) for group in groups])
+    sizes = {SLICE: len(groups), **sizes}
+    return _device_mesh(sizes, grid.shape, grid, devices)
+
+
+def slice_of(device):
+    """Returns the index of a device's slice, `None` if it reports none.
+
+    Chips of a slice, or the GPUs of a node, are joined by a fast network.
+    """
+    return getattr(device, "slice_index", None)
+
+
+def _slices(slices, chosen):
+    """Divides devices into lists of the same length, one for each slice."""
+    known = {name_of(device): device for device in jax.devices()}
+    groups = {}
+    for device in chosen:
+        at = slice_of(known.get(device) if isinstance(device, str) else device)
+        groups.setdefault(at, []).append(device)
+    sizes = {at: len(group) for at, group in groups.items()}
+    is_int = isinstance(slices, numbers.Integral) and slices is not True
+    if slices is None and None in groups:
+        raise ValueError(
+            "`slices` must be given: these devices do not report the slice "
+            "that they belong to. Received: slices=None, on "
+            f"{len(chosen)} devices. Pass the number of groups that a fast "
+            "network joins, such as slices=2; each is the next "
+            "`len(devices) / slices` devices."
         )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "Each slice must have the same number of `devices`. Received: "
+            f"{sizes} by slice"
+        )
+    if slices is None:
+        slices = len(groups)
+    elif not (is_int and slices > 0):
+        raise ValueError(
+            f"`slices` must be a positive int. Received: slices={slices!r}"
+        )
+    if len(chosen) % slices or slices % len(groups):
+        raise ValueError(
+            "`slices` must divide the number of devices, and be a multiple "
+            "of the slices that they report. Received: "
+            f"slices={slices}, on {len(chosen)} devices in {len(groups)} "
+            "slices"
+        )
+    ordered = [
+        device
+        for at in sorted(groups, key=lambda x: -1 if x is None else x)
+        for device in groups[at]
+    ]
+    size = len(chosen) // slices
+    return [ordered[i : i + size] for i in range(0, len(chosen), size)]
+
+
+def _chosen(devices):
+    """Returns a list of `jax.Device`s, or of names that were checked."""
+    chosen = jax.devices() if devices is None else list(devices)
+    if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
+        chosen = _checked(chosen, keras.distribution.list_devices())
+    return chosen
+
+
+def _arranged(shape, chosen):
+    """Returns an array of devices, neighbours along its last axis.
+
+    Devices of several slices are divided along its first axis.
+    """
+    slices = {}
+    for device in chosen:
+        slices.setdefault(slice_of(device), []).append(device)
+    if len(slices) > 1:
+        own = (shape[0] // len(slices), *shape[1:])
+        if any(len(group) != math.prod(own) for group in slices.values()):
+            return np.array(sum(slices.values(), [])).reshape(shape)
+        return np.concatenate([_arranged(own, x) for x in slices.values()])
+    if not isinstance(chosen[0], jax.Device):
+        return np.array(chosen).reshape(shape)
+    return mesh_utils.create_device_mesh(
+        shape, chosen, allow_split_physical_axes=True
+    )
+
+
+def _device_mesh(sizes, shape, grid, devices):
     if devices is None:
         grid = np.array([name_of(device) for device in grid.flatten()])
     return keras.distribution.DeviceMesh(

@@ -20,7 +20,8 @@ class Measurement:
             in addition to the arguments), `set aside` (bytes that the compiler
             reserves for them: it packs loosely while there is room),
             `program` (bytes), `flops`, `traffic` (bytes to and from memory),
-            and `count kind` and `bytes kind` for each kind of collective.
+            and `count kind` and `bytes kind` for each kind of collective,
+            `count dcn kind` and `bytes dcn kind` over the data-center network.
         unknown_loops: int, see `hlo.Counts`.
     """
 
@@ -45,21 +46,32 @@ class Measurement:
         found = [
             hlo.Collective(
                 kind,
-                round(self.numbers[f"count {kind}"]),
-                self.numbers[f"bytes {kind}"],
+                round(self.numbers[f"count {name}"]),
+                self.numbers[f"bytes {name}"],
+                network,
             )
             for kind in hlo.KINDS
-            if f"bytes {kind}" in self.numbers
+            for network in (hlo.ICI, hlo.DCN)
+            if f"bytes {(name := _name(kind, network))}" in self.numbers
         ]
         return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
 
-def measure(program, num_devices, *trips):
-    """Reads the `Measurement` of a `programs.Program`.
+def _name(kind, network):
+    return kind if network == hlo.ICI else f"{network} {kind}"
+
+
+def measure(program, hardware, *trips):
+    """Reads the `Measurement` of a `programs.Program` for a `Topology`.
 
     `trips` are as in `hlo.count`.
     """
-    counts = hlo.count(program.text, num_devices, *trips)
+    counts = hlo.count(
+        program.text,
+        len(hardware.devices),
+        *trips,
+        num_slices=hardware.num_slices,
+    )
     # XLA counts a loop's body once.
     elementwise = max(program.flops - counts.flops_once, 0.0)
     in_use = program.peak - program.arguments
@@ -74,8 +86,9 @@ def measure(program, num_devices, *trips):
         "traffic": program.traffic + counts.traffic_again,
     }
     for collective in counts.collectives:
-        numbers[f"count {collective.kind}"] = collective.count
-        numbers[f"bytes {collective.kind}"] = collective.num_bytes
+        name = _name(collective.kind, collective.network)
+        numbers[f"count {name}"] = collective.count
+        numbers[f"bytes {name}"] = collective.num_bytes
     return Measurement(numbers, counts.unknown_loops)
 
 
@@ -133,8 +146,10 @@ class Plan:
         capacity: float, bytes of memory, or `None` if unknown.
         tokens: int, tokens of a step on all chips.
         model_flops: float, operations of the model by formula, on all chips.
-        ideal: dict of floats, the ideal bytes by purpose; see `ideal_bytes`
-            in `collective_bytes.py`. A program may send less.
+        ideal: dict of floats, the ideal bytes by purpose within a slice; see
+            `ideal_bytes` in `collective_bytes.py`. A program may send less.
+        ideal_dcn: dict of floats, the same from slice to slice, over the
+            data-center network.
         kept_by_remat: dict from each choice of `remat` to a pair of floats,
             by formula: the bytes that it keeps for the backward pass, next
             to the layers' inputs, and the operations that are computed again,
@@ -171,6 +186,7 @@ class Plan:
     refusal: str | None = None
     refused_bytes: float | None = None
     advice: tuple = ()
+    ideal_dcn: dict = dataclasses.field(default_factory=dict)
 
     @property
     def num_devices(self):
@@ -220,13 +236,28 @@ class Plan:
 
     @property
     def collective_bytes(self):
-        """Float, bytes that a chip receives in a step."""
-        return sum(c.num_bytes for c in self.collectives)
+        """Float, bytes that a chip receives of its slice in a step."""
+        return self._received(hlo.ICI)
+
+    @property
+    def dcn_bytes(self):
+        """Float, bytes that a chip receives of other slices in a step."""
+        return self._received(hlo.DCN)
+
+    def _received(self, network):
+        return sum(
+            c.num_bytes for c in self.collectives if c.network == network
+        )
 
     @property
     def ideal_bytes(self):
-        """Float, the ideal number of bytes that a chip receives."""
+        """Float, the ideal for `collective_bytes`."""
         return sum(self.ideal.values())
+
+    @property
+    def ideal_dcn_bytes(self):
+        """Float, the ideal for `dcn_bytes`."""
+        return sum(self.ideal_dcn.values())
 
     @property
     def seconds(self):
@@ -235,11 +266,14 @@ class Plan:
         if self.measured is None or chip is None:
             return None
         numbers = self.measured.numbers
-        return {
+        found = {
             "compute": numbers["flops"] / chip.flops,
             "memory": numbers["traffic"] / chip.bandwidth,
             "network": self.collective_bytes / chip.interconnect,
         }
+        if self.topology.num_slices > 1:
+            found["data-center network"] = self.dcn_bytes / chip.dcn
+        return found
 
     @property
     def step_seconds(self):

@@ -1,5 +1,7 @@
 """The printed form of a plan."""
 
+from keras_posttrain.distribution.hlo import DCN, ICI
+
 
 def table(plan):
     """Formats a `Plan` as text, one figure per line."""
@@ -92,16 +94,29 @@ def _remat(plan):
 def _network(plan):
     if plan.num_devices == 1:
         return []
+    head = "Bytes received per chip and step"
+    slices = plan.topology.num_slices
+    if slices == 1:
+        return _received(head, plan, ICI, plan.collective_bytes, plan.ideal)
+    found = []
+    if plan.num_devices > slices:
+        own = f"{head}, within a slice"
+        found = _received(own, plan, ICI, plan.collective_bytes, plan.ideal)
+    other = f"{head}, from other slices"
+    return found + _received(other, plan, DCN, plan.dcn_bytes, plan.ideal_dcn)
+
+
+def _received(head, plan, network, total, ideal):
     pairs = [
         (f"{c.kind} x {c.count}", readable(c.num_bytes))
         for c in plan.collectives
+        if c.network == network
     ]
-    pairs.append(("total", readable(plan.collective_bytes)))
-    pairs += [(f"ideal: {k}", readable(v)) for k, v in plan.ideal.items() if v]
-    if plan.ideal_bytes:
-        ratio = plan.collective_bytes / plan.ideal_bytes
-        pairs.append(("total / ideal", f"{ratio:.2f}"))
-    return ["Bytes received per chip and step", *_rows(pairs)]
+    pairs.append(("total", readable(total)))
+    pairs += [(f"ideal: {k}", readable(v)) for k, v in ideal.items() if v]
+    if sum(ideal.values()):
+        pairs.append(("total / ideal", f"{total / sum(ideal.values()):.2f}"))
+    return [head, *_rows(pairs)]
 
 
 def _time(plan):

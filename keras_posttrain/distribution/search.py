@@ -1,9 +1,9 @@
 """Search over layouts and step settings by their plans."""
 
-import functools
 import itertools
 
 from keras_posttrain.distribution import strategies as known
+from keras_posttrain.distribution import topology as topologies
 from keras_posttrain.distribution.plan_table import readable
 
 
@@ -55,7 +55,8 @@ def search(
             `kpt.SFTTask`.
         topology: as in `plan`.
         strategies: list of values for `strategy` in `plan`; by default
-            FSDP, and FSDP with 2 and with 4 devices along the model axis.
+            FSDP, and FSDP with 2 and with 4 devices along the model axis; on
+            several slices these within each slice, and FSDP over all.
         micro_batch_sizes: list of values for `micro_batch_size` in `plan`.
         remats: list of values for `remat` in `plan`.
         **kwargs: the other arguments of `plan`, such as `batch_size`.
@@ -74,10 +75,7 @@ def search(
     ```
     """
     if strategies is None:
-        strategies = [known.fsdp] + [
-            functools.partial(known.fsdp_tensor_parallel, model=n)
-            for n in (2, 4)
-        ]
+        strategies = known.of_topology(topologies.get(topology))
     for name, values in (
         ("strategies", strategies),
         ("micro_batch_sizes", micro_batch_sizes),

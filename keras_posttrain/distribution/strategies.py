@@ -1,5 +1,6 @@
 """Distributions of a model and its batches over devices."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from keras_posttrain.distribution.mesh import (
     EXPERT,
     MODEL,
     REPLICA,
+    SLICE,
     divide,
     divide_devices,
+    make_hybrid_mesh,
     make_mesh,
     name_of,
 )
@@ -21,8 +24,9 @@ from keras_posttrain.distribution.mesh import (
 class ShardedWeights(keras.distribution.ModelParallel):
     """A distribution that splits weights by the meaning of their axes.
 
-    `fsdp`, `tensor_parallel` and `fsdp_tensor_parallel` make one. The rows of
-    a batch are split over the mesh axis `"batch"`. The mesh axis `"model"`,
+    `fsdp`, `tensor_parallel`, `fsdp_tensor_parallel` and `hybrid` make one.
+    The rows of a batch are split over the mesh axis `"batch"`, and over
+    `"slice"`, if there is one; no weight is. The mesh axis `"model"`,
     if there is one, splits experts, heads, the width of feed-forward layers
     or the vocabulary: the first of these whose size it divides. With
     `shard_over_data`, every matrix is split over `"batch"` as well. Norms are
@@ -36,7 +40,8 @@ class ShardedWeights(keras.distribution.ModelParallel):
 
     Args:
         device_mesh: `keras.distribution.DeviceMesh` with an axis `"batch"`
-            and, if weights are split over it, an axis `"model"`.
+            and, if weights are split over it, an axis `"model"`. The first
+            axis may be `"slice"`.
         shard_over_data: bool, whether to split weights over `"batch"` too.
         num_expert_shards: int, the devices that hold all experts together,
             or 1 for experts that are split as other weights are.
@@ -45,6 +50,9 @@ class ShardedWeights(keras.distribution.ModelParallel):
         ValueError: while a model is made, if a weight of more than a
             megabyte has no axis that can be split, or if
             `num_expert_shards` does not divide the number of experts.
+
+    Attributes:
+        row_axes: tuple of str, the mesh axes that rows are split over.
 
     Example:
 
@@ -65,6 +73,7 @@ class ShardedWeights(keras.distribution.ModelParallel):
         )
         self.shard_over_data = shard_over_data
         sizes = dict(zip(device_mesh.axis_names, device_mesh.shape))
+        self.row_axes = (SLICE, DATA) if SLICE in sizes else (DATA,)
         self._sizes = {
             "model": sizes.get(MODEL, 1),
             "data": sizes[DATA] if shard_over_data else 1,
@@ -73,6 +82,13 @@ class ShardedWeights(keras.distribution.ModelParallel):
         self.expert_mesh = None
         if num_expert_shards > 1:
             self.expert_mesh = divide(device_mesh, num_expert_shards)
+
+    def get_data_layout(self, data_shape):
+        """Returns the `TensorLayout` of a batch's array, split by rows."""
+        if len(self.row_axes) == 1:
+            return super().get_data_layout(data_shape)
+        axes = [self.row_axes, *[None] * (len(data_shape) - 1)]
+        return _RowLayout(axes, self.device_mesh)
 
     def get_variable_layout(self, variable):
         """Returns the `TensorLayout` of a `keras.Variable`."""
@@ -128,6 +144,16 @@ class ShardedWeights(keras.distribution.ModelParallel):
         return found
 
 
+class _RowLayout(keras.distribution.TensorLayout):
+    """A layout whose first axis is split over several axes of the mesh.
+
+    Keras's class takes one name for an axis; JAX takes a tuple of them.
+    """
+
+    def _validate_axes(self):
+        pass
+
+
 def split(*, trainer=None, sampler=None, devices=None):
     """Divides devices between the trainer and the sampler.
 
@@ -164,6 +190,20 @@ def split(*, trainer=None, sampler=None, devices=None):
     """
     parts = divide_devices(trainer, sampler, devices)
     return tuple([name_of(device) for device in part] for part in parts)
+
+
+def of_topology(hardware):
+    """Returns the strategies to try first on a `Topology`, the default first.
+
+    Each is a function of `devices`, as `Task.plan` takes it.
+    """
+    if hardware.num_slices == 1:
+        return [fsdp] + [
+            functools.partial(fsdp_tensor_parallel, model=n) for n in (2, 4)
+        ]
+    within = functools.partial(hybrid, slices=hardware.num_slices)
+    more = [functools.partial(within, model=n) for n in (2, 4)]
+    return [within, *more, fsdp]
 
 
 def data_parallel(*, devices=None):
@@ -293,4 +333,47 @@ def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
             "model=None"
         )
     mesh = make_mesh({DATA: data, MODEL: model}, devices)
+    return ShardedWeights(mesh, shard_over_data=True)
+
+
+def hybrid(slices=None, *, model=1, devices=None):
+    """FSDP within each slice, and data parallelism over slices.
+
+    A slice is a group of devices that a fast network joins: a TPU slice, or
+    the GPUs of a node. Weights, gradients and the optimizer's state are split
+    over the devices of a slice and replicated over slices, rows are split
+    over all devices. Weights are gathered within a slice alone. Gradients are
+    scattered within a slice, and each device adds its part up with those of
+    other slices once per step, also with micro-batches
+    ([Zhao et al., 2023](https://arxiv.org/abs/2304.11277), "hybrid sharding").
+
+    With several micro-batches that sum is of float32 numbers. A batch that is
+    not cut into micro-batches, with a loss that couples it or one that
+    balances routers, is computed over all slices at once, and more may be
+    sent. So is one whose examples of several rows do not divide evenly.
+
+    Args:
+        slices: int, the number of slices, or `None` for those that the
+            devices report (`slice_index`). Devices that report none, such as
+            those of a CPU, are divided in their order.
+        model: int, devices of a slice for tensor parallelism.
+        devices: as in `data_parallel`.
+
+    Returns:
+        A `keras.distribution.ModelParallel`, as of `fsdp`.
+
+    Raises:
+        ValueError: if `slices` is not given and the devices report none, or
+            if the devices cannot be divided into `slices` of the same size,
+            each a multiple of `model`.
+
+    Example:
+
+    ```python
+    keras.distribution.set_distribution(kpt.distribution.hybrid(slices=2))
+    task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
+    ```
+    """
+    sizes = {DATA: None} if model == 1 else {DATA: None, MODEL: model}
+    mesh = make_hybrid_mesh(slices, sizes, devices)
     return ShardedWeights(mesh, shard_over_data=True)

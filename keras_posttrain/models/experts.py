@@ -415,13 +415,7 @@ def _record(expert, logits, given):
     if recorder.choices is not None:
         each = choose
         if not is_whole:
-            each = jax.shard_map(
-                choose,
-                mesh=mesh,
-                in_specs=P(data),
-                out_specs=P(data),
-                check_vma=False,
-            )
+            each = sharding.on_devices(choose, mesh, P(data), P(data))
         recorder.choices.append(each(logits, given))
     if recorder.weights is None:
         return
@@ -438,13 +432,8 @@ def _record(expert, logits, given):
     def local(*rows):
         return jax.tree.map(lambda x: x[None], sums(*rows))
 
-    parts = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=P(data),
-        out_specs=P(data),
-        check_vma=False,
-    )(logits, given, weights)
+    run = sharding.on_devices(local, mesh, P(data), P(data))
+    parts = run(logits, given, weights)
     layers.append(jax.tree.map(lambda x: x.sum(axis=0), parts))
 
 
@@ -592,13 +581,9 @@ def chosen_experts(expert, x, logits, bank):
         return jax.lax.psum(out, model).astype(x.dtype)
 
     rows = P(data)
-    out = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(rows, rows, rows, rows, P(model)),
-        out_specs=rows,
-        check_vma=False,
-    )(x, logits, used, given, kernels)
+    specs = (rows, rows, rows, rows, P(model))
+    run = sharding.on_devices(local, mesh, specs, rows)
+    out = run(x, logits, used, given, kernels)
     return checkpoint_name(out, sharding.SUMMED) if model else out
 
 

@@ -272,9 +272,7 @@ class Policy:
         is as in `hidden_states`, where the tokens are of one with images.
         """
         embedding = self.backbone.token_embedding
-        x = sharding.shard_embedded(
-            embedding(ids[:, None]), embedding.embeddings
-        )
+        x = sharding.embedded(embedding, ids[:, None])
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         if batch is not None and "pixels" in batch:
@@ -296,8 +294,7 @@ class Policy:
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
-        own = embedding(ids[:, None])
-        own = sharding.shard_embedded(own, embedding.embeddings)
+        own = sharding.embedded(embedding, ids[:, None])
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager

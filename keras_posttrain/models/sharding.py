@@ -6,6 +6,7 @@ arrays are left unchanged.
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -72,30 +73,121 @@ GATHERED = "kpt_gathered"
 def data_axis():
     """Returns the mesh and its axis of rows, `(jax mesh, name, size)`.
 
-    If there is one device along the axis, these are `(None, None, 1)`.
+    Where rows are split over several axes, slices and devices in a slice,
+    the name is a tuple of theirs. In `over_slices` the mesh is that of a
+    slice. If there is one device along the axis, these are
+    `(None, None, 1)`.
     """
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return None, None, 1
-    mesh = distribution.device_mesh.backend_mesh
-    name = distribution.batch_dim_name
-    size = mesh.shape[name]
+    mesh, name, size, *_ = axes()
     return (mesh, name, size) if size > 1 else (None, None, 1)
 
 
 def axes():
     """Returns `(jax mesh, axis of rows, its size, other axis, its size)`.
 
-    On a mesh of one axis the other axis is `None` with size 1. Without a
-    distribution the mesh is `None`.
+    The first three are as in `data_axis`. On a mesh without another axis the
+    other one is `None` with size 1. Without a distribution the mesh is
+    `None`.
     """
     distribution = keras.distribution.distribution()
     if distribution is None:
         return None, None, 1, None, 1
+    mesh, data = _mesh_and_rows(distribution)
+    others = set(mesh.axis_names) - set(data) - _manual_axes()
+    model = next((name for name in mesh.axis_names if name in others), None)
+    size = math.prod(mesh.shape[name] for name in data)
+    name = data[0] if len(data) == 1 else data
+    return mesh, name, size, model, mesh.shape.get(model, 1)
+
+
+def _manual_axes():
+    """Returns the axes that this part of a program runs over separately."""
+    return set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _mesh_and_rows(distribution):
+    """Returns the jax mesh and a tuple of its axes that split rows."""
     mesh = distribution.device_mesh.backend_mesh
     data = distribution.batch_dim_name
-    model = next((name for name in mesh.axis_names if name != data), None)
-    return mesh, data, mesh.shape[data], model, mesh.shape.get(model, 1)
+    rows = getattr(distribution, "row_axes", (data,))
+    if not _manual_axes() & set(rows[:-1]):
+        return mesh, rows
+    stages = two_stages(mesh, data)
+    names = (data,) if stages is None else stages.names
+    return jax.sharding.get_abstract_mesh(), names
+
+
+def slices_of(rows, multiple=1):
+    """Returns the number of slices that can run on their own rows.
+
+    It is 1 on a mesh without slices, and where the rows of a slice are not a
+    multiple of `multiple`, or some arrays have another number of them. `rows`
+    is a pytree of arrays with a leading `rows` axis.
+    """
+    distribution = keras.distribution.distribution()
+    names = getattr(distribution, "row_axes", ())[:-1]
+    if not names:
+        return 1
+    size = distribution.device_mesh.backend_mesh.shape[names[0]]
+    leading = {x.shape[:1] for x in jax.tree.leaves(rows)}
+    if len(leading) > 1 or () in leading:
+        return 1
+    [[number]] = leading
+    return 1 if number % (size * multiple) else size
+
+
+def over_slices(function, rows):
+    """Runs `function(rows)` in each slice on its own rows.
+
+    Within a slice the program is partitioned as it is on a mesh of one slice,
+    and nothing is sent to another one. `slices_of(rows)` is above 1.
+
+    Args:
+        function: returns `(sums, values)`: pytrees of arrays. Sums are added
+            up over slices, values are concatenated along their first axis.
+        rows: pytree of arrays with a leading `rows` axis.
+    """
+    distribution = keras.distribution.distribution()
+    name, data = distribution.row_axes
+    mesh = distribution.device_mesh.backend_mesh
+    stages = two_stages(mesh, data)
+
+    def local(rows):
+        sums, values = function(rows)
+        return jax.tree.map(lambda x: _added(x, name), sums), values
+
+    return jax.shard_map(
+        local,
+        mesh=mesh if stages is None else stages.mesh,
+        in_specs=P(name),
+        out_specs=(P(), P(name)),
+        axis_names={name},
+        check_vma=False,
+    )(rows)
+
+
+def on_devices(function, mesh, in_specs, out_specs, names=None):
+    """Runs a function on each device: `jax.shard_map` for this module's mesh.
+
+    `names` are the axes to run it over separately, by default all those that
+    this part of the program does not run over separately already.
+    """
+    if names is None:
+        names = set(mesh.axis_names) - _manual_axes()
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=names,
+        check_vma=False,
+    )
+
+
+def flat(*names):
+    """Returns a set of the axes in `names`: str, tuples of them or `None`."""
+    parts = (x if isinstance(x, tuple) else (x,) for x in names)
+    return {name for part in parts for name in part} - {None}
 
 
 def expert_mesh():
@@ -219,7 +311,17 @@ class Split:
     mesh: jax.sharding.Mesh
     axes: tuple
     to_save_memory: frozenset
-    rows: str
+    rows: str | tuple
+
+    def stages(self):
+        """Returns the `Stages` of `rows`, or `None` for one stage."""
+        if isinstance(self.rows, tuple):
+            mesh = keras.distribution.distribution().device_mesh.backend_mesh
+            [name] = set(mesh.axis_names) - set(self.mesh.axis_names)
+            return dataclasses.replace(two_stages(mesh, name), mesh=self.mesh)
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            return None
+        return two_stages(self.mesh, self.rows)
 
 
 def split_of(variable):
@@ -239,6 +341,14 @@ def split_of(variable):
     ask = getattr(distribution, "gathered_axes", None)
     names = ask(variable) if ask else {rows}
     names = {name for name in names if mesh.shape[name] > 1}
+    now, inner = _mesh_and_rows(distribution)
+    if now is not distribution.device_mesh.backend_mesh:
+        # In `over_slices`.
+        mesh = now
+        renamed = {rows: inner[0] if len(inner) == 1 else inner}
+        axes = tuple(renamed.get(axis, axis) for axis in axes)
+        names = {renamed.get(name, name) for name in names}
+        rows = renamed[rows]
     return Split(mesh, axes, frozenset(names & set(axes)), rows)
 
 
@@ -307,7 +417,7 @@ def _gather(split, dtype):
     gathered = [NamedSharding(mesh, whole)]
     kept = (NamedSharding(mesh, summed), NamedSharding(mesh, P(*axes)))
     scattered, place = [], 0
-    stages = two_stages(mesh, rows) if rows in axes else None
+    stages = split.stages() if rows in axes else None
     if stages is not None:
         place = axes.index(rows)
         others = (*summed[:place], *summed[place + 1 :])
@@ -447,12 +557,11 @@ def over_rows(function, kernels, splits, *rows, shared=None):
         mesh, name, size, *_ = axes()
     if mesh is None or any(n % size for n in leading):
         return function(kernels, *rows)
-    stages = two_stages(mesh, name)
-    groups = stages.groups() if stages and stages.to_gather else (None,)
+    along, groups = _gathered_along(splits)
     dtypes = [kernel.dtype for kernel in kernels]
-    specs = [_axes_among({name, shared}, split) for split in splits]
-    manual = {name, shared} - {None}
-    if mesh.size > size and shared is None:
+    specs = [_axes_among({along, shared}, split) for split in splits]
+    manual = flat(name, shared)
+    if axes()[4] > 1 and shared is None:
         # The kernels are gathered here because inside `shard_map` XLA would
         # first undo their split over the mesh's other axis. They are float32
         # because XLA's CPU backend cannot sum bfloat16 over some of the axes.
@@ -463,22 +572,21 @@ def over_rows(function, kernels, splits, *rows, shared=None):
 
     def gathered(kernel, dtype, axes):
         kernel = kernel.astype(dtype)
-        if name not in axes:
+        if along not in axes:
             return kernel
-        return _gather_along(name, axes.index(name), groups, kernel)
+        return _gather_along(along, axes.index(along), groups, kernel)
 
     def local(kernels, *rows):
         kernels = [gathered(*parts) for parts in zip(kernels, dtypes, specs)]
         sums, values = function(kernels, *rows)
         return jax.tree.map(lambda x: x[None], sums), values
 
-    sums, values = jax.shard_map(
+    sums, values = on_devices(
         local,
-        mesh=mesh,
-        in_specs=([P(*axes) for axes in specs], *(P(name) for _ in rows)),
-        out_specs=P(name),
-        axis_names=manual,
-        check_vma=False,
+        mesh,
+        ([P(*axes) for axes in specs], *(P(name) for _ in rows)),
+        P(name),
+        manual,
     )(kernels, *rows)
     return jax.tree.map(lambda x: x.sum(axis=0), sums), values
 
@@ -496,7 +604,7 @@ def over_heads(function, query, key, value, tokens, sinks):
         sinks: array of shape `(heads,)`, or `None`.
     """
     mesh, data, data_size, model, size = axes()
-    if mesh is None or mesh.size == 1:
+    if mesh is None or data_size * size == 1:
         return function(query, key, value, tokens, sinks)
     heads, kv_heads = query.shape[2], key.shape[2]
     rows = data if query.shape[0] % data_size == 0 else None
@@ -507,13 +615,9 @@ def over_heads(function, query, key, value, tokens, sinks):
         else:
             model = None
     spec = P(rows, None, model)
-    return jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(spec, spec, spec, P(rows), P(model)),
-        out_specs=spec,
-        check_vma=False,
-    )(query, key, value, tokens, sinks)
+    specs = (spec, spec, spec, P(rows), P(model))
+    run = on_devices(function, mesh, specs, spec)
+    return run(query, key, value, tokens, sinks)
 
 
 def synchronize_gradients(arrays):
@@ -558,9 +662,9 @@ _synchronize.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather_along(name, axis, groups, x):
-    for group in groups:
+    for part, group in groups:
         x = jax.lax.all_gather(
-            x, name, axis=axis, tiled=True, axis_index_groups=group
+            x, part, axis=axis, tiled=True, axis_index_groups=group
         )
     return x
 
@@ -584,23 +688,88 @@ def _gather_along_backward(name, axis, groups, _, gradient):
 _gather_along.defvjp(_gather_along_forward, _gather_along_backward)
 
 
+def _gathered_along(splits):
+    """Returns the axis that weights are split over, and how it is gathered.
+
+    Returns:
+        `(axis, stages)`: the stages are pairs of an axis and groups of
+        devices along it, or `None` for all of them.
+    """
+    found = [split for split in splits if split is not None]
+    if not found:
+        return None, ()
+    split = found[0]
+    stages = split.stages()
+    if isinstance(split.rows, tuple):
+        # The last one is the inner one.
+        return split.rows, tuple((name, None) for name in split.rows[::-1])
+    if stages is None or not stages.to_gather:
+        return split.rows, ((split.rows, None),)
+    return split.rows, tuple((split.rows, x) for x in stages.groups())
+
+
 def _axes_among(names, split):
     """Returns a kernel's axes, with `None` for those not in `names`."""
     axes = () if split is None else split.axes
     return tuple(axis if axis in names else None for axis in axes)
 
 
-def shard_embedded(x, embeddings):
-    """Splits embedded tokens `(tokens, ..., hidden_dim)` over the data axis.
+def embedded(embedding, ids):
+    """Looks up tokens, `(tokens, ..., hidden_dim)`, split over the data axis.
 
     If each device has some columns of the embedding, it looks up these
-    columns for all tokens and sends them to the tokens' devices. The bytes
-    sent are those of the activations and do not depend on the vocabulary.
+    columns for all tokens of its slice and sends them to the tokens' devices.
+    The bytes sent are those of the activations and do not depend on the
+    vocabulary.
+
+    Args:
+        embedding: KerasHub layer with a variable `embeddings`.
+        ids: int array of shape `(tokens, ...)`.
     """
-    mesh, name, size = data_axis()
-    if mesh is None or x.shape[0] % size:
-        return x
-    if layout_of(embeddings).axes[1] == name:
-        spec = P(*[None] * (x.ndim - 1), name)
+    mesh, name, size, model, _ = axes()
+    if mesh is None or size == 1 or ids.shape[0] % size:
+        return embedding(ids)
+    split = split_of(embedding.embeddings)
+    if _manual_axes() and model is not None and split.axes[0] == model:
+        return _looked_up(embedding, ids, split)
+    x = embedding(ids)
+    if split.axes[1] == split.rows:
+        # Each slice looks up its own tokens.
+        slices = tuple(sorted(flat(name) - flat(split.rows))) or None
+        spec = P(slices, *[None] * (x.ndim - 2), split.rows)
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
     return shard_rows(x)
+
+
+def _looked_up(embedding, ids, split):
+    """Looks up tokens of an embedding whose words the model axis splits.
+
+    XLA's partitioner fails on this lookup in `over_slices`.
+    """
+    mesh, name, size, model, _ = axes()
+
+    def local(table, ids):
+        own = len(table)
+        every = jax.lax.all_gather(ids, name, tiled=True)
+        at = every - jax.lax.axis_index(model) * own
+        rows = jnp.take(table, jnp.clip(at, 0, own - 1), axis=0)
+        rows = jnp.where(((at >= 0) & (at < own))[..., None], rows, 0)
+        # All but one of the devices add zeros.
+        rows = _added(rows, model)
+        if split.axes[1] is None:
+            first = jax.lax.axis_index(name) * len(ids)
+            return jax.lax.dynamic_slice_in_dim(rows, first, len(ids))
+        return jax.lax.all_to_all(rows, name, 0, rows.ndim - 1, tiled=True)
+
+    specs = (P(*split.axes), P(name))
+    x = on_devices(local, mesh, specs, P(name))(
+        jnp.asarray(embedding.embeddings.value), ids
+    )
+    return x.astype(embedding.compute_dtype)
+
+
+def _added(x, name):
+    """Adds up arrays over an axis in `jax.shard_map`."""
+    # XLA's backend for CPUs cannot add up bfloat16.
+    dtype = "float32" if platform() == "cpu" else x.dtype
+    return jax.lax.psum(x.astype(dtype), name).astype(x.dtype)

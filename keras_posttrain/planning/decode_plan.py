@@ -5,6 +5,7 @@ import numpy as np
 
 from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
+from keras_posttrain.distribution.strategies import of_topology
 from keras_posttrain.models.policy import PACKABLE_MODELS
 from keras_posttrain.planning import depths, formulas
 from keras_posttrain.planning.lowering import num_bytes, planned, shapes_of
@@ -22,8 +23,11 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             "KerasHub's own cached decoding, of which no plan is made. Use "
             f"{PACKABLE_MODELS}."
         )
-    checks.strategy(strategy)
+    if strategy is not None:
+        checks.strategy(strategy)
     hardware = topology.get(hardware)
+    if strategy is None:
+        strategy = of_topology(hardware)[0]
     distribution = strategy(devices=list(hardware.devices))
     checks.expert_axis(task.policy, distribution)
     with planned(task, distribution) as every:
@@ -39,7 +43,7 @@ def make_plan(task, hardware, strategy, num_slots, num_tokens, exact):
             program = decoder._decode.lower(mode, *given, limits)
             return measure(
                 programs.compile(program, hardware),
-                len(hardware.devices),
+                hardware,
                 decoding.STEPS,
                 formulas.EXPERT_TRIPS,
             )

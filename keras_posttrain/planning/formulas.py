@@ -9,14 +9,13 @@ import numpy as np
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.distribution.mesh import EXPERT
-from keras_posttrain.models import block_attention, expert_parallel
+from keras_posttrain.distribution.mesh import EXPERT, SLICE, slice_of
+from keras_posttrain.models import block_attention, expert_parallel, sharding
 from keras_posttrain.models.experts import (
     chosen_share,
     is_recorded,
     num_choices,
 )
-from keras_posttrain.models.sharding import split_of
 from keras_posttrain.training import recomputation
 
 # Iterations of the loop over rounds of rows that are sent to experts.
@@ -83,9 +82,10 @@ def forward_flops(planned):
 
 
 def ideal(planned, batch):
-    """Counts the bytes that the layout has to send: `ideal_bytes`.
+    """Counts the bytes that the layout has to send, as fields of a `Plan`.
 
-    The model is passed forward and backward, companions forward.
+    They are those of `ideal_bytes`. The model is passed forward and backward,
+    companions forward.
     """
     _, sizes = mesh_sizes()
     trained = {id(v) for v in planned.step.weights.trainable}
@@ -93,21 +93,36 @@ def ideal(planned, batch):
     for model in planned.companions:
         weights = planned.weights_of(model)
         models.append((model.policy, weights, set(), 1))
-    found = collections.Counter()
+    fields = {"ideal": collections.Counter()}
+    fields["ideal_dcn"] = collections.Counter()
     for policy, variables, trained, passes in models:
         dtype = policy.backbone.compute_dtype
-        found.update(
-            ideal_bytes(
-                [_weight(v, dtype, id(v) in trained) for v in variables],
-                sizes,
-                micro_batches=planned.step.micro_batches.count(batch),
-                num_layers=len(policy.layers),
-                activation_bytes=layer_input_bytes(planned, policy, batch),
-                expert_bytes=expert_bytes(planned, policy, batch, passes),
-                passes=passes,
-            )
+        every = ideal_bytes(
+            [_weight(v, dtype, id(v) in trained) for v in variables],
+            sizes,
+            micro_batches=planned.step.micro_batches.count(batch),
+            num_layers=len(policy.layers),
+            activation_bytes=layer_input_bytes(planned, policy, batch),
+            expert_bytes=expert_bytes(planned, policy, batch, passes),
+            passes=passes,
+            slices=_slices_along(),
         )
-    return dict(found)
+        for found, more in zip(fields.values(), every):
+            found.update(more)
+    return {name: dict(found) for name, found in fields.items()}
+
+
+def _slices_along():
+    """Returns the number of slices along each axis of the mesh."""
+    mesh = keras.distribution.distribution().device_mesh.backend_mesh
+    found = {}
+    for i, name in enumerate(mesh.axis_names):
+        line = np.moveaxis(mesh.devices, i, 0).reshape(mesh.shape[name], -1)
+        found[name] = len({slice_of(device) for device in line[:, 0]})
+        if name == SLICE:
+            # Also of devices that do not report it.
+            found[name] = mesh.shape[name]
+    return found
 
 
 def layer_input_bytes(planned, policy, batch):
@@ -115,8 +130,8 @@ def layer_input_bytes(planned, policy, batch):
 
     `policy` is the task's or a companion's.
     """
-    data, sizes = mesh_sizes()
-    tokens = batch["token_ids"].size / sizes[data]
+    shards, _ = mesh_sizes()
+    tokens = batch["token_ids"].size / shards
     tokens /= planned.step.micro_batches.count(batch)
     backbone = policy.backbone
     itemsize = jnp.dtype(backbone.compute_dtype).itemsize
@@ -131,10 +146,10 @@ def kept_by_remat(planned, batch):
         a device's bytes kept next to the layers' inputs, and operations on
         all chips.
     """
-    data, sizes = mesh_sizes()
+    shards, _ = mesh_sizes()
     tokens = batch["token_ids"].size
     micro_batches = planned.step.micro_batches.count(batch)
-    on_device = tokens / sizes[data] / micro_batches
+    on_device = tokens / shards / micro_batches
     *_, width = _token_flops(planned.policy, planned.weights_of(), set())
     # A token sees half of the pairs.
     attention = 2 * width * token_pairs(batch)
@@ -153,33 +168,33 @@ def expert_bytes(planned, policy, batch, passes):
     A choice of an expert is a row. Choices that are distributed evenly stay
     on their device as often as on any other one.
     """
-    data, sizes = mesh_sizes()
-    shards = sizes.get(EXPERT, 1)
-    tokens = int((np.asarray(batch["segment_ids"]) > 0).sum()) / sizes[data]
+    shards, sizes = mesh_sizes()
+    holders = sizes.get(EXPERT, 1)
+    tokens = int((np.asarray(batch["segment_ids"]) > 0).sum()) / shards
     tokens /= planned.step.micro_batches.count(batch)
     backbone = policy.backbone
     row = backbone.hidden_dim * jnp.dtype(backbone.compute_dtype).itemsize
-    each = tokens * num_choices(backbone) * row * (shards - 1) / shards
+    each = tokens * num_choices(backbone) * row * (holders - 1) / holders
     times = expert_parallel.SENT_FORWARD
     times += expert_parallel.SENT_BACKWARD * (passes - 1)
     return each * times * sum(map(is_recorded, policy.layers))
 
 
 def mesh_sizes():
-    """Returns the data axis's name, and the devices along each axis."""
+    """Returns the devices that rows are split over, and along each axis."""
     distribution = keras.distribution.distribution()
     sizes = dict(distribution.device_mesh.backend_mesh.shape)
     experts = getattr(distribution, "expert_mesh", None)
     if experts is not None:
         sizes |= experts.backend_mesh.shape
-    return distribution.batch_dim_name, sizes
+    return sharding.axes()[2], sizes
 
 
 def _weight(variable, dtype, trainable):
     sizes = [jnp.dtype(d).itemsize for d in (variable.dtype, dtype)]
     # Of a quantized kernel, codes are sent.
     sizes.append(getattr(variable, "itemsize", sizes[0]))
-    split = split_of(variable)
+    split = sharding.split_of(variable)
     shape = tuple(variable.shape)
     return Weight(shape, min(sizes), split.axes, trainable, split.rows)
 

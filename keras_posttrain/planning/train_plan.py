@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_posttrain.distribution import programs, topology
 from keras_posttrain.distribution.plan import measure
+from keras_posttrain.distribution.strategies import of_topology
 from keras_posttrain.models import guards
 from keras_posttrain.models.rematerialisation import CHOICES
 from keras_posttrain.models.sharding import shared_axis, split_of
@@ -23,8 +24,11 @@ def make_plan(task, hardware, strategy, *, remat, **settings):
     """
     layout = {k: settings[k] for k in ("packing", "share_prefix")}
     _check(task, settings["batch_size"], layout, remat, **_own(settings))
-    checks.strategy(strategy)
+    if strategy is not None:
+        checks.strategy(strategy)
     hardware = topology.get(hardware)
+    if strategy is None:
+        strategy = of_topology(hardware)[0]
 
     def one(remat):
         return _plan(task, hardware, strategy, layout, remat=remat, **settings)
@@ -97,8 +101,7 @@ def _compiler(every, batch, hardware, chosen):
     def one(layers, others):
         lowered = every.with_layers(layers, others).lower(batch)
         program = programs.compile(lowered, hardware, every.options)
-        count = len(hardware.devices)
-        return measure(program, count, trips, by_name)
+        return measure(program, hardware, trips, by_name)
 
     def compiled(layers):
         others = of_companions[layers]
@@ -129,8 +132,7 @@ def _check(task, batch_size, layout, remat, sequence_length, micro_batch_size):
 
 def head_trips(planned, batch):
     """Counts the rounds of a device's loop over the head's chunks."""
-    data, sizes = formulas.mesh_sizes()
-    shards = sizes[data]
+    shards, sizes = formulas.mesh_sizes()
     rows, length = batch["token_ids"].shape
     rows //= planned.step.micro_batches.count(batch)
     slots = rows * length // (1 if rows % shards else shards)
@@ -172,5 +174,5 @@ def _facts(planned, batch):
         "kept_by_remat": formulas.kept_by_remat(planned, batch),
         "tokens": int((batch["segment_ids"] > 0).sum()),
         "model_flops": formulas.model_flops(planned, batch),
-        "ideal": formulas.ideal(planned, batch),
+        **formulas.ideal(planned, batch),
     }

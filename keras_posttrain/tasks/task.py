@@ -12,7 +12,7 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.store import StoredExamples
 from keras_posttrain.data.rows.streams import check_epochs
-from keras_posttrain.distribution import fsdp, processes, shapes_only
+from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
 from keras_posttrain.models import guards, presets, quantized
 from keras_posttrain.models.hf import export, loading
@@ -1100,7 +1100,7 @@ class Task(keras.Model):
     def plan(
         self,
         topology,
-        strategy=fsdp,
+        strategy=None,
         *,
         batch_size=8,
         sequence_length=None,
@@ -1120,11 +1120,14 @@ class Task(keras.Model):
         Args:
             topology: str, `"<chip>:<grid>"` such as `"v5e:4x4"`,
                 `"v5p:2x2x4"` or `"v6e:2x4"`, or `"cpu:8"` for devices of
-                this host. For TPUs the package `libtpu` must be installed.
+                this host. `"v5e:16x16 x 4"` are four slices, which the
+                data-center network joins; `"cpu:4 x 2"` counts as two. For
+                TPUs the package `libtpu` must be installed.
             strategy: function from a list `devices` to a distribution:
                 `kpt.distribution.fsdp`, or one with arguments,
                 `functools.partial(kpt.distribution.fsdp_tensor_parallel,
-                model=4)`.
+                model=4)`. `None` is FSDP, and on several slices
+                `kpt.distribution.hybrid`.
             batch_size: int, as in `fit`. All rows have the maximum length.
             sequence_length: int, or `None` for that of the task.
             micro_batch_size: int, or `None` for that of `compile`.
@@ -1185,7 +1188,7 @@ class Task(keras.Model):
     def plan_decode(
         self,
         topology,
-        strategy=fsdp,
+        strategy=None,
         *,
         num_slots=128,
         num_tokens=1024,

@@ -150,7 +150,9 @@ class TrainStep:
                 self, state, batch, key, routing
             )
         else:
-            (loss, gradients), metrics = self.micro_batches.sum(sums, batch)
+            (loss, gradients), metrics = self.micro_batches.sum(
+                sums, batch, self._is_separable
+            )
         logs = {
             "loss": loss,
             "num_tokens": jnp.sum(batch["segment_ids"] > 0).astype("float32"),
@@ -203,7 +205,9 @@ class TrainStep:
         if self._couples(batch):
             loss, metrics = batch_coupled.loss_alone(self, state, batch)
         else:
-            loss, metrics = self.micro_batches.sum(share, batch)
+            loss, metrics = self.micro_batches.sum(
+                share, batch, self._is_separable
+            )
         logs = {k: reductions.metric_value(m) for k, m in metrics.items()}
         logs["loss"] = loss
         weight = sum(normalizers.values())
@@ -218,6 +222,12 @@ class TrainStep:
     def _couples(self, batch):
         several = self.micro_batches.count(batch) > 1
         return several and self.loss.batch_coupled
+
+    @property
+    def _is_separable(self):
+        """Whether all rows at once have the loss of parts of them."""
+        balances = self.routing.policy and self.routing.loss.balance
+        return not (self.loss.batch_coupled or balances)
 
     def _with_reference(self, state, batch):
         """Adds `ref_per_token_logps` to the batch if the loss reads them."""

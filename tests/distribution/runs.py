@@ -24,8 +24,13 @@ PROMPTS = [{"prompt_ids": row["token_ids"]} for row in random_rows(8, 3, 6)]
 
 
 def in_two_stages(mesh, name):
-    finer = jax.sharding.Mesh(mesh.devices.reshape(4, 2), ("outer", "inner"))
-    return sharding.Stages(finer, ("outer", "inner"), to_gather=True)
+    names = ("outer", "inner")
+    *slices, count = mesh.devices.shape
+    finer = jax.sharding.Mesh(
+        mesh.devices.reshape(*slices, count // 2, 2),
+        (*mesh.axis_names[:-1], *names),
+    )
+    return sharding.Stages(finer, names, to_gather=True)
 
 
 def mesh(name):
@@ -33,7 +38,8 @@ def mesh(name):
 
     `8x1` is FSDP over eight devices, `4x2` FSDP over four times tensor
     parallelism over two, `tp2` tensor parallelism alone, `dp` data
-    parallelism, `ep4` FSDP with experts over groups of four.
+    parallelism, `ep4` FSDP with experts over groups of four, `2x4x1` two
+    slices of FSDP over four.
     """
     if name is None:
         return None
@@ -43,7 +49,9 @@ def mesh(name):
         return kpt.distribution.fsdp(experts=int(name[2:]))
     if name.startswith("tp"):
         return kpt.distribution.tensor_parallel(model=int(name[2:]))
-    data, model = map(int, name.split("x"))
+    *slices, data, model = map(int, name.split("x"))
+    if slices:
+        return kpt.distribution.hybrid(*slices, model=model)
     if model == 1:
         return kpt.distribution.fsdp(data)
     return kpt.distribution.fsdp_tensor_parallel(data, model)
@@ -220,12 +228,12 @@ def filled_adapter(model):
 def run(name, task, family, mode):
     """Trains under the mesh of that name; a dict of what came of it.
 
-    `stages` is FSDP that gathers and scatters in two stages, as over many
+    `8x1 stages` is FSDP that gathers and scatters in two stages, as over many
     TPUs.
     """
-    if name == "stages":
+    if name is not None and name.endswith(" stages"):
         with mock.patch.object(sharding, "two_stages", in_two_stages):
-            return run("8x1", task, family, mode)
+            return run(name.split()[0], task, family, mode)
     distribution = mesh(name)
     keras.distribution.set_distribution(distribution)
     made, fit = make(task, family, mode)

@@ -16,7 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import hlo, programs, topology
-from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
+from keras_posttrain.distribution.collective_bytes import (
+    Weight,
+    ideal_bytes,
+    received,
+)
 from keras_posttrain.distribution.plan import Measurement, out_of_memory
 from keras_posttrain.models import attention, grouped_matmul
 from keras_posttrain.models.head import Head
@@ -264,18 +268,24 @@ def test_sums_over_devices():
 
 
 @pytest.mark.parametrize(
-    "groups, size",
+    "groups, first",
     [
-        ("replica_groups={{0,1,2},{3,4,5}}, x", 3),
-        ("replica_groups=[2,4]<=[8], x", 4),
-        ("replica_groups=[4,2]<=[2,4]T(1,0), x", 2),
-        ("replica_groups=mesh['a'=1,'b'=16,'c'=2] {'b','c'}, x", 32),
-        ("replica_groups={}, x", 8),
-        ("no groups", 8),
+        ("replica_groups={{0,1,2},{3,4,5}}, x", [0, 1, 2]),
+        ("replica_groups=[2,4]<=[8], x", [0, 1, 2, 3]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [0, 4]),
+        ("replica_groups=mesh['a'=1,'b'=16,'c'=2] {'b','c'}, x", range(32)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}, x", [0, 4]),
+        (
+            "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) "
+            "{'a'}, x",
+            [0, 1, 2, 3],
+        ),
+        ("replica_groups={}, x", range(8)),
+        ("no groups", range(8)),
     ],
 )
-def test_groups(groups, size):
-    assert hlo._group(groups, 8) == size
+def test_groups(groups, first):
+    assert hlo._group(groups, 8).tolist() == list(first)
 
 
 def test_ideal_bytes():
@@ -293,7 +303,8 @@ def test_ideal_bytes():
         [matrix, norm], {"batch": 4, "model": 2},
         micro_batches=3, num_layers=5, activation_bytes=100,
     )  # fmt: skip
-    assert found == {
+    assert not any(found[1].values())
+    assert found[0] == {
         "weight all-gather": 3 * 2 * 375,
         "gradient reduce-scatter": 3 * 375,
         "gradient all-reduce": 24,
@@ -304,6 +315,7 @@ def test_ideal_bytes():
         [frozen], {"batch": 4},
         micro_batches=1, num_layers=5, activation_bytes=100, passes=3,
     )  # fmt: skip
+    found, _ = found
     assert sum(found.values()) == found["weight all-gather"] == 3 * 750
     # Experts over 2 of 4 devices: 500 bytes on each pair, half of them on
     # each device, are gathered from one other device.
@@ -312,11 +324,106 @@ def test_ideal_bytes():
         [experts], {"batch": 4, "replica": 2, "expert": 2},
         micro_batches=3, num_layers=5, activation_bytes=100, expert_bytes=70,
     )  # fmt: skip
-    assert {x: n for x, n in found.items() if n} == {
+    assert {x: n for x, n in found[0].items() if n} == {
         "weight all-gather": 3 * 2 * 250,
         "gradient reduce-scatter": 3 * 250,
         "expert all-to-all": 3 * 70,
     }
+
+
+def test_ideal_bytes_of_slices():
+    """A matrix of 1000 bytes in 2 slices of 4 devices.
+
+    Within a slice 750 are gathered twice and 750 scattered. A device's sum
+    over rows, 250 bytes, is added up with that of the other slice once:
+    2 * 250 * 1/2. In 3 micro-batches of bfloat16 it is of float32, 500 bytes.
+
+    FSDP over all 8 devices gathers and scatters 875: of each device the 125
+    of one device of the other slice, and 750 of its own slice's.
+    """
+    sizes = {"slice": 2, "batch": 4}
+    matrix = Weight((20, 25), 2, ("batch", None), True, "batch")
+    for count, summed in ((1, 250), (3, 500)):
+        own, others = ideal_bytes(
+            [matrix], sizes, slices={"slice": 2}, micro_batches=count,
+            num_layers=5, activation_bytes=100,
+        )  # fmt: skip
+        assert own["weight all-gather"] == count * 1500
+        assert own["gradient reduce-scatter"] == count * 750
+        assert sum(own.values()) == count * 2250
+        assert others["gradient all-reduce"] == sum(others.values()) == summed
+    own, others = ideal_bytes(
+        [matrix], {"batch": 8}, slices={"batch": 2}, micro_batches=1,
+        num_layers=5, activation_bytes=100,
+    )  # fmt: skip
+    assert sum(own.values()) == 3 * 750 and sum(others.values()) == 3 * 125
+
+
+# A float32 array of (1024, 1024) is 4 MiB, of which each of 8 devices has
+# 512 KiB, and each of 4 in a slice 1 MiB. What a device receives within its
+# slice, and of the other one, in KiB:
+SENT = {
+    # Half a MiB of the device at its place, and 3/4 of all 4 within.
+    "gather": (("slice", "batch"), (), 3072, 512),
+    # Its own 2 MiB are those of its slice; the other 2 are half of each
+    # device's.
+    "gather over slices": (("slice",), (), 0, 2048),
+    # Within a slice alone.
+    "gather in a slice": (("batch",), (), 3072, 0),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+@pytest.mark.parametrize("hardware", ["v5e:2x2 x 2", "cpu:4 x 2"])
+def test_what_crosses_slices(case, hardware):
+    before, after, within, across = SENT[case]
+    hardware = topology.get(hardware)
+    strategy = functools.partial(kpt.distribution.hybrid, slices=2)
+    mesh = strategy(devices=hardware.devices).device_mesh.backend_mesh
+
+    def function(x):
+        return jax.lax.with_sharding_constraint(
+            2.0 * x, NamedSharding(mesh, P(*after))
+        )
+
+    layout = NamedSharding(mesh, P(before))
+    x = jax.ShapeDtypeStruct((1024, 1024), "float32", sharding=layout)
+    program = programs.compile(jax.jit(function).lower(x), hardware)
+    counts = hlo.count(program.text, 8, num_slices=2)
+    found = {"ici": 0.0, "dcn": 0.0}
+    for collective in counts.collectives:
+        found[collective.network] += collective.num_bytes / 1024
+    assert found == {"ici": within, "dcn": across}
+
+
+@pytest.mark.parametrize(
+    "kind, moved",
+    [
+        # Of 80 bytes, 20 on each of 4 devices in 2 slices.
+        ("all-gather", (40, 20)),
+        ("reduce-scatter", (40, 20)),
+        ("all-reduce", (80, 40)),
+        ("all-to-all", (20, 40)),
+        ("collective-permute", (0, 80)),
+    ],
+)
+def test_received_in_two_stages(kind, moved):
+    assert received(kind, 80, 4, 2) == moved
+
+
+def test_pairs_that_cross_slices():
+    """Of a ring of four devices in two slices, two of four pairs cross."""
+    text = """HloModule m
+
+ENTRY main (x: f32[25]) -> f32[25] {
+  x = f32[25] parameter(0)
+  ROOT y = f32[25] collective-permute(x), channel_id=1, \
+source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+}
+""".replace("\\\n", "")
+    text = text.replace(" x = ", " %x = ").replace("(x),", "(%x),")
+    found = hlo.count(text, 4, num_slices=2).collectives
+    assert {c.network: c.num_bytes for c in found} == {"ici": 50, "dcn": 50}
 
 
 # --- Plans -------------------------------------------------------------------
@@ -340,6 +447,33 @@ def test_a_plan_for_tpus():
     text = str(plan)
     for word in ("127,296", "all-gather", "ideal", "fits", "roofline"):
         assert word in text
+
+
+def test_slices_add_up_their_gradients_once():
+    """In 2 slices of 4 chips, with and without micro-batches.
+
+    Float32 gradients are added up over slices: a chip has a quarter of 126,976
+    numbers, and of norms all 320. It receives twice a half of them from the
+    other slice, whose network is much slower.
+    """
+    task = shaped()
+    task.compile(keras.optimizers.AdamW(1e-4))
+    book = 2 * 4 * (126976 / 4 + 320) / 2
+    for settings in (
+        {"batch_size": 16},
+        {"batch_size": 32, "micro_batch_size": 16},
+    ):
+        plan = task.plan("v5e:2x2 x 2", **settings)
+        assert plan.ideal_dcn_bytes == plan.ideal_dcn["gradient all-reduce"]
+        assert plan.ideal_dcn_bytes == book
+        assert book <= plan.dcn_bytes <= 1.1 * book
+        assert plan.collective_bytes <= 1.1 * plan.ideal_bytes
+        seconds = plan.seconds["data-center network"]
+        assert seconds == plan.dcn_bytes / (25e9 / 8)
+    text = str(plan)
+    assert "2 along 'slice', 4 along 'batch'" in text
+    for words in ("within a slice", "from other slices", "data-center"):
+        assert words in text
 
 
 def test_a_plan_changes_nothing():
@@ -644,10 +778,15 @@ def test_a_head_that_is_split_takes_more_tokens_at_once(tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    "name", ["v5e", "v5e:3x3", "v5e:2x2x2", "v9:2x2", "cpu:0", "cpu:99", "tpu"]
-)
+    "name",
+    [
+        "v5e", "v5e:3x3", "v5e:2x2x2", "v9:2x2", "cpu:0", "cpu:99", "tpu",
+        "v5e:2x2 x 0", "v5e:2x2 x", "v5e:2x2 x two", "v5e:2x2x2 x 2",
+        "v5e:3x3 x 2", "2 x v5e:2x2", "cpu:8 x 99",
+    ],
+)  # fmt: skip
 def test_unknown_hardware(name):
-    with pytest.raises(ValueError, match="Received: topology="):
+    with pytest.raises(ValueError, match=f"Received: topology='{name}'"):
         topology.get(name)
 
 

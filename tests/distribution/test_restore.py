@@ -14,6 +14,8 @@ ROWS, EPOCHS, EVERY = random_rows(40, seed=1), 2, 3
 WAYS = {
     "to_one": (("8x1", 5), ("4x2", 8), (None, None)),
     "back": ((None, 5), ("2x4", 8), ("8x1", None)),
+    # From two slices of four devices.
+    "slices": (("2x4x1", 5), (None, 8), ("8x1", None)),
 }
 
 
@@ -134,7 +136,10 @@ def check(case, folder):
         pytest.param(
             ("sgd", "llama3", "full", "to_one"), marks=pytest.mark.full
         ),
-        ("adamw", "qwen2", "lora", "back"),
+        pytest.param(
+            ("adamw", "qwen2", "lora", "back"), marks=pytest.mark.full
+        ),
+        ("adamw", "qwen2", "lora", "slices"),
         pytest.param(
             ("adamw", "gemma2", "masters", "to_one"), marks=pytest.mark.full
         ),

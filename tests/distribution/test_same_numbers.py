@@ -11,9 +11,9 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # families and layouts that are not there. The tiny models have 4 heads and 2
 # for keys and values: over 4 and 8 devices other axes take their place.
 PAIRS = [
-    "sft:llama3:full:4x2,dp",
+    "sft:llama3:full:4x2,dp,2x4x1 stages",
     "sft:qwen3_moe:full:8x1,ep4",
-    "packed:qwen2:lora:tp2",
+    "packed:qwen2:lora:tp2,2x4x1",
 ]
 # Each task under FSDP, tensor parallelism and both or data parallelism, each
 # mesh, family and mode with several tasks.
@@ -29,9 +29,16 @@ MORE_PAIRS = [
     "coupled:gemma2:full:2x4",
     "kto:llama3:lora:dp",
     "reward:qwen3:full:8x1",
-    "distill:llama3:full:8x1,stages",
-    "grpo:gemma3_text:full:2x4",
-    "ppo:llama3:full:4x2",
+    "distill:llama3:full:8x1,8x1 stages,2x4x1",
+    "grpo:gemma3_text:full:2x4,2x4x1",
+    "ppo:llama3:full:4x2,4x2x1",
+    "sft:llama3:full:2x4x1,2x2x2",
+    "sft:mixtral:full:2x4x1,2x2x2",
+    "sft:qwen3_moe:experts:2x4x1",
+    "uneven:llama3:full:2x4x1",
+    "dpo:qwen3:lora:2x4x1",
+    "coupled:gemma2:full:2x4x1",
+    "shared:qwen3:lora:2x4x1",
 ]
 
 

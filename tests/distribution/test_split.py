@@ -31,6 +31,7 @@ LAYOUTS = {
     "same": functools.partial(
         kpt.distribution.tensor_parallel, 2, devices=TRAINER
     ),
+    "slices": functools.partial(kpt.distribution.hybrid, 2, devices=SAMPLER),
 }
 
 
@@ -62,7 +63,7 @@ def shared(*case):
 @pytest.mark.parametrize(
     "case, layout",
     [
-        ("grpo:llama3:full", "fsdp"),
+        ("grpo:llama3:full", "slices"),
         ("grpo:llama3:full", "same"),
         ("grpo:gemma2:lora", "tensor"),
         ("episodes:qwen3:lora", "replicas"),

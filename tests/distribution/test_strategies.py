@@ -6,7 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain import optimizers
-from keras_posttrain.distribution import mesh
+from keras_posttrain.distribution import mesh, strategies, topology
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 
@@ -45,6 +45,45 @@ def test_axes_and_sizes(eight):
         assert shape(made) == {"batch": 8}
         assert made.expert_mesh.axis_names == ["replica", "expert"]
         assert made.expert_mesh.devices.tolist() == [devices[:4], devices[4:]]
+    made = kpt.distribution.hybrid(2, devices=devices)
+    assert shape(made) == {"slice": 2, "batch": 4} and made.shard_over_data
+    assert made.row_axes == ("slice", "batch")
+    assert made.get_data_layout((16, 3)).axes == (made.row_axes, None)
+    made = kpt.distribution.hybrid(2, model=2, devices=devices[:4])
+    assert shape(made) == {"slice": 2, "batch": 1, "model": 2}
+
+
+def test_what_is_tried_first():
+    """FSDP, or FSDP within each slice; then with tensor parallelism."""
+    found = strategies.of_topology(topology.get("v5e:2x4 x 2"))
+    meshes = [
+        shape(made(devices=topology.get("v5e:2x4 x 2").devices))
+        for made in found
+    ]
+    assert meshes == [
+        {"slice": 2, "batch": 8},
+        {"slice": 2, "batch": 4, "model": 2},
+        {"slice": 2, "batch": 2, "model": 4},
+        {"batch": 16},
+    ]
+    first = strategies.of_topology(topology.get("v5e:2x4"))[0]
+    assert first is kpt.distribution.fsdp
+
+
+def test_slices_are_those_of_the_devices():
+    """Chips of a slice stay together, in whatever order they are given."""
+    devices = list(topology.get("v5e:2x2 x 2").devices)
+    assert [d.slice_index for d in devices] == [0] * 4 + [1] * 4
+    made = kpt.distribution.hybrid(devices=devices[::2] + devices[1::2])
+    assert shape(made) == {"slice": 2, "batch": 4}
+    grid = made.device_mesh.devices
+    assert [{d.slice_index for d in row} for row in grid] == [{0}, {1}]
+    # A slice may be divided further, but not made of parts of two.
+    made = kpt.distribution.hybrid(4, devices=devices)
+    assert shape(made) == {"slice": 4, "batch": 2}
+    for slices, given in ((1, devices), (3, devices), (None, devices[1:])):
+        with pytest.raises(ValueError, match="slice.*Received:"):
+            kpt.distribution.hybrid(slices, devices=given)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +122,17 @@ def test_axes_and_sizes(eight):
             ["batch=2 * model=2", "which is 4", "8 devices"],
         ),
         (lambda d: d.fsdp_tensor_parallel(), ["`data` or `model`"]),
+        (
+            lambda d: d.hybrid(devices=DEVICES),
+            ["slices=None", "8 devices", "do not report"],
+        ),
+        (lambda d: d.hybrid(3, devices=DEVICES), ["slices=3", "8 devices"]),
+        (lambda d: d.hybrid(0, devices=DEVICES), ["slices=0", "positive"]),
+        (lambda d: d.hybrid(True, devices=DEVICES), ["slices=True"]),
+        (
+            lambda d: d.hybrid(2, model=3, devices=DEVICES),
+            ["model=3", "4 devices", "not a divisor"],
+        ),
     ],
 )
 def test_bad_sizes(eight, make, parts):

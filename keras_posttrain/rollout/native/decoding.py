@@ -13,12 +13,11 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 
 from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.packing import pack
-from keras_posttrain.models import experts
+from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.rollout.native.samples import power_of_two
@@ -102,20 +101,11 @@ class Placement:
     """
 
     def __init__(self, kv_heads):
-        distribution = keras.distribution.distribution()
-        self.mesh, self.shards, self.head_shards = None, 1, 1
-        self.data = self.heads = None
-        if distribution is None:
-            return
-        self.mesh = distribution.device_mesh.backend_mesh
-        self.data = distribution.batch_dim_name
-        self.shards = self.mesh.shape[self.data]
-        others = [a for a in self.mesh.axis_names if a != self.data]
-        self.heads = others[0] if len(others) == 1 else None
-        if self.heads and kv_heads % self.mesh.shape[self.heads]:
-            self.heads = None
+        self.head_shards = 1
+        self.mesh, self.data, self.shards, heads, size = sharding.axes()
+        self.heads = heads if heads and kv_heads % size == 0 else None
         if self.heads:
-            self.head_shards = self.mesh.shape[self.heads]
+            self.head_shards = size
 
     def key(self):
         """Returns a value that changes with the mesh."""
