@@ -11,6 +11,7 @@ import keras_hub
 
 from keras_posttrain.losses import reductions
 from keras_posttrain.models import (
+    context,
     divergence_head,
     experts,
     gemma4,
@@ -219,7 +220,8 @@ class Policy:
             capture: `ActivationCapture` to fill, or `None`.
 
         Returns:
-            A float array of shape `(rows, length, hidden_dim)`.
+            A float array of shape `(rows, length, hidden_dim)`; of the rows'
+            pieces where a layout splits their tokens: see `context.py`.
         """
         if capture is not None:
             capture.check(self)
@@ -232,9 +234,21 @@ class Policy:
             return self._plain_forward(batch)
 
     def _packed_forward(self, batch, capture=None):
-        ids = batch["token_ids"]
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        ids = pieces.cut(batch["token_ids"])
         remat = self._remat(ids)
-        scope = self._scope(batch, capture=capture)
+        if pieces.count > 1:
+            if "pixels" in batch or self.is_recurrent or capture is not None:
+                raise ValueError(
+                    f"The tokens of a row of {type(self.backbone).__name__} "
+                    "cannot be split over devices with images, recurrent "
+                    "layers or captured activations. Use "
+                    "`kpt.distribution.fsdp()`. "
+                    f"Received: context={pieces.count}"
+                )
+            # The gathered keys and values of all layers would be kept.
+            remat = "attention" if remat == "none" else remat
+        scope = self._scope(batch, capture=capture, pieces=pieces)
         layers = itertools.count()
 
         def run(layer, x, **more):
@@ -244,12 +258,14 @@ class Policy:
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return out
 
-        weights = None if self._routing is None else token_counts(batch)
+        weights = None
+        if self._routing is not None:
+            weights = pieces.cut(token_counts(batch))
         given = batch.get("routed_experts")
         if given is not None:
-            given = given.reshape(ids.size, *given.shape[2:])
+            given = pieces.cut(given).reshape(ids.size, *given.shape[2:])
         with (
-            experts.used_tokens(batch["segment_ids"] > 0),
+            experts.used_tokens(pieces.cut(batch["segment_ids"]) > 0),
             experts.given_choices(given),
             experts.recorded_routing(weights) as routing,
         ):
@@ -301,8 +317,13 @@ class Policy:
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
-    def _scope(self, batch, kept=None, capture=None, slots=None):
-        """Opens the scopes of a batch; `slots` are the segments of a row."""
+    def _scope(
+        self, batch, kept=None, capture=None, slots=None, pieces=None
+    ):
+        """Opens the scopes of a batch; `slots` are the segments of a row.
+
+        `pieces` are as in `attention_scope`.
+        """
         ids, prefixes = batch["segment_ids"], batch.get("prefix_segments")
         scope = attention_scope(
             ids,
@@ -312,6 +333,7 @@ class Policy:
             kept=kept,
             capture=capture,
             numbers=self.attending,
+            pieces=pieces,
         )
         rows = None
         if self.is_recurrent:
@@ -487,8 +509,14 @@ class Policy:
         return head, kernel, split
 
     def _shaped(self, values, batch):
-        shape = batch["token_ids"].shape
-        return {k: v.reshape(shape) for k, v in values.items()}
+        """Returns values of `_over_rows`, of shape `(rows, length, ...)`."""
+        pieces = context.pieces_of(batch["token_ids"].shape)
+
+        def shaped(x):
+            x = x.reshape(*pieces.shape, *x.shape[1:])
+            return pieces.join_previous(x)
+
+        return {name: shaped(x) for name, x in values.items()}
 
     def token_outputs(
         self,
@@ -558,8 +586,7 @@ class Policy:
             return (), top_tokens(head, hidden, kernel, tokens, k)
 
         _, values = _over_rows(sweep, kernel, split, hidden, batch, mask)
-        shape = (*batch["token_ids"].shape, k)
-        return {name: v.reshape(shape) for name, v in values.items()}
+        return self._shaped(values, batch)
 
     def token_loss_sum(
         self, batch, weights, token_loss, *, needs=(), dropout_key=None
@@ -678,17 +705,19 @@ class Policy:
                 tuple(needs),
             )
 
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        cut = functools.partial(jax.tree.map, pieces.cut_next)
         teachers, theirs, splits = divergence_head.without_kernels(teachers)
         total, values = sharding.over_rows(
             sweep,
             [kernel, *theirs],
             [split, *splits],
             hidden,
-            _selected_by(batch),
-            used,
-            tuple(weights),
+            _selected_by(batch, pieces),
+            cut(used),
+            cut(tuple(weights)),
             teachers,
-            tuple(teacher_weights),
+            cut(tuple(teacher_weights)),
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
@@ -711,19 +740,37 @@ def _extras(needs):
 
 def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
     """Runs `sweep(kernel, hidden, batch, *rows)` on each device's rows."""
+    pieces = context.pieces_of(batch["token_ids"].shape)
     return sharding.over_rows(
         lambda kernels, *rows: sweep(*kernels, *rows),
         [kernel],
         [split],
         hidden,
-        _selected_by(batch),
-        *rows,
+        _selected_by(batch, pieces),
+        *(pieces.cut_next(x) for x in rows),
         shared=shared,
     )
 
 
-def _selected_by(batch):
-    return {name: batch[name] for name in SELECTED_BY if name in batch}
+def _selected_by(batch, pieces):
+    """Returns the arrays that `_select` reads.
+
+    Where rows are cut into pieces, the arrays have each token in the place of
+    the one that predicts it, whose hidden state its device has.
+    """
+    found = {name: batch[name] for name in SELECTED_BY if name in batch}
+    if pieces.count == 1:
+        return found
+    if "predicted_by" in found:
+        raise ValueError(
+            "Sequences that share a prompt in a row cannot be split over "
+            "devices. Use share_prefix=False, or `kpt.distribution.fsdp()`. "
+            f"Received: context={pieces.count}"
+        )
+    found = {name: pieces.cut_next(x) for name, x in found.items()}
+    columns = jnp.arange(pieces.shape[1], dtype="int32")
+    found["predicted_by"] = jnp.broadcast_to(columns, pieces.shape)
+    return found
 
 
 def _select(batch, mask):
@@ -736,6 +783,6 @@ def _select(batch, mask):
 def _dropout_keys(batch, step_key):
     slot = jnp.maximum(batch["segment_ids"] - 1, 0)
     sequences = jnp.take_along_axis(batch["sequence_ids"], slot, axis=1)
-    return DropoutKeys(
-        step_key, sequences.reshape(-1), batch["positions"].reshape(-1)
-    )
+    pieces = context.pieces_of(slot.shape)
+    sequences, positions = map(pieces.cut, (sequences, batch["positions"]))
+    return DropoutKeys(step_key, sequences.reshape(-1), positions.reshape(-1))
