@@ -130,22 +130,6 @@ class Pieces:
         """
         return jnp.concatenate([x[:, :, :, 0], x[:, :, ::-1, 1]], axis=2)
 
-    def cut_next(self, x):
-        """Cuts rows whose values are moved to the token before."""
-        if self.count == 1:
-            return x
-        more = [(0, 0)] * (x.ndim - 2)
-        return self.cut(jnp.pad(x[:, 1:], [(0, 0), (0, 1)] + more))
-
-    def join_previous(self, x):
-        """Joins pieces and moves values to the token after; undoes
-        `cut_next`.
-        """
-        if self.count == 1:
-            return x
-        more = [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(self.join(x)[:, :-1], [(0, 0), (1, 0)] + more)
-
     def columns(self):
         """Returns the column in its row of each token of each piece.
 
@@ -209,6 +193,119 @@ class Pieces:
         """Returns the chunks of each piece, an array of `(count, 2)`."""
         first = np.arange(self.count)
         return np.stack([first, 2 * self.count - 1 - first], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Tokens of pieces, in the place of the ones that predict them.
+
+    A token is usually predicted by the one before it, whose device has the
+    hidden state. The few tokens of a row that another one predicts, at the
+    start of sequences that share a prompt, are appended to the first piece of
+    the row, and so are their hidden states. Rows that are not cut stay as
+    they are.
+
+    Args:
+        pieces: `Pieces`.
+        appended: int32 array of shape `(rows, num_sequences)`, the columns of
+            these tokens, and `length` where there are fewer; or `None`.
+        sources: int32 array of that shape, the columns that predict them.
+    """
+
+    pieces: Pieces
+    appended: jax.Array | None = None
+    sources: jax.Array | None = None
+
+    @classmethod
+    def of(cls, batch):
+        """Returns the `Targets` of a batch, as `Policy.hidden_states`."""
+        pieces = pieces_of(batch["token_ids"].shape)
+        predicted_by = batch.get("predicted_by")
+        if pieces.count == 1 or predicted_by is None:
+            return cls(pieces)
+        columns = jnp.arange(pieces.length, dtype="int32")
+        jumps = (predicted_by != columns - 1) & (batch["segment_ids"] > 0)
+        jumps &= batch["positions"] > 0
+        size = batch["prefix_segments"].shape[1]
+        # The columns of jumps first, in their order.
+        first = jnp.sort(jnp.where(jumps, columns, pieces.length))[:, :size]
+        last = jnp.minimum(first, pieces.length - 1)
+        sources = jnp.take_along_axis(predicted_by, last, axis=1)
+        return cls(pieces, first.astype("int32"), sources)
+
+    def cut(self, x):
+        """Cuts rows, `(rows, length, ...)`: an array of `shape`."""
+        pieces = self.pieces
+        if pieces.count == 1:
+            return x
+        more = x.shape[2:]
+        ones = (1,) * len(more)
+        pads = [(0, 0)] * len(more)
+        zero = jnp.zeros((), x.dtype)
+        if self.appended is not None:
+            columns = self.appended
+            is_used = (columns < pieces.length).reshape(*columns.shape, *ones)
+            last = jnp.minimum(columns, pieces.length - 1)
+            found = jnp.take_along_axis(
+                x, last.reshape(*columns.shape, *ones), axis=1
+            )
+            found = jnp.where(is_used, found, zero)
+            rows = jnp.arange(pieces.rows)[:, None]
+            x = x.at[rows, columns].set(zero, mode="drop")
+        x = pieces.cut(jnp.pad(x[:, 1:], [(0, 0), (0, 1), *pads]))
+        if self.appended is None:
+            return x
+        return jnp.concatenate([x, self._to_first(found)], axis=1)
+
+    def hidden(self, hidden):
+        """Appends hidden states to those of pieces, `(*pieces.shape, dim)`."""
+        if self.appended is None:
+            return hidden
+        pieces, dim = self.pieces, hidden.shape[-1]
+        count, groups = pieces.count, pieces.mesh.devices.shape[0]
+        x = hidden.reshape(groups, count, -1, pieces.shape[1], dim)
+        sources = self.sources.reshape(groups, 1, x.shape[2], -1, 1)
+        columns = pieces.columns()[None, :, None, None]
+        # Each device adds what it has.
+        found = jnp.einsum(
+            "gprst,gprtd->grsd",
+            (sources == columns).astype(x.dtype),
+            x,
+            preferred_element_type="float32",
+        ).astype(x.dtype)
+        found = found.reshape(pieces.rows, -1, dim)
+        return jnp.concatenate([hidden, self._to_first(found)], axis=1)
+
+    def join(self, x):
+        """Returns values of tokens, `(pieces, tokens, ...)`, in rows."""
+        pieces = self.pieces
+        if pieces.count == 1:
+            return x
+        size, more = pieces.shape[1], x.shape[2:]
+        pads = [(0, 0)] * len(more)
+        found = pieces.join(x[:, :size])[:, :-1]
+        found = jnp.pad(found, [(0, 0), (1, 0), *pads])
+        if self.appended is None:
+            return found
+        groups = pieces.mesh.devices.shape[0]
+        rest = x[:, size:].reshape(
+            groups, pieces.count, -1, x.shape[1] - size, *more
+        )
+        rest = rest[:, 0].reshape(pieces.rows, -1, *more)
+        rows = jnp.arange(pieces.rows)[:, None]
+        return found.at[rows, self.appended].set(rest, mode="drop")
+
+    def _to_first(self, x):
+        """Gives the first pieces of rows `x`, `(rows, ...)`, others zeros."""
+        pieces = self.pieces
+        groups = pieces.mesh.devices.shape[0]
+        x = x.reshape(groups, 1, -1, *x.shape[1:])
+        pads = [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, [(0, 0), (0, pieces.count - 1), *pads])
+        x = x.reshape(pieces.shape[0], *x.shape[3:])
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(pieces.mesh, P(pieces.mesh.axis_names))
+        )
 
 
 def pieces_of(shape):

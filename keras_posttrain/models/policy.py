@@ -317,9 +317,7 @@ class Policy:
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
-    def _scope(
-        self, batch, kept=None, capture=None, slots=None, pieces=None
-    ):
+    def _scope(self, batch, kept=None, capture=None, slots=None, pieces=None):
         """Opens the scopes of a batch; `slots` are the segments of a row.
 
         `pieces` are as in `attention_scope`.
@@ -510,11 +508,11 @@ class Policy:
 
     def _shaped(self, values, batch):
         """Returns values of `_over_rows`, of shape `(rows, length, ...)`."""
-        pieces = context.pieces_of(batch["token_ids"].shape)
+        targets = context.Targets.of(batch)
+        pieces = targets.pieces.shape[0]
 
         def shaped(x):
-            x = x.reshape(*pieces.shape, *x.shape[1:])
-            return pieces.join_previous(x)
+            return targets.join(x.reshape(pieces, -1, *x.shape[1:]))
 
         return {name: shaped(x) for name, x in values.items()}
 
@@ -628,6 +626,23 @@ class Policy:
         """
         hidden = jax.lax.stop_gradient(self._flat(batch, None, hidden))
         head, kernel, split = self._projection(hidden)
+        targets = context.Targets.of(batch)
+        if targets.pieces.count > 1:
+            if source is not None:
+                raise ValueError(
+                    "The tokens of a row cannot be split over devices where "
+                    "a teacher reads other tokens than its student. Use "
+                    "`kpt.distribution.fsdp()`. "
+                    f"Received: context={targets.pieces.count}"
+                )
+            hidden = _at_targets(targets, hidden)
+            return divergence_head.FullTeacher(
+                head,
+                hidden,
+                jax.lax.stop_gradient(kernel),
+                jnp.arange(hidden.shape[0], dtype="int32"),
+                split,
+            )
         rows, length = batch["token_ids"].shape
         if source is None:
             source = batch.get("predicted_by")
@@ -705,15 +720,16 @@ class Policy:
                 tuple(needs),
             )
 
-        pieces = context.pieces_of(batch["token_ids"].shape)
-        cut = functools.partial(jax.tree.map, pieces.cut_next)
+        targets = context.Targets.of(batch)
+        cut = functools.partial(jax.tree.map, targets.cut)
+        teachers = [_teacher_at(targets, teacher) for teacher in teachers]
         teachers, theirs, splits = divergence_head.without_kernels(teachers)
         total, values = sharding.over_rows(
             sweep,
             [kernel, *theirs],
             [split, *splits],
-            hidden,
-            _selected_by(batch, pieces),
+            _at_targets(targets, hidden),
+            _selected_by(batch, targets),
             cut(used),
             cut(tuple(weights)),
             teachers,
@@ -740,37 +756,55 @@ def _extras(needs):
 
 def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
     """Runs `sweep(kernel, hidden, batch, *rows)` on each device's rows."""
-    pieces = context.pieces_of(batch["token_ids"].shape)
+    targets = context.Targets.of(batch)
     return sharding.over_rows(
         lambda kernels, *rows: sweep(*kernels, *rows),
         [kernel],
         [split],
-        hidden,
-        _selected_by(batch, pieces),
-        *(pieces.cut_next(x) for x in rows),
+        _at_targets(targets, hidden),
+        _selected_by(batch, targets),
+        *(targets.cut(x) for x in rows),
         shared=shared,
     )
 
 
-def _selected_by(batch, pieces):
+def _at_targets(targets, hidden):
+    """Returns flat hidden states, of pieces with what `Targets` append."""
+    if targets.pieces.count == 1:
+        return hidden
+    dim = hidden.shape[-1]
+    hidden = targets.hidden(hidden.reshape(*targets.pieces.shape, dim))
+    return hidden.reshape(-1, dim)
+
+
+def _teacher_at(targets, teacher):
+    """Returns a teacher whose arrays are those of the pieces of rows."""
+    pieces = targets.pieces
+    is_top = isinstance(teacher, divergence_head.TopTeacher)
+    if pieces.count == 1 or not is_top:
+        return teacher
+
+    def cut(x):
+        k = x.shape[-1]
+        x = x.reshape(pieces.rows, pieces.length, k)
+        return targets.cut(x).reshape(-1, k)
+
+    return jax.tree.map(cut, teacher)
+
+
+def _selected_by(batch, targets):
     """Returns the arrays that `_select` reads.
 
-    Where rows are cut into pieces, the arrays have each token in the place of
-    the one that predicts it, whose hidden state its device has.
+    Where rows are cut into pieces, each token is in the place of the one that
+    predicts it.
     """
     found = {name: batch[name] for name in SELECTED_BY if name in batch}
-    if pieces.count == 1:
+    if targets.pieces.count == 1:
         return found
-    if "predicted_by" in found:
-        raise ValueError(
-            "Sequences that share a prompt in a row cannot be split over "
-            "devices. Use share_prefix=False, or `kpt.distribution.fsdp()`. "
-            f"Received: context={pieces.count}"
-        )
-    found = {name: pieces.cut_next(x) for name, x in found.items()}
-    columns = jnp.arange(pieces.shape[1], dtype="int32")
-    found["predicted_by"] = jnp.broadcast_to(columns, pieces.shape)
-    return found
+    found = {name: targets.cut(x) for name, x in found.items()}
+    shape = found["token_ids"].shape
+    columns = jnp.arange(shape[1], dtype="int32")
+    return found | {"predicted_by": jnp.broadcast_to(columns, shape)}
 
 
 def _select(batch, mask):

@@ -129,6 +129,19 @@ def row_shards():
     return mesh.shape[mesh.axis_names[0]]
 
 
+def of_results():
+    """Returns `out_shardings` of programs that compute arrays of rows.
+
+    Where a layout splits the tokens of rows, each device gets all results:
+    JAX cannot express those of the compiler's choice, which are on another
+    mesh than the weights. `None` leaves it to the compiler.
+    """
+    if context_mesh() is None:
+        return None
+    mesh, *_ = axes()
+    return NamedSharding(mesh, P())
+
+
 def platform():
     """Returns the platform that a program is compiled for.
 
