@@ -43,6 +43,7 @@ def ideal_bytes(
     num_layers,
     activation_bytes,
     expert_bytes=0.0,
+    context_bytes=0.0,
     passes=2,
 ):
     """Computes the bytes that a device ideally receives in a step.
@@ -54,7 +55,9 @@ def ideal_bytes(
     gradients are summed over the data axis once a step. In each micro-batch,
     the activations are summed over the model axis twice per layer and pass
     ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). Tokens that
-    are sent to their experts are sent in each pass.
+    are sent to their experts are sent in each pass. Keys and values of rows
+    whose tokens are split are gathered in each pass, and their gradients
+    scattered in the backward pass.
 
     Args:
         weights: list of `Weight`.
@@ -66,6 +69,9 @@ def ideal_bytes(
         expert_bytes: float, bytes that a device receives of other devices'
             tokens, for its experts, and of its own tokens' outputs, in all
             layers and passes of a micro-batch.
+        context_bytes: float, bytes that a device receives of keys and values
+            of other devices' tokens of its rows, and of their gradients, in
+            all layers and passes of a micro-batch.
         passes: int, the passes of a micro-batch through the model: forward,
             backward, and another one for a reference's forward pass.
 
@@ -90,4 +96,5 @@ def ideal_bytes(
         "gradient all-reduce": summed,
         "activation all-reduce": activations * (2 * (m - 1) / m),
         "expert all-to-all": expert_bytes * micro_batches,
+        "key and value exchange": context_bytes * micro_batches,
     }

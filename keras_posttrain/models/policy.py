@@ -238,11 +238,10 @@ class Policy:
         ids = pieces.cut(batch["token_ids"])
         remat = self._remat(ids)
         if pieces.count > 1:
-            if "pixels" in batch or self.is_recurrent or capture is not None:
+            if "pixels" in batch or capture is not None:
+                what = "images" if capture is None else "captured activations"
                 raise ValueError(
-                    f"The tokens of a row of {type(self.backbone).__name__} "
-                    "cannot be split over devices with images, recurrent "
-                    "layers or captured activations. Use "
+                    f"Rows with {what} cannot be split over devices. Use "
                     "`kpt.distribution.fsdp()`. "
                     f"Received: context={pieces.count}"
                 )

@@ -183,6 +183,7 @@ class Task(keras.Model):
             choose_remat=recomputation.choose,
         )
         checks.expert_axis(self.policy)
+        checks.context_axis(self.policy)
         self._engine = NativeRollout()
         self._engine.set_model(self)
         self.run_state = run_state.RunState()
