@@ -156,6 +156,11 @@ class Policy:
         ]
 
     @property
+    def can_split_rows(self):
+        """Bool, whether the tokens of a row can be split over devices."""
+        return self.packable and not self.is_recurrent
+
+    @property
     def has_experts(self):
         """Bool, whether a layer has experts whose routing is recorded."""
         return self.packable and any(map(experts.is_recorded, self.layers))
@@ -225,6 +230,7 @@ class Policy:
         """
         if capture is not None:
             capture.check(self)
+        self._check_pieces(batch, capture)
         with contextlib.ExitStack() as stack:
             if dropout_key is not None and self.adapter is not None:
                 keys = _dropout_keys(batch, dropout_key)
@@ -233,18 +239,27 @@ class Policy:
                 return self._packed_forward(batch, capture)
             return self._plain_forward(batch)
 
+    def _check_pieces(self, batch, capture):
+        """Raises a `ValueError` for rows whose tokens cannot be split."""
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        reasons = {
+            f"of {type(self.backbone).__name__}": not self.can_split_rows,
+            "with images": "pixels" in batch,
+            "whose activations are captured": capture is not None,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if pieces.count > 1 and found:
+            raise ValueError(
+                f"The tokens of rows {found[0]} cannot be split over devices. "
+                "Use `kpt.distribution.fsdp()`. "
+                f"Received: context={pieces.count}"
+            )
+
     def _packed_forward(self, batch, capture=None):
         pieces = context.pieces_of(batch["token_ids"].shape)
         ids = pieces.cut(batch["token_ids"])
         remat = self._remat(ids)
         if pieces.count > 1:
-            if "pixels" in batch or capture is not None:
-                what = "images" if capture is None else "captured activations"
-                raise ValueError(
-                    f"Rows with {what} cannot be split over devices. Use "
-                    "`kpt.distribution.fsdp()`. "
-                    f"Received: context={pieces.count}"
-                )
             # The gathered keys and values of all layers would be kept.
             remat = "attention" if remat == "none" else remat
         scope = self._scope(batch, capture=capture, pieces=pieces)

@@ -314,7 +314,7 @@ def context_axis(policy, distribution=None):
     if distribution is None:
         distribution = keras.distribution.distribution()
     count = getattr(distribution, "num_context_shards", 1)
-    if count > 1 and (not policy.packable or policy.is_recurrent):
+    if count > 1 and not policy.can_split_rows:
         raise ValueError(
             "`kpt.distribution.fsdp(context=...)` splits the tokens of a row "
             "over devices. It needs a model whose layers run one by one and "

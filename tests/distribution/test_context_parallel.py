@@ -69,7 +69,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="server.*whole.*context=4"):
         AdapterTrainer(task)
     batch = {"token_ids": np.ones((2, 32), "int32"), "pixels": None}
-    with pytest.raises(ValueError, match="Rows with images.*context=4"):
+    with pytest.raises(ValueError, match="rows with images.*context=4"):
         task.policy.hidden_states(batch)
     with pytest.raises(ValueError, match="other tokens than.*context=4"):
         batch.pop("pixels")
