@@ -1,6 +1,6 @@
 """Memory and time of a step whose rows are split over devices.
 
-Eight rows of 4,096 tokens, each one document, on eight simulated devices: a
+Eight rows of 2,048 tokens, each one document, on eight simulated devices: a
 small Llama, all weights, float32, remat="full". With context=n, 8 / n rows
 pass through the model at once, n devices each. Memory is the compiler's, of
 what is not weights or optimizer state; the devices share the cores of this
@@ -28,7 +28,7 @@ from long_rows import RESULTS, Clock
 
 import keras_posttrain as kpt
 
-VOCABULARY, LENGTH, DEVICES = 8192, 4096, 8
+VOCABULARY, LENGTH, DEVICES = 1024, 2048, 8
 COUNTS = (1, 2, 4, 8)
 
 

@@ -163,14 +163,14 @@ A device computes the attention of its own tokens to the keys and values of the
 full row, which it gathers in every layer; everything else it computes of its
 tokens alone. Packed rows, sliding windows and shared prompts give the numbers
 of one device. Weights are split over all devices as before, and the engine
-samples as before. Batches then have a multiple of `devices / context` rows, not
-of `devices`. A model with recurrent layers, such as Qwen 3.5, and rows with
-images are refused.
+samples as before. Batches then have a multiple of `devices / context` rows,
+not of `devices`. A model with recurrent layers, such as Qwen 3.5, and rows
+with images are refused.
 
-By the TPU compiler a step of Llama-3-8B on a row of 131,072 tokens, all weights
-trained with `remat="full"`, takes 25.7 GiB of a v5p chip's 95.7 GiB on eight
-chips with `context=8`. Keys, values and their gradients are half of the bytes
-that a chip receives, and the step's time is that of its operations.
+By the TPU compiler a step of Llama-3-8B on a row of 131,072 tokens, all
+weights trained with `remat="full"`, takes 25.7 GiB of a v5p chip's 95.7 GiB on
+eight chips with `context=8`. Keys, values and their gradients are half of the
+bytes that a chip receives, and the step's time is that of its operations.
 """
 
 rows = [
