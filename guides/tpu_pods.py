@@ -167,7 +167,7 @@ samples as before. Batches then have a multiple of `devices / context` rows,
 not of `devices`. A model with recurrent layers, such as Qwen 3.5, and rows
 with images are refused.
 
-By the TPU compiler a step of Llama-3-8B on a row of 131,072 tokens, all
+By the TPU compiler a step of Llama-3.1-8B on a row of 131,072 tokens, all
 weights trained with `remat="full"`, takes 25.7 GiB of a v5p chip's 95.7 GiB on
 eight chips with `context=8`. Keys, values and their gradients are half of the
 bytes that a chip receives, and the step's time is that of its operations.

@@ -264,12 +264,12 @@ def fsdp(data=None, *, experts=1, context=1, devices=None):
     task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
     ```
 
-    Rows of 131,072 tokens, each on eight devices:
+    Rows of 32,768 tokens, each on eight devices:
 
     ```python
     keras.distribution.set_distribution(kpt.distribution.fsdp(context=8))
     task = kpt.SFTTask.from_preset(
-        "llama3_8b_en", dtype="bfloat16", sequence_length=131_072
+        "qwen3_8b_en", dtype="bfloat16", sequence_length=32_768
     )
     ```
     """

@@ -14,7 +14,7 @@ scores to compute ([Llama Team, 2024](https://arxiv.org/abs/2407.21783),
 section 3.3.2). Rows are padded at their end to such a length.
 
 Gathered keys and values of a row take `length * kv_heads * head_dim` numbers
-each on a device, in one layer at a time: 256 MiB in bfloat16 for Llama-3-8B
+each on a device, in one layer at a time: 256 MiB in bfloat16 for Llama-3.1-8B
 at 131,072 tokens. Passing them around a ring of devices
 ([Liu et al., 2023](https://arxiv.org/abs/2310.01889)) would take a part of
 that, but needs a mask that differs by device and by step, which the TPU's
