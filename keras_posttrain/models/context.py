@@ -18,7 +18,9 @@ each on a device, in one layer at a time: 256 MiB in bfloat16 for Llama-3.1-8B
 at 131,072 tokens. Passing them around a ring of devices
 ([Liu et al., 2023](https://arxiv.org/abs/2310.01889)) would take a part of
 that, but needs a mask that differs by device and by step, which the TPU's
-kernel of attention does not have.
+kernel of attention does not have. It could hide little communication: by the
+TPU compiler and published rates, all of a step on eight v5p chips takes 0.15 s
+on their network, and its operations 9.5 s.
 """
 
 import dataclasses
@@ -234,11 +236,11 @@ class Targets:
         return cls(pieces, first.astype("int32"), sources)
 
     def cut(self, x):
-        """Cuts rows, `(rows, length, ...)`: an array of `shape`."""
+        """Cuts rows, `(rows, length, ...)`, to `(pieces, tokens, ...)`."""
         pieces = self.pieces
         if pieces.count == 1:
             return x
-        more = x.shape[2:]
+        x, more = jnp.asarray(x), x.shape[2:]
         ones = (1,) * len(more)
         pads = [(0, 0)] * len(more)
         zero = jnp.zeros((), x.dtype)
