@@ -148,6 +148,29 @@ print(
     )
 )
 ```
+
+## Rows that one device cannot hold
+
+Each device has whole rows of a batch, so that the longest row decides what
+activations take. With `context`, several devices split the tokens of a row:
+
+```python
+pieces = functools.partial(kpt.distribution.fsdp, context=8)
+print(big.plan("v5e:2x4", pieces, sequence_length=32_768, batch_size=1))
+```
+
+A device computes the attention of its own tokens to the keys and values of the
+full row, which it gathers in every layer; everything else it computes of its
+tokens alone. Packed rows, sliding windows and shared prompts give the numbers
+of one device. Weights are split over all devices as before, and the engine
+samples as before. Batches then have a multiple of `devices / context` rows,
+not of `devices`. A model with recurrent layers, such as Qwen 3.5, and rows
+with images are refused.
+
+By the TPU compiler a step of Llama-3.1-8B on a row of 131,072 tokens, all
+weights trained with `remat="full"`, takes 25.7 GiB of a v5p chip's 95.7 GiB on
+eight chips with `context=8`. Keys, values and their gradients are half of the
+bytes that a chip receives, and the step's time is that of its operations.
 """
 
 rows = [

@@ -963,6 +963,7 @@ bad(
 
 dist = kpt.distribution
 each("fsdp", make(dist.fsdp), "data", [0, "8", 3])
+each("fsdp", make(dist.fsdp), "context", [0, "8", 3])
 each("tensor", make(dist.tensor_parallel), "model", [0, "8", 3])
 bad(
     "search",

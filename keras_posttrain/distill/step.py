@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import DistillationLoss, SumLoss, reductions
 from keras_posttrain.losses.features import FeatureLoss
-from keras_posttrain.models import quantized
+from keras_posttrain.models import quantized, sharding
 from keras_posttrain.models.divergence_head import TopTeacher
 from keras_posttrain.models.feature_maps import capture_of
 from keras_posttrain.rl.collector import LOGPS_INPUTS
@@ -171,7 +171,11 @@ class TeacherPass:
         self.step, self.temperature = step, temperature
         teachers = sum(step.companions.values(), ())
         options = quantized.compiler_options(*(x.causal_lm for x in teachers))
-        self._program = jax.jit(self._logps, compiler_options=options)
+        self._program = jax.jit(
+            self._logps,
+            out_shardings=sharding.of_results(),
+            compiler_options=options,
+        )
 
     def __call__(self, batch):
         """Computes the weighted mean of teachers, float32 `(rows, length)`."""

@@ -77,6 +77,7 @@ def ideal_bytes(
     num_layers,
     activation_bytes,
     expert_bytes=0.0,
+    context_bytes=0.0,
     passes=2,
     slices=None,
 ):
@@ -90,7 +91,9 @@ def ideal_bytes(
     of slices, those of several micro-batches in float32. In each micro-batch,
     the activations are summed over the model axis twice per layer and pass
     ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). Tokens that
-    are sent to their experts are sent in each pass.
+    are sent to their experts are sent in each pass. Keys and values of rows
+    whose tokens are split are gathered in each pass, and their gradients
+    scattered in the backward pass.
 
     Args:
         weights: list of `Weight`.
@@ -102,6 +105,9 @@ def ideal_bytes(
         expert_bytes: float, bytes that a device receives of other devices'
             tokens, for its experts, and of its own tokens' outputs, in all
             layers and passes of a micro-batch.
+        context_bytes: float, bytes that a device receives of keys and values
+            of other devices' tokens of its rows, and of their gradients, in
+            all layers and passes of a micro-batch.
         passes: int, the passes of a micro-batch through the model: forward,
             backward, and another one for a reference's forward pass.
         slices: dict of ints, by a mesh axis's name the slices along it, if
@@ -118,6 +124,9 @@ def ideal_bytes(
         "gradient all-reduce": np.zeros(2),
         "activation all-reduce": np.zeros(2),
         "expert all-to-all": np.array([expert_bytes * micro_batches, 0.0]),
+        "key and value exchange": np.array(
+            [context_bytes * micro_batches, 0.0]
+        ),
     }
 
     def add(purpose, size, axis, times=1):

@@ -15,6 +15,9 @@ DATA, MODEL = "batch", "model"
 REPLICA, EXPERT = "replica", "expert"
 # Along it weights are replicated and rows are split.
 SLICE = "slice"
+# The data axis divided into two: devices with different rows, and those that
+# have pieces of the same rows.
+ROWS, CONTEXT = "rows", "context"
 
 
 def make_mesh(sizes, devices=None):
@@ -223,21 +226,21 @@ def divide_devices(trainer, sampler, devices=None):
     )
 
 
-def divide(mesh, experts):
-    """Divides the data axis of a mesh of one axis for experts.
+def divide(mesh, size, names=(REPLICA, EXPERT)):
+    """Divides the data axis of a mesh of one axis in two.
 
     Args:
         mesh: `keras.distribution.DeviceMesh` with the axis `"batch"` alone.
-        experts: int, the devices that hold all experts together.
+        size: int, the devices along the second of the two axes.
+        names: tuple of the two axes' names.
 
     Returns:
         A `keras.distribution.DeviceMesh` of the same devices in the same
-        order, with the axes `"replica"` and `"expert"`.
+        order.
     """
-    count = math.prod(mesh.shape)
-    shape = (count // experts, experts)
+    shape = (math.prod(mesh.shape) // size, size)
     return keras.distribution.DeviceMesh(
-        shape, [REPLICA, EXPERT], mesh.devices.reshape(shape)
+        shape, list(names), mesh.devices.reshape(shape)
     )
 
 

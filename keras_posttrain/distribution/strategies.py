@@ -8,10 +8,12 @@ import keras
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.mesh import (
+    CONTEXT,
     DATA,
     EXPERT,
     MODEL,
     REPLICA,
+    ROWS,
     SLICE,
     divide,
     divide_devices,
@@ -45,6 +47,10 @@ class ShardedWeights(keras.distribution.ModelParallel):
         shard_over_data: bool, whether to split weights over `"batch"` too.
         num_expert_shards: int, the devices that hold all experts together,
             or 1 for experts that are split as other weights are.
+        num_context_shards: int, the devices that split the tokens of a row,
+            or 1 for rows that each device has whole. `context_mesh` has the
+            devices along two axes: rows are split over `"rows"`, tokens of a
+            row over `"context"`.
 
     Raises:
         ValueError: while a model is made, if a weight of more than a
@@ -64,7 +70,13 @@ class ShardedWeights(keras.distribution.ModelParallel):
     ```
     """
 
-    def __init__(self, device_mesh, shard_over_data, num_expert_shards=1):
+    def __init__(
+        self,
+        device_mesh,
+        shard_over_data,
+        num_expert_shards=1,
+        num_context_shards=1,
+    ):
         super().__init__(
             layout_map=keras.distribution.LayoutMap(device_mesh),
             batch_dim_name=DATA,
@@ -82,13 +94,26 @@ class ShardedWeights(keras.distribution.ModelParallel):
         self.expert_mesh = None
         if num_expert_shards > 1:
             self.expert_mesh = divide(device_mesh, num_expert_shards)
+        self.num_context_shards = num_context_shards
+        self.context_mesh = None
+        if num_context_shards > 1:
+            self.context_mesh = divide(
+                device_mesh, num_context_shards, (ROWS, CONTEXT)
+            )
 
     def get_data_layout(self, data_shape):
-        """Returns the `TensorLayout` of a batch's array, split by rows."""
+        """Returns the `TensorLayout` of a batch's array, split by rows.
+
+        Devices that split the tokens of a row have all of its arrays, which
+        are small: only what the model computes of them is split.
+        """
+        rest = [None] * (len(data_shape) - 1)
+        if self.context_mesh is not None:
+            axes = [ROWS, *rest]
+            return keras.distribution.TensorLayout(axes, self.context_mesh)
         if len(self.row_axes) == 1:
             return super().get_data_layout(data_shape)
-        axes = [self.row_axes, *[None] * (len(data_shape) - 1)]
-        return _RowLayout(axes, self.device_mesh)
+        return _RowLayout([self.row_axes, *rest], self.device_mesh)
 
     def get_variable_layout(self, variable):
         """Returns the `TensorLayout` of a `keras.Variable`."""
@@ -228,7 +253,7 @@ def data_parallel(*, devices=None):
     )
 
 
-def fsdp(data=None, *, experts=1, devices=None):
+def fsdp(data=None, *, experts=1, context=1, devices=None):
     """Fully sharded data parallelism: splits rows and every matrix.
 
     Weights, gradients and the optimizer's state are split over the devices;
@@ -242,12 +267,22 @@ def fsdp(data=None, *, experts=1, devices=None):
     dropped; `models/expert_parallel.py` says how. This sends less than FSDP
     alone where a layer's experts weigh more than the tokens that they get.
 
+    With `context`, that many devices split the tokens of a row, for rows that
+    one device's memory cannot hold. Each device computes the attention of its
+    own tokens to the keys and values of the full row, which are gathered in
+    every layer (as in [Llama Team, 2024](https://arxiv.org/abs/2407.21783),
+    section 3.3.2); `models/context.py` says how. Weights are split over all
+    devices as without it. `NativeRollout` samples as under `fsdp()`: each
+    device has sequences of its own.
+
     Args:
-        data: int, the number of devices, or with `experts` the number of
-            their groups; `None` for all of `devices`.
+        data: int, the number of devices, or with `experts` or `context` the
+            number of their groups; `None` for all of `devices`.
         experts: int, the devices that hold all experts of a layer together,
             or `None` to compute it from `data`. It must divide the number of
             experts. Rows are split over all `data * experts` devices.
+        context: int, the devices that split the tokens of a row, or `None`
+            to compute it from `data`. Rows are split over `data` devices.
         devices: as in `data_parallel`.
 
     Returns:
@@ -255,7 +290,8 @@ def fsdp(data=None, *, experts=1, devices=None):
         made.
 
     Raises:
-        ValueError: if `data * experts` is not the number of devices.
+        ValueError: if `data * experts * context` is not the number of
+            devices, or if both `experts` and `context` are used.
 
     Example:
 
@@ -263,7 +299,29 @@ def fsdp(data=None, *, experts=1, devices=None):
     keras.distribution.set_distribution(kpt.distribution.fsdp())
     task = kpt.SFTTask.from_preset("llama3_8b_en", dtype="bfloat16")
     ```
+
+    Rows of 32,768 tokens, each on eight devices:
+
+    ```python
+    keras.distribution.set_distribution(kpt.distribution.fsdp(context=8))
+    task = kpt.SFTTask.from_preset(
+        "qwen3_8b_en", dtype="bfloat16", sequence_length=32_768
+    )
+    ```
     """
+    if context != 1:
+        if experts != 1:
+            raise ValueError(
+                "`experts` and `context` divide the same devices, so that "
+                "one of them must be 1. Received: "
+                f"experts={experts}, context={context}. With `context`, "
+                "experts are split as other weights are."
+            )
+        data, context = make_mesh(
+            {DATA: data, CONTEXT: context}, devices
+        ).shape
+        mesh = make_mesh({DATA: data * context}, devices)
+        return ShardedWeights(mesh, True, num_context_shards=context)
     if experts == 1:
         return ShardedWeights(make_mesh({DATA: data}, devices), True)
     # Raises an error for sizes that do not fit.

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
 from keras_posttrain.models import block_attention, tpu_attention
+from keras_posttrain.models.context import Pieces
 from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries are processed in blocks of this many tokens. The scores of a block
@@ -44,6 +45,7 @@ def attention_scope(
     kept=None,
     capture=None,
     numbers=None,
+    pieces=None,
 ):
     """Makes decoder layers called inside attend within segments.
 
@@ -66,8 +68,12 @@ def attention_scope(
         capture: `ActivationCapture` or `None`; `attentions` is filled.
         numbers: list of ints, those of the decoder layers that attend;
             `None` if all do.
+        pieces: `Pieces` of the rows, of which the layers take the tokens, or
+            `None` for those of the rows.
     """
-    rows, length = segment_ids.shape
+    if pieces is None:
+        pieces = Pieces(*segment_ids.shape)
+    rows, length = pieces.shape
     layers = itertools.count() if numbers is None else iter(numbers)
 
     def attend(
@@ -92,12 +98,11 @@ def attention_scope(
             capture.attentions[layer] = attention_weights(
                 q, k, *tokens, **settings
             )
-        out = segment_attention(q, k, v, *tokens, **settings)
+        out = segment_attention(q, k, v, *tokens, **settings, pieces=pieces)
         return cache, out.reshape(rows * length, num_heads * head_dim)
 
-    with vllm_context_scope(
-        paged_attention_func=attend, positions=positions.reshape(-1)
-    ):
+    places = pieces.cut(positions).reshape(-1)
+    with vllm_context_scope(paged_attention_func=attend, positions=places):
         yield
 
 
@@ -309,7 +314,7 @@ def subtree_ends(prefix_segments, segment_ids):
 
 def segment_attention(
     query, key, value, segment_ids, positions, subtree_ends=None, *, scale,
-    sliding_window=None, soft_cap=None, sinks=None, images=None,
+    sliding_window=None, soft_cap=None, sinks=None, images=None, pieces=None,
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
@@ -327,7 +332,12 @@ def segment_attention(
         sinks: float array of shape `(heads,)` or `None`, one more score in
             the softmax of each head; neither scaled nor capped.
         images: as in `attention_scope`.
+        pieces: `Pieces` of the rows or `None`. With several of a row,
+            `query`, `key` and `value` are of pieces,
+            `(*pieces.shape, heads, head_dim)`, and no images are supported.
     """
+    if pieces is not None and pieces.count == 1:
+        pieces = None
     if images is None and tpu_attention.is_supported(query, subtree_ends):
         # The kernel names its outputs and statistics itself.
         return tpu_attention.splash_attention(
@@ -339,10 +349,11 @@ def segment_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            pieces=pieces,
         )
     rows, length, heads, head_dim = query.shape
     many = 4 * rows * heads * length**2 > KEEP_SCORES
-    if (
+    if pieces is not None or (
         many
         and images is None
         and block_attention.is_used(length, subtree_ends is not None)
@@ -356,7 +367,7 @@ def segment_attention(
 
         return block_attention.segment_attention(
             query, key, value, segment_ids, positions, subtree_ends, sinks,
-            sliding_window, scores,
+            sliding_window, scores, pieces,
         )  # fmt: skip
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)

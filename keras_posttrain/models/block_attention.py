@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_posttrain.models import sharding
+from keras_posttrain.models.context import UNIT
 from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries of a block, and keys, on a CPU and on a GPU. On a CPU rows of short
@@ -49,7 +50,7 @@ def is_used(length, shares_prefixes):
 
 def segment_attention(
     query, key, value, segment_ids, positions, subtree_ends, sinks, window,
-    scores,
+    scores, pieces=None,
 ):  # fmt: skip
     """Computes `models/attention.py:segment_attention` block by block.
 
@@ -57,15 +58,18 @@ def segment_attention(
     block, head_dim)`, one of keys, `(rows, kv_heads, block, head_dim)`, and of
     the tokens of both, to masked scores, `(rows, kv_heads, group, block,
     block)`. Tokens are tuples `(segment_ids, positions, subtree_ends)`.
+    `pieces` are as in `attention.py:segment_attention`.
     """
+    tokens = segment_ids, positions, subtree_ends
+    if pieces is not None:
+        return _of_pieces(
+            pieces, query, key, value, tokens, sinks, window, scores
+        )
     length, heads = query.shape[1:3]
     block = BLOCKS[sharding.platform()]
     more = -length % block
 
     def local(query, key, value, tokens, sinks):
-        rows, _, heads, head_dim = query.shape
-        kv_heads = key.shape[2]
-
         def padded(x):
             pad = [(0, more if i == 1 else 0) for i in range(x.ndim)]
             return jnp.pad(x, pad) if more else x
@@ -73,23 +77,78 @@ def segment_attention(
         query, key, value, tokens = jax.tree.map(
             padded, (query, key, value, tokens)
         )
-        query = query.reshape(rows, -1, kv_heads, heads // kv_heads, head_dim)
-        if sinks is not None:
-            sinks = sinks.astype("float32").reshape(kv_heads, -1, 1, 1)
-        out = _attend(
-            scores,
-            jnp.moveaxis(query, 1, 3),
-            jnp.moveaxis(key, 1, 2),
-            jnp.moveaxis(value, 1, 2),
-            tokens,
-            sinks,
-            first_blocks(tokens[0], tokens[2], window, block),
+        first = first_blocks(tokens[0], tokens[2], window, block)
+        own = jnp.arange(first.shape[0], dtype="int32")
+        out = attend(
+            scores, query, key, value, tokens, tokens, sinks, first, own
         )
-        out = jnp.moveaxis(out, 3, 1)[:, :length]
-        return out.reshape(rows, length, heads, head_dim)
+        return out[:, :length]
 
-    tokens = segment_ids, positions, subtree_ends
     return sharding.over_heads(local, query, key, value, tokens, sinks)
+
+
+def _of_pieces(pieces, query, key, value, tokens, sinks, window, scores):
+    block = block_of(pieces.chunk)
+
+    def local(query, key, value, tokens, sinks):
+        key, value = (pieces.gather(x) for x in (key, value))
+        columns, own_tokens = pieces.own(tokens)
+        first = first_blocks(tokens[0], tokens[2], window, block)
+        own = columns[::block] // block
+        return attend(
+            scores, query, key, value, own_tokens, tokens, sinks,
+            first[own], own,
+        )  # fmt: skip
+
+    tokens = jax.tree.map(pieces.pad, tokens)
+    return pieces.attend(local, query, key, value, tokens, sinks)
+
+
+def block_of(chunk):
+    """Returns the tokens of a block, which divide those of a chunk.
+
+    `chunk` is that of `Pieces`.
+    """
+    if chunk <= UNIT:
+        return chunk
+    block = BLOCKS.get(sharding.platform(), max(BLOCKS.values()))
+    while chunk % block:
+        block //= 2
+    return block
+
+
+def attend(scores, query, key, value, of_queries, of_keys, sinks, first, own):
+    """Computes attention of some blocks of queries to blocks of keys.
+
+    Args:
+        scores: as of `segment_attention`.
+        query: array of shape `(rows, queries, heads, head_dim)`.
+        key, value: arrays of shape `(rows, keys, kv_heads, head_dim)`.
+        of_queries, of_keys: tuples of arrays `(rows, queries)` and
+            `(rows, keys)`, the tokens of both.
+        sinks: array of shape `(heads,)` or `None`.
+        first, own: int32 arrays of shape `(blocks,)`: the first block of keys
+            that each block of queries sees, and the last, which has the same
+            tokens as the queries. The number of blocks divides `queries`.
+
+    Returns:
+        An array like `query`.
+    """
+    rows, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(rows, -1, kv_heads, heads // kv_heads, head_dim)
+    if sinks is not None:
+        sinks = sinks.astype("float32").reshape(kv_heads, -1, 1, 1)
+    out = _attend(
+        scores,
+        jnp.moveaxis(query, 1, 3),
+        jnp.moveaxis(key, 1, 2),
+        jnp.moveaxis(value, 1, 2),
+        (of_queries, of_keys),
+        sinks,
+        (first, own),
+    )
+    return jnp.moveaxis(out, 3, 1).reshape(rows, length, heads, head_dim)
 
 
 def first_blocks(segment_ids, subtree_ends, window, block):
@@ -131,21 +190,21 @@ def first_blocks(segment_ids, subtree_ends, window, block):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scores, q, k, v, tokens, sinks, first):
+def _attend(scores, q, k, v, tokens, sinks, blocks):
     """Computes attention block by block.
 
     Args:
         scores: as of `segment_attention`.
-        q: array of shape `(rows, kv_heads, group, length, head_dim)`.
-        k, v: arrays of shape `(rows, kv_heads, length, head_dim)`.
-        tokens: tuple of arrays `(rows, length)`.
+        q: array of shape `(rows, kv_heads, group, queries, head_dim)`.
+        k, v: arrays of shape `(rows, kv_heads, keys, head_dim)`.
+        tokens: pair `(of_queries, of_keys)`, as of `attend`.
         sinks: float32 array of shape `(kv_heads, group, 1, 1)` or `None`.
-        first: as of `first_blocks`.
+        blocks: pair `(first, own)`, as of `attend`.
 
     Returns:
         An array like `q`.
     """
-    return _forward(scores, q, k, v, tokens, sinks, first)[0]
+    return _forward(scores, q, k, v, tokens, sinks, blocks)[0]
 
 
 def _cut(x, i, axis, block):
@@ -162,8 +221,8 @@ def _dot(x, y, dimensions):
 def _blocks(q, k, v, tokens, block):
     """Returns functions that cut out a block of queries, and one of keys."""
 
-    def of_tokens(i):
-        return jax.tree.map(lambda x: _cut(x, i, 1, block), tokens)
+    def of_tokens(i, side):
+        return jax.tree.map(lambda x: _cut(x, i, 1, block), tokens[side])
 
     def queries(i, x=q):
         x = _cut(x, i, 3, block)
@@ -175,19 +234,20 @@ def _blocks(q, k, v, tokens, block):
     return of_tokens, queries, keys
 
 
-def _forward(scores, q, k, v, tokens, sinks, first):
+def _forward(scores, q, k, v, tokens, sinks, blocks):
     rows, kv_heads, group, length, head_dim = q.shape
+    first, own_blocks = blocks
     block = length // first.shape[0]
     of_tokens, queries, keys = _blocks(q, k, v, tokens, block)
     shape = (rows, kv_heads, group, block)
 
     def of_block(i):
-        query, own = queries(i), of_tokens(i)
+        query, own = queries(i), of_tokens(i, 0)
 
         def body(j, carry):
             top, total, out = carry
             key, value = keys(j)
-            s = scores(query, key, own, of_tokens(j))
+            s = scores(query, key, own, of_tokens(j, 1))
             higher = jnp.maximum(top, jnp.max(s, axis=-1, keepdims=True))
             weights = jnp.exp(s - higher)
             less = jnp.exp(top - higher)
@@ -206,7 +266,7 @@ def _forward(scores, q, k, v, tokens, sinks, first):
         out = jnp.zeros((*shape, head_dim), "float32")
         with jax.named_scope(LOOP):
             top, total, out = jax.lax.fori_loop(
-                first[i], i + 1, body, (top, total, out)
+                first[i], own_blocks[i] + 1, body, (top, total, out)
             )
         return (out / total).astype(v.dtype), (top + jnp.log(total))[..., 0]
 
@@ -216,15 +276,16 @@ def _forward(scores, q, k, v, tokens, sinks, first):
     return out, logsumexp
 
 
-def _attend_forward(scores, q, k, v, tokens, sinks, first):
-    found = _forward(scores, q, k, v, tokens, sinks, first)
+def _attend_forward(scores, q, k, v, tokens, sinks, blocks):
+    found = _forward(scores, q, k, v, tokens, sinks, blocks)
     out, logsumexp = (checkpoint_name(x, ATTENDED) for x in found)
-    return out, (q, k, v, tokens, sinks, first, out, logsumexp)
+    return out, (q, k, v, tokens, sinks, blocks, out, logsumexp)
 
 
 def _attend_backward(scores, kept, gradient):
-    q, k, v, tokens, sinks, first, out, logsumexp = kept
+    q, k, v, tokens, sinks, blocks, out, logsumexp = kept
     rows, kv_heads, group, length, head_dim = q.shape
+    first, own_blocks = blocks
     block = length // first.shape[0]
     of_tokens, queries, keys = _blocks(q, k, v, tokens, block)
     delta = jnp.sum(
@@ -232,7 +293,7 @@ def _attend_backward(scores, kept, gradient):
     )
 
     def of_block(sums, i):
-        query, own = queries(i), of_tokens(i)
+        query, own = queries(i), of_tokens(i, 0)
         up = queries(i, gradient)
         total = _cut(logsumexp, i, 3, block)[..., None]
         mean = _cut(delta, i, 3, block)[..., None]
@@ -240,7 +301,7 @@ def _attend_backward(scores, kept, gradient):
         def body(j, carry):
             dq, dk, dv = carry
             key, value = keys(j)
-            of_keys = of_tokens(j)
+            of_keys = of_tokens(j, 1)
             s, pull = jax.vjp(
                 lambda x, y: scores(x, y, own, of_keys), query, key
             )
@@ -264,7 +325,9 @@ def _attend_backward(scores, kept, gradient):
 
         dq = jnp.zeros(query.shape, "float32")
         with jax.named_scope(LOOP):
-            dq, *sums = jax.lax.fori_loop(first[i], i + 1, body, (dq, *sums))
+            dq, *sums = jax.lax.fori_loop(
+                first[i], own_blocks[i] + 1, body, (dq, *sums)
+            )
         dq = dq.reshape(rows, kv_heads, group, block, head_dim)
         return tuple(sums), dq.astype(q.dtype)
 

@@ -11,6 +11,7 @@ import keras_hub
 
 from keras_posttrain.losses import reductions
 from keras_posttrain.models import (
+    context,
     divergence_head,
     experts,
     gemma4,
@@ -155,6 +156,11 @@ class Policy:
         ]
 
     @property
+    def can_split_rows(self):
+        """Bool, whether the tokens of a row can be split over devices."""
+        return self.packable and not self.is_recurrent
+
+    @property
     def has_experts(self):
         """Bool, whether a layer has experts whose routing is recorded."""
         return self.packable and any(map(experts.is_recorded, self.layers))
@@ -219,10 +225,12 @@ class Policy:
             capture: `ActivationCapture` to fill, or `None`.
 
         Returns:
-            A float array of shape `(rows, length, hidden_dim)`.
+            A float array of shape `(rows, length, hidden_dim)`; of the rows'
+            pieces where a layout splits their tokens: see `context.py`.
         """
         if capture is not None:
             capture.check(self)
+        self._check_pieces(batch, capture)
         with contextlib.ExitStack() as stack:
             if dropout_key is not None and self.adapter is not None:
                 keys = _dropout_keys(batch, dropout_key)
@@ -231,10 +239,30 @@ class Policy:
                 return self._packed_forward(batch, capture)
             return self._plain_forward(batch)
 
+    def _check_pieces(self, batch, capture):
+        """Raises a `ValueError` for rows whose tokens cannot be split."""
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        reasons = {
+            f"of {type(self.backbone).__name__}": not self.can_split_rows,
+            "with images": "pixels" in batch,
+            "whose activations are captured": capture is not None,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if pieces.count > 1 and found:
+            raise ValueError(
+                f"The tokens of rows {found[0]} cannot be split over devices. "
+                "Use `kpt.distribution.fsdp()`. "
+                f"Received: context={pieces.count}"
+            )
+
     def _packed_forward(self, batch, capture=None):
-        ids = batch["token_ids"]
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        ids = pieces.cut(batch["token_ids"])
         remat = self._remat(ids)
-        scope = self._scope(batch, capture=capture)
+        if pieces.count > 1:
+            # The gathered keys and values of all layers would be kept.
+            remat = "attention" if remat == "none" else remat
+        scope = self._scope(batch, capture=capture, pieces=pieces)
         layers = itertools.count()
 
         def run(layer, x, **more):
@@ -244,12 +272,14 @@ class Policy:
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return out
 
-        weights = None if self._routing is None else token_counts(batch)
+        weights = None
+        if self._routing is not None:
+            weights = pieces.cut(token_counts(batch))
         given = batch.get("routed_experts")
         if given is not None:
-            given = given.reshape(ids.size, *given.shape[2:])
+            given = pieces.cut(given).reshape(ids.size, *given.shape[2:])
         with (
-            experts.used_tokens(batch["segment_ids"] > 0),
+            experts.used_tokens(pieces.cut(batch["segment_ids"]) > 0),
             experts.given_choices(given),
             experts.recorded_routing(weights) as routing,
         ):
@@ -298,8 +328,11 @@ class Policy:
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
-    def _scope(self, batch, kept=None, capture=None, slots=None):
-        """Opens the scopes of a batch; `slots` are the segments of a row."""
+    def _scope(self, batch, kept=None, capture=None, slots=None, pieces=None):
+        """Opens the scopes of a batch; `slots` are the segments of a row.
+
+        `pieces` are as in `attention_scope`.
+        """
         ids, prefixes = batch["segment_ids"], batch.get("prefix_segments")
         scope = attention_scope(
             ids,
@@ -309,6 +342,7 @@ class Policy:
             kept=kept,
             capture=capture,
             numbers=self.attending,
+            pieces=pieces,
         )
         rows = None
         if self.is_recurrent:
@@ -484,8 +518,14 @@ class Policy:
         return head, kernel, split
 
     def _shaped(self, values, batch):
-        shape = batch["token_ids"].shape
-        return {k: v.reshape(shape) for k, v in values.items()}
+        """Returns values of `_over_rows`, of shape `(rows, length, ...)`."""
+        targets = context.Targets.of(batch)
+        pieces = targets.pieces.shape[0]
+
+        def shaped(x):
+            return targets.join(x.reshape(pieces, -1, *x.shape[1:]))
+
+        return {name: shaped(x) for name, x in values.items()}
 
     def token_outputs(
         self,
@@ -555,8 +595,7 @@ class Policy:
             return (), top_tokens(head, hidden, kernel, tokens, k)
 
         _, values = _over_rows(sweep, kernel, split, hidden, batch, mask)
-        shape = (*batch["token_ids"].shape, k)
-        return {name: v.reshape(shape) for name, v in values.items()}
+        return self._shaped(values, batch)
 
     def token_loss_sum(
         self, batch, weights, token_loss, *, needs=(), dropout_key=None
@@ -598,6 +637,23 @@ class Policy:
         """
         hidden = jax.lax.stop_gradient(self._flat(batch, None, hidden))
         head, kernel, split = self._projection(hidden)
+        targets = context.Targets.of(batch)
+        if targets.pieces.count > 1:
+            if source is not None:
+                raise ValueError(
+                    "The tokens of a row cannot be split over devices where "
+                    "a teacher reads other tokens than its student. Use "
+                    "`kpt.distribution.fsdp()`. "
+                    f"Received: context={targets.pieces.count}"
+                )
+            hidden = _at_targets(targets, hidden)
+            return divergence_head.FullTeacher(
+                head,
+                hidden,
+                jax.lax.stop_gradient(kernel),
+                jnp.arange(hidden.shape[0], dtype="int32"),
+                split,
+            )
         rows, length = batch["token_ids"].shape
         if source is None:
             source = batch.get("predicted_by")
@@ -675,17 +731,20 @@ class Policy:
                 tuple(needs),
             )
 
+        targets = context.Targets.of(batch)
+        cut = functools.partial(jax.tree.map, targets.cut)
+        teachers = [_teacher_at(targets, teacher) for teacher in teachers]
         teachers, theirs, splits = divergence_head.without_kernels(teachers)
         total, values = sharding.over_rows(
             sweep,
             [kernel, *theirs],
             [split, *splits],
-            hidden,
-            _selected_by(batch),
-            used,
-            tuple(weights),
+            _at_targets(targets, hidden),
+            _selected_by(batch, targets),
+            cut(used),
+            cut(tuple(weights)),
             teachers,
-            tuple(teacher_weights),
+            cut(tuple(teacher_weights)),
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
@@ -708,19 +767,55 @@ def _extras(needs):
 
 def _over_rows(sweep, kernel, split, hidden, batch, *rows, shared=None):
     """Runs `sweep(kernel, hidden, batch, *rows)` on each device's rows."""
+    targets = context.Targets.of(batch)
     return sharding.over_rows(
         lambda kernels, *rows: sweep(*kernels, *rows),
         [kernel],
         [split],
-        hidden,
-        _selected_by(batch),
-        *rows,
+        _at_targets(targets, hidden),
+        _selected_by(batch, targets),
+        *(targets.cut(x) for x in rows),
         shared=shared,
     )
 
 
-def _selected_by(batch):
-    return {name: batch[name] for name in SELECTED_BY if name in batch}
+def _at_targets(targets, hidden):
+    """Returns flat hidden states, of pieces with what `Targets` append."""
+    if targets.pieces.count == 1:
+        return hidden
+    dim = hidden.shape[-1]
+    hidden = targets.hidden(hidden.reshape(*targets.pieces.shape, dim))
+    return hidden.reshape(-1, dim)
+
+
+def _teacher_at(targets, teacher):
+    """Returns a teacher whose arrays are those of the pieces of rows."""
+    pieces = targets.pieces
+    is_top = isinstance(teacher, divergence_head.TopTeacher)
+    if pieces.count == 1 or not is_top:
+        return teacher
+
+    def cut(x):
+        k = x.shape[-1]
+        x = x.reshape(pieces.rows, pieces.length, k)
+        return targets.cut(x).reshape(-1, k)
+
+    return jax.tree.map(cut, teacher)
+
+
+def _selected_by(batch, targets):
+    """Returns the arrays that `_select` reads.
+
+    Where rows are cut into pieces, each token is in the place of the one that
+    predicts it.
+    """
+    found = {name: batch[name] for name in SELECTED_BY if name in batch}
+    if targets.pieces.count == 1:
+        return found
+    found = {name: targets.cut(x) for name, x in found.items()}
+    shape = found["token_ids"].shape
+    columns = jnp.arange(shape[1], dtype="int32")
+    return found | {"predicted_by": jnp.broadcast_to(columns, shape)}
 
 
 def _select(batch, mask):
@@ -733,6 +828,6 @@ def _select(batch, mask):
 def _dropout_keys(batch, step_key):
     slot = jnp.maximum(batch["segment_ids"] - 1, 0)
     sequences = jnp.take_along_axis(batch["sequence_ids"], slot, axis=1)
-    return DropoutKeys(
-        step_key, sequences.reshape(-1), batch["positions"].reshape(-1)
-    )
+    pieces = context.pieces_of(slot.shape)
+    sequences, positions = map(pieces.cut, (sequences, batch["positions"]))
+    return DropoutKeys(step_key, sequences.reshape(-1), positions.reshape(-1))

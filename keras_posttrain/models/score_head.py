@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from safetensors.numpy import save_file
 
+from keras_posttrain.models import context
 from keras_posttrain.models.hf import adapter_files, checkpoint_files
 
 # The names in transformers' models for sequence classification.
@@ -24,7 +25,8 @@ class ScoreHead(keras.layers.Layer):
     weights are float32.
 
     Call arguments:
-        hidden: float array of shape `(rows, length, hidden_dim)`.
+        hidden: float array of shape `(rows, length, hidden_dim)`, or of the
+            rows' pieces, as of `Policy.hidden_states`.
         segment_ids: int array of shape `(rows, length)`.
         num_sequences: int, the maximum number of sequences in a row.
 
@@ -46,9 +48,15 @@ class ScoreHead(keras.layers.Layer):
         member = segment_ids[:, :, None] == ids
         columns = jnp.arange(segment_ids.shape[1])[None, :, None]
         last = jnp.max(jnp.where(member, columns, 0), axis=1)
-        ends = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
         kernel = jnp.asarray(self.kernel.value, "float32")
-        scores = ends.astype("float32") @ kernel
+        pieces = context.pieces_of(segment_ids.shape)
+        if pieces.count > 1:
+            # Scores are sent between devices, not hidden states.
+            of_tokens = pieces.join(hidden.astype("float32") @ kernel)
+            scores = jnp.take_along_axis(of_tokens, last, axis=1)
+        else:
+            ends = jnp.take_along_axis(hidden, last[:, :, None], axis=1)
+            scores = ends.astype("float32") @ kernel
         return jnp.where(member.any(axis=1), scores, 0.0)
 
     def tensor(self):

@@ -202,6 +202,38 @@ def expert_mesh():
     return None if mesh is None else mesh.backend_mesh
 
 
+def context_mesh():
+    """Returns the jax mesh of rows and their tokens, or `None`.
+
+    It has the devices of `data_axis()` in the same order, along two axes:
+    rows are split over the first one, the tokens of a row over the second.
+    """
+    distribution = keras.distribution.distribution()
+    mesh = getattr(distribution, "context_mesh", None)
+    return None if mesh is None else mesh.backend_mesh
+
+
+def row_shards():
+    """Returns the number of parts that the rows of a batch are split into."""
+    mesh = context_mesh()
+    if mesh is None:
+        return data_axis()[2]
+    return mesh.shape[mesh.axis_names[0]]
+
+
+def of_results():
+    """Returns `out_shardings` of programs that compute arrays of rows.
+
+    Where a layout splits the tokens of rows, each device gets all results:
+    JAX cannot express those of the compiler's choice, which are on another
+    mesh than the weights. `None` leaves it to the compiler.
+    """
+    if context_mesh() is None:
+        return None
+    mesh, *_ = axes()
+    return NamedSharding(mesh, P())
+
+
 def platform():
     """Returns the platform that a program is compiled for.
 
@@ -574,7 +606,7 @@ def over_rows(function, kernels, splits, *rows, shared=None):
         kernel = kernel.astype(dtype)
         if along not in axes:
             return kernel
-        return _gather_along(along, axes.index(along), groups, kernel)
+        return gather_along(along, axes.index(along), groups, kernel)
 
     def local(kernels, *rows):
         kernels = [gathered(*parts) for parts in zip(kernels, dtypes, specs)]
@@ -661,7 +693,16 @@ _synchronize.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather_along(name, axis, groups, x):
+def gather_along(name, axis, groups, x):
+    """Gathers the parts of `x` along an axis, within a `jax.shard_map`.
+
+    Args:
+        name: str or tuple of them, the axis of the mesh.
+        axis: int, the axis of `x`.
+        groups: tuple of stages, `(name, groups)`: what is gathered over one
+            after another, as arguments of `jax.lax.all_gather`.
+        x: array. Its gradient is summed in float32.
+    """
     for part, group in groups:
         x = jax.lax.all_gather(
             x, part, axis=axis, tiled=True, axis_index_groups=group
@@ -670,7 +711,7 @@ def _gather_along(name, axis, groups, x):
 
 
 def _gather_along_forward(name, axis, groups, x):
-    return _gather_along(name, axis, groups, x), None
+    return gather_along(name, axis, groups, x), None
 
 
 def _gather_along_backward(name, axis, groups, _, gradient):
@@ -685,7 +726,7 @@ def _gather_along_backward(name, axis, groups, _, gradient):
     return (total.astype(gradient.dtype),)
 
 
-_gather_along.defvjp(_gather_along_forward, _gather_along_backward)
+gather_along.defvjp(_gather_along_forward, _gather_along_backward)
 
 
 def _gathered_along(splits):

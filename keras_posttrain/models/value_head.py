@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import keras
 
-from keras_posttrain.models import guards
+from keras_posttrain.models import context, guards
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.hf.rope import set_sequence_length
 from keras_posttrain.models.linear import flatten_linear_layers
@@ -73,8 +73,8 @@ class ValueHead(keras.layers.Layer):
         Args:
             batch: as in `Policy.hidden_states`, and `predicted_by` where
                 sequences share a prompt.
-            hidden: float array of shape `(rows, length, hidden_dim)`, the
-                policy's hidden states. Unused with a separate model.
+            hidden: float array, the policy's `hidden_states`. Unused with
+                a separate model.
 
         Returns:
             A float32 array of shape `(rows, length)`, aligned with the
@@ -87,7 +87,8 @@ class ValueHead(keras.layers.Layer):
             hidden = self.policy.hidden_states(batch, dropout_key)
         kernel = self.kernel.value
         values = jnp.einsum("rth,h->rt", hidden.astype("float32"), kernel)
-        values = values + self.bias.value
+        pieces = context.pieces_of(batch["token_ids"].shape)
+        values = pieces.join(values + self.bias.value)
         # The value before a token comes from the hidden state that predicts
         # the token.
         if "predicted_by" in batch:

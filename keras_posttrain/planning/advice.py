@@ -42,6 +42,11 @@ def advise(plan, policy):
             f"the {readable(rest)} of temporaries, for float32 gradients "
             "that are added up."
         )
+    elif policy.can_split_rows and plan.num_devices > 1:
+        found.append(
+            "kpt.distribution.fsdp(context=2) and half as many rows at once "
+            "leave a device half a row, which halves what activations take."
+        )
     state = sum(size for name, size in chip.items() if name != "batch")
     found.append(
         f"Twice the chips, under FSDP, hold {readable(state / 2)} less each "

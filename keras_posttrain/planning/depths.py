@@ -26,6 +26,9 @@ def assemble(name, hardware, distribution, layers, depths, compiled, **fields):
     experts = getattr(distribution, "num_expert_shards", 1)
     if experts > 1:
         layout += f", experts over {experts} of them"
+    context = getattr(distribution, "num_context_shards", 1)
+    if context > 1:
+        layout += f", tokens of a row over {context} of them"
     return Plan(
         name=name,
         topology=hardware,

@@ -9,7 +9,13 @@ import numpy as np
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.distribution.collective_bytes import Weight, ideal_bytes
-from keras_posttrain.distribution.mesh import EXPERT, SLICE, slice_of
+from keras_posttrain.distribution.mesh import (
+    CONTEXT,
+    EXPERT,
+    ROWS,
+    SLICE,
+    slice_of,
+)
 from keras_posttrain.models import block_attention, expert_parallel, sharding
 from keras_posttrain.models.experts import (
     chosen_share,
@@ -104,6 +110,7 @@ def ideal(planned, batch):
             num_layers=len(policy.layers),
             activation_bytes=layer_input_bytes(planned, policy, batch),
             expert_bytes=expert_bytes(planned, policy, batch, passes),
+            context_bytes=context_bytes(planned, policy, batch, passes),
             passes=passes,
             slices=_slices_along(),
         )
@@ -180,13 +187,39 @@ def expert_bytes(planned, policy, batch, passes):
     return each * times * sum(map(is_recorded, policy.layers))
 
 
+def context_bytes(planned, policy, batch, passes):
+    """Counts a device's bytes of keys and values, in a micro-batch.
+
+    They are those of other devices' tokens of the same rows.
+    """
+    _, sizes = mesh_sizes()
+    shards = sizes.get(CONTEXT, 1)
+    if shards == 1:
+        return 0.0
+    width = 0
+    for layer in policy.layers:
+        for v in layer.variables:
+            if v.path.endswith(("key/kernel", "value/kernel")):
+                names = layouts.meanings(v.path, len(v.shape))
+                width += math.prod(
+                    n for n, x in zip(v.shape, names) if x != "hidden"
+                )
+    tokens = batch["token_ids"].size / sizes[ROWS]
+    tokens /= planned.step.micro_batches.count(batch)
+    itemsize = jnp.dtype(policy.backbone.compute_dtype).itemsize
+    # The gradients are sent in the backward pass.
+    times = passes + (passes > 1)
+    return times * tokens * width * itemsize * (shards - 1) / shards
+
+
 def mesh_sizes():
     """Returns the devices that rows are split over, and along each axis."""
     distribution = keras.distribution.distribution()
     sizes = dict(distribution.device_mesh.backend_mesh.shape)
-    experts = getattr(distribution, "expert_mesh", None)
-    if experts is not None:
-        sizes |= experts.backend_mesh.shape
+    for name in ("expert_mesh", "context_mesh"):
+        mesh = getattr(distribution, name, None)
+        if mesh is not None:
+            sizes |= mesh.backend_mesh.shape
     return sharding.axes()[2], sizes
 
 

@@ -397,11 +397,15 @@ def _memory(task, memory, units, tokens, share=SHARE):
     vocabulary = policy.backbone.vocabulary_size
     head = 8 * vocabulary * policy.head().chunk(vocabulary, units * tokens)
     room = share * memory - weights - state - head
-    shards = sharding.data_axis()[2]
-    each = {x: tokens * _token_bytes(policy, x) for x in ("none", "full")}
+    shards = sharding.row_shards()
+    devices = sharding.data_axis()[2]
+    each = {
+        x: tokens * _token_bytes(policy, x) * shards / devices
+        for x in ("none", "full")
+    }
     sizes = {x: _fitting(room, each[x], units, shards) for x in each}
     remat = "none"
-    if sizes["none"] * tokens < min(units * tokens, BUSY * shards):
+    if sizes["none"] * tokens < min(units * tokens, BUSY * devices):
         remat = "full" if sizes["full"] > sizes["none"] else "none"
     size = sizes[remat]
     fixed = readable(weights + state + head)

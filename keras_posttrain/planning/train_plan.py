@@ -69,6 +69,7 @@ def _plan(
     settings = {**_own(settings), "remat": remat}
     distribution = strategy(devices=list(hardware.devices))
     checks.expert_axis(task.policy, distribution)
+    checks.context_axis(task.policy, distribution)
     with planned(task, distribution, **settings) as every:
         batch = every.task.example_batch(
             batch_size, prompt_length=prompt_length, **layout

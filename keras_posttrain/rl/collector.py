@@ -11,7 +11,7 @@ from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import RoleAdvantages, TurnAdvantages
 from keras_posttrain.losses import advantages as advantage_lib
-from keras_posttrain.models import quantized
+from keras_posttrain.models import quantized, sharding
 from keras_posttrain.rl.episode_sampler import EpisodeSampler
 from keras_posttrain.rl.sampling import Sampler, request_seed
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
@@ -150,7 +150,11 @@ class ForwardPass:
         if name not in self._programs:
             models = [each.causal_lm for each in [self.reference] if each]
             options = quantized.compiler_options(*models)
-            self._programs[name] = jax.jit(program, compiler_options=options)
+            self._programs[name] = jax.jit(
+                program,
+                out_shardings=sharding.of_results(),
+                compiler_options=options,
+            )
         batch = {k: batch[k] for k in LOGPS_INPUTS if k in batch}
         self._calls[name] = weights, list(batch)
         with span("log-probs", str(name)):

@@ -17,7 +17,7 @@ from keras_posttrain.distribution import processes
 from keras_posttrain.models import quantized
 from keras_posttrain.serve.losses import named
 from keras_posttrain.serve.refused import Refused
-from keras_posttrain.training import padding
+from keras_posttrain.training import checks, padding
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,6 +78,7 @@ class AdapterTrainer:
     """
 
     def __init__(self, task, micro_batch_size=8):
+        checks.whole_rows("The server of the Tinker API")
         self.task = task
         rows = padding.micro_rows(micro_batch_size)
         self.row_counts = sorted(

@@ -14,7 +14,7 @@ from keras_posttrain.callbacks.checks import positive
 from keras_posttrain.callbacks.directories import as_path
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import FunctionLoss, Loss
-from keras_posttrain.models import quantized
+from keras_posttrain.models import quantized, sharding
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.sft_task import SFTTask
@@ -537,7 +537,9 @@ class Loop:
         """Returns what a function computes of the tokens of completions."""
         batch = self._data_batch(data)
         if name not in self._programs:
-            self._programs[name] = jax.jit(function)
+            self._programs[name] = jax.jit(
+                function, out_shardings=sharding.of_results()
+            )
         weights = ModelWeights.of(self.task).values()
         arrays = processes.put_rows(batch.arrays)
         found = self._programs[name](*weights, arrays)

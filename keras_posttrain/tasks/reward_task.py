@@ -3,7 +3,12 @@ import tempfile
 import jax
 
 from keras_posttrain.losses import BradleyTerryLoss
-from keras_posttrain.models import device_transfer, guards, score_head
+from keras_posttrain.models import (
+    device_transfer,
+    guards,
+    score_head,
+    sharding,
+)
 from keras_posttrain.models.hf import directories
 from keras_posttrain.tasks.preference_task import PreferenceTask
 from keras_posttrain.training import checks, keras_words
@@ -121,7 +126,7 @@ class RewardTask(PreferenceTask):
                 with self.using_weights(trainable, frozen):
                     return self.token_outputs(batch, None, ("scores",))
 
-            self._scores = jax.jit(run)
+            self._scores = jax.jit(run, out_shardings=sharding.of_results())
         found = self._run_rows(self._scores, rows, batch_size)
         return [float(row["scores"][0]) for _, row in found]
 

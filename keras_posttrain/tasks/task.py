@@ -14,7 +14,7 @@ from keras_posttrain.data.rows.store import StoredExamples
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
-from keras_posttrain.models import guards, presets, quantized
+from keras_posttrain.models import guards, presets, quantized, sharding
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.hf.rope import set_sequence_length
@@ -183,6 +183,7 @@ class Task(keras.Model):
             choose_remat=recomputation.choose,
         )
         checks.expert_axis(self.policy)
+        checks.context_axis(self.policy)
         self._engine = NativeRollout()
         self._engine.set_model(self)
         self.run_state = run_state.RunState()
@@ -945,7 +946,7 @@ class Task(keras.Model):
                         batch, mask, differentiable=False
                     )
 
-            self._log_probs = jax.jit(run)
+            self._log_probs = jax.jit(run, out_shardings=sharding.of_results())
         return [
             found["per_token_logps"][: len(example.token_ids)]
             for example, found in self._run_rows(

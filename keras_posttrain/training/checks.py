@@ -306,6 +306,35 @@ def expert_axis(policy, distribution=None):
         )
 
 
+def context_axis(policy, distribution=None):
+    """Raises a `ValueError` for a model whose rows must stay whole.
+
+    `distribution` is by default Keras's.
+    """
+    if distribution is None:
+        distribution = keras.distribution.distribution()
+    count = getattr(distribution, "num_context_shards", 1)
+    if count > 1 and not policy.can_split_rows:
+        raise ValueError(
+            "`kpt.distribution.fsdp(context=...)` splits the tokens of a row "
+            "over devices. It needs a model whose layers run one by one and "
+            "have no recurrent state, which Qwen 3.5 has. Use "
+            "`kpt.distribution.fsdp()` with remat='full'. Received: "
+            f"context={count} for a {type(policy.backbone).__name__}"
+        )
+
+
+def whole_rows(what):
+    """Raises a `ValueError` if a layout splits the tokens of rows."""
+    distribution = keras.distribution.distribution()
+    count = getattr(distribution, "num_context_shards", 1)
+    if count > 1:
+        raise ValueError(
+            f"{what} needs rows that each device has whole. Use "
+            f"`kpt.distribution.fsdp()`. Received: context={count}"
+        )
+
+
 def placed(causal_lm):
     """Raises a `ValueError` for a model that was made before the mesh was."""
     distribution = keras.distribution.distribution()

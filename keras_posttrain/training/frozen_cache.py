@@ -11,7 +11,7 @@ from keras_posttrain.data.batches.preference import completion_key
 from keras_posttrain.data.batches.row_cache import RowCache
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
-from keras_posttrain.models import quantized
+from keras_posttrain.models import quantized, sharding
 
 # Rows that are written at a time, the most that a killed run loses.
 SHARD = 512
@@ -74,7 +74,7 @@ def run_rows(program, batches):
     for each example its part of them; padding rows are left out.
     """
     for batch in batches.get_jax_iterator():
-        found = processes.fetch(program(batch))
+        found = processes.fetch(program(processes.put_rows(batch)))
         for row in np.flatnonzero(batch["sequence_mask"][:, 0]):
             yield {name: values[row] for name, values in found.items()}
 
@@ -120,7 +120,11 @@ def completion_logps(reference, weights, batches):
     `Example`s to a `BatchAdapter`.
     """
     options = quantized.compiler_options(reference.causal_lm)
-    program = jax.jit(reference.logps, compiler_options=options)
+    program = jax.jit(
+        reference.logps,
+        out_shardings=sharding.of_results(),
+        compiler_options=options,
+    )
     state = reference.values, *weights.values()
 
     def compute(spans):

@@ -37,7 +37,7 @@ def describe(micro_batch_size, rows, together=1):
     `rows` is `None` if it depends on the lengths of a batch's sequences.
     """
     multiple = row_multiple(micro_batch_size, rows, together)
-    shards = sharding.data_axis()[2]
+    shards = sharding.row_shards()
     why = f"{shards} devices" if shards > 1 else ""
     if micro_batch_size is not None:
         size = micro_rows(micro_batch_size, together)
@@ -60,7 +60,7 @@ def describe(micro_batch_size, rows, together=1):
 
 
 def _multiple(together):
-    return math.lcm(together, sharding.data_axis()[2])
+    return math.lcm(together, sharding.row_shards())
 
 
 def _up(number, multiple):

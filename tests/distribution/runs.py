@@ -38,8 +38,8 @@ def mesh(name):
 
     `8x1` is FSDP over eight devices, `4x2` FSDP over four times tensor
     parallelism over two, `tp2` tensor parallelism alone, `dp` data
-    parallelism, `ep4` FSDP with experts over groups of four, `2x4x1` two
-    slices of FSDP over four.
+    parallelism, `ep4` FSDP with experts over groups of four, `cp4` FSDP with
+    the tokens of a row over four, `2x4x1` two slices of FSDP over four.
     """
     if name is None:
         return None
@@ -47,6 +47,8 @@ def mesh(name):
         return kpt.distribution.data_parallel()
     if name.startswith("ep"):
         return kpt.distribution.fsdp(experts=int(name[2:]))
+    if name.startswith("cp"):
+        return kpt.distribution.fsdp(context=int(name[2:]))
     if name.startswith("tp"):
         return kpt.distribution.tensor_parallel(model=int(name[2:]))
     *slices, data, model = map(int, name.split("x"))

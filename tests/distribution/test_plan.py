@@ -310,6 +310,7 @@ def test_ideal_bytes():
         "gradient all-reduce": 24,
         "activation all-reduce": 3 * 4 * 5 * 100,
         "expert all-to-all": 0,
+        "key and value exchange": 0,
     }
     found = ideal_bytes(
         [frozen], {"batch": 4},

@@ -14,6 +14,7 @@ PAIRS = [
     "sft:llama3:full:4x2,dp,2x4x1 stages",
     "sft:qwen3_moe:full:8x1,ep4",
     "packed:qwen2:lora:tp2,2x4x1",
+    "packed:gemma2:lora:cp8,cp4",
 ]
 # Each task under FSDP, tensor parallelism and both or data parallelism, each
 # mesh, family and mode with several tasks.
@@ -39,6 +40,15 @@ MORE_PAIRS = [
     "dpo:qwen3:lora:2x4x1",
     "coupled:gemma2:full:2x4x1",
     "shared:qwen3:lora:2x4x1",
+    "sft:llama3:full:cp8,cp4",
+    "sft:qwen3_moe:experts:cp4",
+    "uneven:llama3:full:cp2",
+    "shared:qwen3:lora:cp4",
+    "dpo:qwen3:lora:cp4",
+    "reward:qwen3:full:cp4",
+    "distill:llama3:full:cp4",
+    "grpo:gemma3_text:full:cp4",
+    "ppo:llama3:full:cp2",
 ]
 
 

@@ -45,6 +45,13 @@ def test_axes_and_sizes(eight):
         assert shape(made) == {"batch": 8}
         assert made.expert_mesh.axis_names == ["replica", "expert"]
         assert made.expert_mesh.devices.tolist() == [devices[:4], devices[4:]]
+    for sizes in ({"context": 4}, {"data": 2, "context": None}):
+        made = kpt.distribution.fsdp(**sizes, devices=devices)
+        assert shape(made) == {"batch": 8}
+        assert made.context_mesh.axis_names == ["rows", "context"]
+        assert made.context_mesh.devices.tolist() == [devices[:4], devices[4:]]
+        layout = made.get_data_layout((6, 100))
+        assert tuple(layout.axes) == ("rows", None)
     made = kpt.distribution.hybrid(2, devices=devices)
     assert shape(made) == {"slice": 2, "batch": 4} and made.shard_over_data
     assert made.row_axes == ("slice", "batch")
@@ -104,6 +111,22 @@ def test_slices_are_those_of_the_devices():
         (
             lambda d: d.fsdp(experts=0, devices=DEVICES),
             ["experts=0", "positive"],
+        ),
+        (
+            lambda d: d.fsdp(context=3, devices=DEVICES),
+            ["context=3", "8 devices", "not a divisor"],
+        ),
+        (
+            lambda d: d.fsdp(2, context=2, devices=DEVICES),
+            ["batch=2 * context=2", "which is 4", "[:4]"],
+        ),
+        (
+            lambda d: d.fsdp(context=0, devices=DEVICES),
+            ["context=0", "positive"],
+        ),
+        (
+            lambda d: d.fsdp(experts=2, context=4, devices=DEVICES),
+            ["experts=2, context=4", "one of them must be 1"],
         ),
         (lambda d: d.fsdp(devices=[]), ["devices=[]", "list_devices()"]),
         (lambda d: d.fsdp(devices=["cpu:0"] * 2), ["different"]),

@@ -5,6 +5,7 @@ import jax
 from keras_posttrain.data.batches.assembly import Segment
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.distribution import processes
+from keras_posttrain.models import sharding
 from keras_posttrain.rollout.native.decoding import (
     Placement,
     model_inputs,
@@ -23,11 +24,17 @@ class Scorer:
     def __init__(self, policy, using_weights, note):
         self.policy, self._using_weights = policy, using_weights
         self._note = note
-        self._run = jax.jit(self._run, static_argnums=(0, 1, 2))
+        self._program = None
 
     def __call__(self, sequences, top_k, temperature, weights):
         if not sequences:
             return []
+        if self._program is None:
+            self._program = jax.jit(
+                self._run,
+                static_argnums=(0, 1, 2),
+                out_shardings=sharding.of_results(),
+            )
         adapter = self.policy.adapter
         lengths = [len(s) for s in sequences]
         length = power_of_two(max(lengths), 64)
@@ -44,7 +51,7 @@ class Scorer:
             segments = [[Segment(sequences[i]) for i in row] for row in part]
             batch = model_inputs(segments, length, per_batch)
             self._note(f"score of {per_batch} x {length} tokens, k={top_k}")
-            values = self._run(adapted, top_k, temperature, weights, batch)
+            values = self._program(adapted, top_k, temperature, weights, batch)
             values = processes.fetch(values)
             for r, row in enumerate(part):
                 at = 0
