@@ -320,7 +320,7 @@ slices only gradients are sent, once per step. A plan for four slices, each a
 full v5e pod, counts what goes over both networks:
 
 ```python
-plan = big.plan("v5e:16x16 x 4", batch_size=1024, remat="full")
+plan = big.plan("v5e:16x16 x 4", batch_size=2048, remat="full")
 plan.collective_bytes, plan.dcn_bytes, plan.seconds
 ```
 

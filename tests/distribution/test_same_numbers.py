@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # families and layouts that are not there. The tiny models have 4 heads and 2
 # for keys and values: over 4 and 8 devices other axes take their place.
 PAIRS = [
-    "sft:llama3:full:4x2,dp,2x4x1 stages",
+    "sft:llama3:full:4x2,dp,2x4x1 stages,2x2x2",
     "sft:qwen3_moe:full:8x1,ep4",
     "packed:qwen2:lora:tp2,2x4x1",
     "packed:gemma2:lora:cp8,cp4",
