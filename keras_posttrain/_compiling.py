@@ -2,21 +2,26 @@
 
 import concurrent.futures
 
-# Rollouts after which a run compiles, and those of a long run.
+# Rollouts after which a run compiles, those of a long run, and those after
+# which a stream is taken for one.
 AFTER = 2
 LONG_RUN = 200
+LONG_STREAM = 20
 
 
-def is_ahead(setting, rollouts):
-    """Returns whether a run compiles programs before it needs them.
+def is_due(setting, rollouts, done):
+    """Returns whether a run compiles programs of all lengths now.
 
     Args:
         setting: bool, or `"auto"` for long runs only.
         rollouts: int, those of the run, or `None` where it is not known.
+        done: int, how many are done.
     """
     if setting != "auto":
-        return setting
-    return rollouts is None or rollouts >= LONG_RUN
+        return setting and done == AFTER
+    if rollouts is None:
+        return done == LONG_STREAM
+    return rollouts >= LONG_RUN and done == AFTER
 
 
 def compile_all(lowered):

@@ -370,10 +370,10 @@ class RolloutRun:
     def sync(self):
         """Gives the engine the new weights after a rollout."""
         self._rollouts_of_fit += 1
-        ahead = _compiling.is_ahead(
-            self.engine.compile_ahead, self._expected().rollouts
-        )
-        if self._rollouts_of_fit == _compiling.AFTER and ahead:
+        rollouts = self._expected().rollouts
+        if _compiling.is_due(
+            self.engine.compile_ahead, rollouts, self._rollouts_of_fit
+        ):
             self._compile_ahead()
         self._begin("sending weights")
         start = time.perf_counter()

@@ -86,7 +86,7 @@ class Rollout(keras.callbacks.Callback):
         takes_images: bool, whether prompts may have images.
         compile_ahead: bool or `"auto"`, whether a run compiles the programs
             of all lengths after its second rollout; `"auto"` for runs of 200
-            rollouts and more.
+            rollouts and more, and on streams after 20.
 
     Example:
 

@@ -94,12 +94,13 @@ def test_on_eight_devices(eight_devices):
 
 
 def test_long_runs_do_and_short_runs_do_not():
-    assert _compiling.is_ahead("auto", 200)
-    assert not _compiling.is_ahead("auto", 199)
+    due = _compiling.is_due
+    assert [n for n in range(9) if due("auto", 200, n)] == [2]
+    assert not any(due("auto", 199, n) for n in range(99))
     # A stream.
-    assert _compiling.is_ahead("auto", None)
-    assert _compiling.is_ahead(True, 3)
-    assert not _compiling.is_ahead(False, 1000)
+    assert [n for n in range(99) if due("auto", None, n)] == [20]
+    assert [n for n in range(9) if due(True, 3, n)] == [2]
+    assert not any(due(False, 1000, n) for n in range(99))
 
 
 def test_sizes_do_not_depend_on_what_was_sampled_before():

@@ -59,7 +59,8 @@ class NativeRollout(Rollout):
         compile_ahead: bool, whether a run compiles, after its second rollout
             and in several threads, the programs of all lengths that may
             still come, so that none of its later rollouts waits for one.
-            `"auto"` does so in runs of 200 rollouts and more. Programs of
+            `"auto"` does so in runs of 200 rollouts and more, and on streams
+            after 20. Programs of
             sessions, of prompts that share a beginning of 64 tokens, of
             images and of recurrent layers' prompts are compiled when they
             are needed.
@@ -254,7 +255,9 @@ class NativeRollout(Rollout):
         finally:
             self._decoder.free()
         self._calls += 1
-        if self._sizes is not None and self._calls == _compiling.AFTER:
+        if self._sizes is not None and _compiling.is_due(
+            self.compile_ahead, self._expected.rollouts, self._calls
+        ):
             self._compile_ahead(weights)
         return [
             [s.completion(self.weight_version) for s in of_request]
@@ -263,9 +266,6 @@ class NativeRollout(Rollout):
 
     def _compile_ahead(self, weights):
         """Compiles the programs that a long run may need."""
-        rollouts = self._expected.rollouts
-        if not _compiling.is_ahead(self.compile_ahead, rollouts):
-            return
         sizes = self._sizes
         start = time.perf_counter()
         count = _compiling.compile_all(
