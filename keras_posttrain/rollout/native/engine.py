@@ -60,10 +60,9 @@ class NativeRollout(Rollout):
             and in several threads, the programs of all lengths that may
             still come, so that none of its later rollouts waits for one.
             `"auto"` does so in runs of 200 rollouts and more, and on streams
-            after 20. Programs of
-            sessions, of prompts that share a beginning of 64 tokens, of
-            images and of recurrent layers' prompts are compiled when they
-            are needed.
+            after 20. Programs of sessions, of prompts that share a beginning
+            of 64 tokens, of images and of recurrent layers' prompts are
+            compiled when they are needed.
 
     Raises:
         ValueError: for an invalid argument.
