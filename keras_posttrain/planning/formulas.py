@@ -257,7 +257,8 @@ def _token_flops(policy, variables, trained):
             continue
         if names[:1] == ("experts",):
             size *= share
-        if v.path.endswith("query/kernel"):
+        if v.path.endswith("attention_output/kernel"):
+            # Those of queries may also compute gates.
             width += math.prod(
                 n for n, x in zip(v.shape, names) if x != "hidden"
             )
