@@ -285,5 +285,32 @@ class Plan:
         """Float, on all chips, or `None`."""
         return self.tokens / self.step_seconds if self.seconds else None
 
+    @property
+    def mfu(self):
+        """Float, `model_flops` by the chips' peak in `step_seconds`.
+
+        An upper bound of the model FLOPs utilization
+        ([Chowdhery et al., 2022](https://arxiv.org/abs/2204.02311), appendix
+        B), as the step takes at least `step_seconds`; or `None`. Attention
+        counts the pairs of tokens that see each other alone, and what is
+        computed again for the backward pass does not count.
+        """
+        return self._share_of_peak(self.model_flops)
+
+    @property
+    def hfu(self):
+        """Float, `flops` by the chips' peak in `step_seconds`, or `None`.
+
+        An upper bound of the hardware FLOPs utilization: all operations of
+        the program count, also those that are repeated.
+        """
+        return self._share_of_peak(self.flops)
+
+    def _share_of_peak(self, flops):
+        if not self.seconds:
+            return None
+        peak = self.topology.chip.flops * self.num_devices
+        return flops / (peak * self.step_seconds)
+
     def __str__(self):
         return table(self)

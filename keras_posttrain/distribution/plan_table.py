@@ -125,5 +125,7 @@ def _time(plan):
     pairs = [(k, f"{v:.4g} s") for k, v in plan.seconds.items()]
     pairs.append(("step (the longest of these)", f"{plan.step_seconds:.4g} s"))
     pairs.append(("tokens per second", f"{plan.tokens_per_second:,.0f}"))
+    utilization = f"{plan.mfu:.1%}, {plan.hfu:.1%}"
+    pairs.append(("MFU, HFU (upper bounds)", utilization))
     head = "Estimated step time (roofline from published rates)"
     return [head, *_rows(pairs)]

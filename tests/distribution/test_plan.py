@@ -445,8 +445,11 @@ def test_a_plan_for_tpus():
     assert 0.5 < plan.model_flops / plan.flops < 1.1
     assert plan.ideal["weight all-gather"] > 0 < plan.collective_bytes
     assert plan.tokens_per_second == plan.tokens / plan.step_seconds
+    assert plan.mfu / plan.hfu == pytest.approx(plan.model_flops / plan.flops)
+    share = plan.seconds["compute"] / plan.step_seconds
+    assert plan.hfu == pytest.approx(share) and plan.hfu <= 1
     text = str(plan)
-    for word in ("127,296", "all-gather", "ideal", "fits", "roofline"):
+    for word in ("127,296", "all-gather", "ideal", "fits", "roofline", "MFU"):
         assert word in text
 
 
