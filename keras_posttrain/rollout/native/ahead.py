@@ -123,7 +123,7 @@ def lower(decoder, weights, sizes):
 def _prompts(decoder, sizes, length, slots):
     """Yields prompts that make rows of a length, and lists of their slots.
 
-    First few slots get them, then all.
+    They are written to as many slots as each of `decoding.fill_sizes`.
     """
     size = min(length, sizes.longest_prompt)
     # Rows are at least half full.
@@ -131,5 +131,6 @@ def _prompts(decoder, sizes, length, slots):
     if count > slots:
         return
     prompts, places = [(0,) * size] * count, [[0]] * count
-    yield prompts, places
-    yield prompts, [[0] * (slots - count + 1), *places[1:]]
+    for filled in decoding.fill_sizes(slots):
+        if filled >= count:
+            yield prompts, [[0] * (filled - count + 1), *places[1:]]

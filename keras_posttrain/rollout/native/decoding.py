@@ -30,8 +30,8 @@ STEPS = 32
 EXTEND_TOKENS = 512
 # The least number of tokens of prompts that are computed at once.
 PREFILL_TOKENS = 1024
-# Prompts are written to one of this many slots, or to any number of them.
-FEW_SLOTS = 1 / 8
+# Prompts are written to at least this share of the slots at once.
+FEWEST_FILLED = 1 / 8
 # The compiled programs of a `SlotDecoder`, and those that return two results.
 PROGRAMS = (
     "_prefill", "_fill", "_copy", "_extend", "_decode", "_resize", "_zeros",
@@ -88,6 +88,14 @@ def bucket(tokens, at_least=128):
     size = power_of_two(tokens, at_least)
     less = size * 3 // 4
     return less if at_least < size and tokens <= less else size
+
+
+def fill_sizes(slots):
+    """Returns the numbers of slots that prompts are written to at once."""
+    sizes = [power_of_two(int(slots * FEWEST_FILLED), 8)]
+    while sizes[-1] < slots:
+        sizes.append(2 * sizes[-1])
+    return [*sizes[:-1], slots]
 
 
 class Placement:
@@ -385,9 +393,8 @@ class SlotDecoder:
         return [chosen[place] for place in places]
 
     def _padded(self, sources, targets):
-        """Pads both to one of two sizes, with a slot out of range."""
-        few = min(power_of_two(int(self.slots * FEW_SLOTS), 8), self.slots)
-        size = few if len(targets) <= few else self.slots
+        """Pads both to one of few sizes, with a slot out of range."""
+        size = min(x for x in fill_sizes(self.slots) if x >= len(targets))
         more = size - len(targets)
         sources = np.array(sources + [0] * more, "int32")
         return sources, np.array(targets + [self.slots] * more, "int32")
