@@ -35,6 +35,13 @@ NO_TRAFFIC = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast",
     "while", "call", "conditional", "iota", "partition-id",
 )  # fmt: skip
+# Opcodes that read a part of their first operand.
+SLICES = ("dynamic-slice", "gather", "slice")
+# Parts of an operation's name that say how it is run.
+NO_NAMES = {
+    "body", "checkpoint", "closed_call", "cond", "custom_vjp_call",
+    "rematted_computation", "remat", "shard_map", "while",
+}  # fmt: skip
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 # Computations for a TPU's other cores end with the name of the thread.
 _TAIL = re.compile(r"^\}(, execution_thread=\"[^\"]*\")?$")
@@ -71,6 +78,25 @@ class Collective:
     network: str = ICI
 
 
+@dataclasses.dataclass
+class Part:
+    """The work of a device in a part of a program: of one name, all layers.
+
+    Attributes:
+        count: int, how many instructions are run.
+        flops: float, as of `Counts`.
+        traffic: float, an upper bound of the bytes to and from memory.
+        received: float, bytes that the program waits for.
+        overlapped: float, bytes that arrive while other parts run.
+    """
+
+    count: float = 0
+    flops: float = 0.0
+    traffic: float = 0.0
+    received: float = 0.0
+    overlapped: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """The work of one device in a program.
@@ -85,6 +111,7 @@ class Counts:
             device's memory in all iterations of loops but the first of each:
             an operand that is read in part counts in full.
         unknown_loops: int, loops whose number of iterations depends on data.
+        parts: dict of `Part`s by name, see `part_name`.
     """
 
     flops: float
@@ -92,6 +119,7 @@ class Counts:
     collectives: tuple
     unknown_loops: int
     traffic_again: float = 0.0
+    parts: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -143,7 +171,47 @@ def count(
         tuple(by_kind),
         walk.unknown,
         walk.traffic - walk.traffic_once,
+        dict(walk.parts),
     )
+
+
+def part_name(module, instruction):
+    """Names the part of a program that an instruction belongs to.
+
+    It is what `jax.named_scope`, Keras layers and JAX's operations call it,
+    without the numbers of layers, after the pass: `"forward"`, `"backward"`,
+    `"recomputed"` or nothing.
+    """
+    path = _op_name(module, instruction)
+    if path is None:
+        # Kernels have names of their own.
+        return re.sub(r"[.\d]+$", "", instruction.name)
+    passes = {
+        "rematted_computation": "recomputed ",
+        "transpose(": "backward ",
+        "jvp(": "forward ",
+    }
+    of_pass = next((x for word, x in passes.items() if word in path), "")
+    names = []
+    for name in path.split("/")[1:] or [path]:
+        name = name.rpartition("(")[2].rstrip(")")
+        name = re.sub(r"_\d+$", "", name)
+        if name and name not in NO_NAMES:
+            names.append(name)
+    return of_pass + "/".join(names[-2:])
+
+
+def _op_name(module, instruction):
+    """Returns JAX's name of an operation, of a fusion that of its result."""
+    found = re.search(r'op_name="([^"]*)"', instruction.rest)
+    if found:
+        return found[1]
+    if instruction.opcode != "fusion":
+        return None
+    called = next(_called(instruction))
+    inside = [module.roots[called], *module.computations[called].values()]
+    names = (_op_name(module, x) for x in inside)
+    return next((name for name in names if name), None)
 
 
 class _Module:
@@ -168,6 +236,22 @@ class _Module:
                     current[instruction.name] = instruction
                     if instruction.is_root:
                         self.roots[name] = instruction
+
+    def users(self, name):
+        """Returns lists of a computation's instructions by their operands."""
+        found = collections.defaultdict(list)
+        for user in self.computations[name].values():
+            for operand in user.operands:
+                found[operand].append(user)
+        return found
+
+    def parameters(self, name):
+        """Returns the names of a computation's parameters by their number."""
+        return {
+            int(x.operands[0]): x.name
+            for x in self.computations[name].values()
+            if x.opcode == "parameter"
+        }
 
 
 def _instruction(line):
@@ -235,35 +319,57 @@ class _Walk:
         self.traffic = self.traffic_once = 0.0
         self.unknown = 0
         self.collectives = collections.defaultdict(lambda: [0, 0.0])
+        self.received = 0.0
+        self.parts = collections.defaultdict(Part)
 
     def computation(self, name, times, once, fused=False):
         inside = self.module.computations[name]
         for instruction in inside.values():
-            opcode = instruction.opcode
-            if opcode == "while":
+            if instruction.opcode == "while":
                 self._loop(inside, instruction, times, once)
                 continue
-            if not fused and opcode not in NO_TRAFFIC:
-                moved = _traffic(inside, instruction)
-                self.traffic += times * moved
-                self.traffic_once += once * moved
-            flops = _flops(inside, instruction)
-            self.flops += times * flops
-            self.flops_once += once * flops
-            kind = opcode.removesuffix("-start")
-            if opcode == "send":
-                self._between_slices(inside, instruction, times)
-                continue
-            if kind in KINDS and _begins(inside, instruction):
-                if name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # the form on TPUs
-                self._collective(inside, instruction, kind, times)
-                continue
-            if opcode in ("reduce", "reduce-window", "scatter", "sort"):
-                continue  # These apply elementwise computations.
-            for called in _called(instruction):
-                within = fused or opcode not in ("call", "conditional")
-                self.computation(called, times, once, within)
+            before = self.flops, self.received
+            self._count(name, instruction, times, once, fused)
+            if not fused and instruction.opcode not in NO_TRAFFIC:
+                self._add_part(inside, instruction, times, *before)
+
+    def _add_part(self, inside, instruction, times, flops, received):
+        """Adds an instruction to its part, of what was counted before it."""
+        part = self.parts[part_name(self.module, instruction)]
+        part.count += times
+        part.flops += self.flops - flops
+        part.traffic += times * _moved(self.module, inside, instruction)
+        is_overlapped = instruction.opcode.endswith("-start")
+        is_overlapped |= "chain_id=" in instruction.rest
+        if is_overlapped or instruction.opcode == "send":
+            part.overlapped += self.received - received
+        else:
+            part.received += self.received - received
+
+    def _count(self, name, instruction, times, once, fused):
+        inside = self.module.computations[name]
+        opcode = instruction.opcode
+        if not fused and opcode not in NO_TRAFFIC:
+            moved = _traffic(inside, instruction)
+            self.traffic += times * moved
+            self.traffic_once += once * moved
+        flops = _flops(inside, instruction)
+        self.flops += times * flops
+        self.flops_once += once * flops
+        kind = opcode.removesuffix("-start")
+        if opcode == "send":
+            self._between_slices(inside, instruction, times)
+            return
+        if kind in KINDS and _begins(inside, instruction):
+            if name.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"  # the form on TPUs
+            self._collective(inside, instruction, kind, times)
+            return
+        if opcode in ("reduce", "reduce-window", "scatter", "sort"):
+            return  # These apply elementwise computations.
+        for called in _called(instruction):
+            within = fused or opcode not in ("call", "conditional")
+            self.computation(called, times, once, within)
 
     def _loop(self, inside, instruction, times, once):
         trips = _trips(self.module, inside, instruction)
@@ -328,6 +434,7 @@ class _Walk:
                 found = self.collectives[kind, network]
                 found[0] += times
                 found[1] += times * num_bytes
+                self.received += times * num_bytes * (network == ICI)
 
 
 def _attribute(instruction, name):
@@ -341,6 +448,61 @@ def _traffic(inside, instruction):
         return 0.0
     read = [inside[x].in_memory for x in instruction.operands if x in inside]
     return instruction.in_memory + sum(read)
+
+
+def _moved(module, inside, instruction):
+    """As `_traffic`, with the parts of arrays that are read and written.
+
+    A slice of an array, or an array updated in place, counts as the slice.
+    """
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode in SLICES:
+        rest = [inside[x].in_memory for x in operands[1:] if x in inside]
+        return 2 * instruction.in_memory + sum(rest)
+    if opcode == "dynamic-update-slice" and operands[1] in inside:
+        return 2 * _size(inside[operands[1]].shapes)
+    if opcode != "fusion":
+        return _traffic(inside, instruction)
+    called = next(_called(instruction))
+    fused, users = module.computations[called], module.users(called)
+    places = module.parameters(called)
+    moved = instruction.in_memory
+    for i, name in enumerate(operands):
+        if name in inside and inside[name].in_memory:
+            size = inside[name].in_memory
+            moved += _read(module, users, places[i], size)
+    roots = [module.roots[called]]
+    if roots[0].opcode == "tuple":
+        roots = [fused[name] for name in roots[0].operands]
+    for root in roots:
+        while root.opcode == "bitcast":
+            root = fused[root.operands[0]]
+        if root.opcode == "dynamic-update-slice" and instruction.in_memory:
+            update = fused[root.operands[1]]
+            moved -= _size(root.shapes) - _size(update.shapes)
+    return max(moved, 0.0)
+
+
+def _read(module, users, name, size):
+    """Returns the bytes that a fusion reads of a parameter of `size` bytes.
+
+    `users` are the instructions of the fusion by the names of operands.
+    """
+    found = 0.0
+    for user in users[name]:
+        if user.opcode == "fusion":
+            called = next(_called(user))
+            inner = module.parameters(called)[user.operands.index(name)]
+            found += _read(module, module.users(called), inner, size)
+        elif user.opcode == "bitcast":
+            found += _read(module, users, user.name, size)
+        elif user.operands[0] != name:
+            return size
+        elif user.opcode in SLICES:
+            found += _size(user.shapes)
+        elif user.opcode != "dynamic-update-slice":
+            return size
+    return min(found, size)
 
 
 def _called(instruction):

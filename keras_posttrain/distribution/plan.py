@@ -3,7 +3,9 @@
 This module knows no task: `planning/` passes in the compiled programs.
 """
 
+import collections
 import dataclasses
+import functools
 import re
 
 from keras_posttrain.distribution import hlo
@@ -21,7 +23,8 @@ class Measurement:
             reserves for them: it packs loosely while there is room),
             `program` (bytes), `flops`, `traffic` (bytes to and from memory),
             and `count kind` and `bytes kind` for each kind of collective,
-            `count dcn kind` and `bytes dcn kind` over the data-center network.
+            `count dcn kind` and `bytes dcn kind` over the data-center
+            network, and `part field name` for each field of each `hlo.Part`.
         unknown_loops: int, see `hlo.Counts`.
     """
 
@@ -56,6 +59,15 @@ class Measurement:
         ]
         return tuple(sorted(found, key=lambda c: -c.num_bytes))
 
+    def parts(self):
+        """Returns a dict of `hlo.Part`s by name."""
+        found = collections.defaultdict(hlo.Part)
+        for key, value in self.numbers.items():
+            if key.startswith("part "):
+                _, field, name = key.split(" ", 2)
+                setattr(found[name], field, value)
+        return dict(found)
+
 
 def _name(kind, network):
     return kind if network == hlo.ICI else f"{network} {kind}"
@@ -89,6 +101,9 @@ def measure(program, hardware, *trips):
         name = _name(collective.kind, collective.network)
         numbers[f"count {name}"] = collective.count
         numbers[f"bytes {name}"] = collective.num_bytes
+    for name, part in counts.parts.items():
+        for field, value in dataclasses.asdict(part).items():
+            numbers[f"part {field} {name}"] = float(value)
     return Measurement(numbers, counts.unknown_loops)
 
 
@@ -112,6 +127,30 @@ def _bytes(found):
     if found is None:
         return None
     return float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPart:
+    """A part of a step: all operations of one name, of all layers.
+
+    Attributes:
+        name: str, the pass (`"forward"`, `"backward"`, `"recomputed"`) and
+            what Keras and JAX call the operation.
+        seconds: float, an estimate for one chip: the longer of its operations
+            and of its bytes to and from memory at the published rates, and
+            the bytes that it waits for.
+        bound: str, what takes longest: `"compute"`, `"memory"` or
+            `"network"`.
+        flops, traffic, received: floats, a chip's operations, bytes to and
+            from memory (an upper bound), and bytes that it waits for.
+    """
+
+    name: str
+    seconds: float
+    bound: str
+    flops: float
+    traffic: float
+    received: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +313,45 @@ class Plan:
         if self.topology.num_slices > 1:
             found["data-center network"] = self.dcn_bytes / chip.dcn
         return found
+
+    @functools.cached_property
+    def parts(self):
+        """Tuple of `PlannedPart`, those that take longest first.
+
+        It is empty where the chip's rates are not known.
+        """
+        chip = self.topology.chip
+        if self.measured is None or chip is None:
+            return ()
+        found = []
+        for name, part in self.measured.parts().items():
+            seconds = {
+                "compute": part.flops / chip.flops,
+                "memory": part.traffic / chip.bandwidth,
+                "network": part.received / chip.interconnect,
+            }
+            total = max(seconds["compute"], seconds["memory"])
+            total += seconds["network"]
+            found.append(
+                PlannedPart(
+                    name,
+                    total,
+                    max(seconds, key=seconds.get),
+                    part.flops,
+                    part.traffic,
+                    part.received,
+                )
+            )
+        return tuple(sorted(found, key=lambda part: -part.seconds))
+
+    @property
+    def serial_seconds(self):
+        """Float, the sum over `parts`, or `None`.
+
+        It is an estimate of a step whose parts run one after another. Bytes
+        that arrive while others run are left out.
+        """
+        return sum(p.seconds for p in self.parts) if self.parts else None
 
     @property
     def step_seconds(self):

@@ -2,6 +2,9 @@
 
 from keras_posttrain.distribution.hlo import DCN, ICI
 
+# The parts of a program that are shown.
+NUM_PARTS = 10
+
 
 def table(plan):
     """Formats a `Plan` as text, one figure per line."""
@@ -128,4 +131,11 @@ def _time(plan):
     utilization = f"{plan.mfu:.1%}, {plan.hfu:.1%}"
     pairs.append(("MFU, HFU (upper bounds)", utilization))
     head = "Estimated step time (roofline from published rates)"
-    return [head, *_rows(pairs)]
+    lines = [head, *_rows(pairs)]
+    total = plan.serial_seconds
+    if total:
+        lines.append(f"Costliest of parts that take {total:.4g} s one by one")
+    for part in plan.parts[:NUM_PARTS]:
+        share = f"{part.seconds:.3g} s, {part.seconds / total:.1%}"
+        lines.append(f"  {part.name:<46} {share}, {part.bound}")
+    return lines

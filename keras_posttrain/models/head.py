@@ -312,7 +312,8 @@ def _sweep(
         return new
 
     steps = (tokens.count + size - 1) // size
-    carry = jax.lax.fori_loop(0, steps, body, carry)
+    with jax.named_scope("head"):
+        carry = jax.lax.fori_loop(0, steps, body, carry)
     values = {name: carry.pop(name)[:slots] for name in names}
     return values, carry
 

@@ -152,6 +152,41 @@ def test_a_loop_that_data_end():
     assert counts.flops == 10 * 2 * 128**3
 
 
+def test_parts_of_a_program():
+    """Each scope's operations, and of an array its slices that are read.
+
+    In each of 64 rounds a device multiplies its rows by one of 64 kernels of
+    1024 * 1024 numbers of two bytes; after them numbers are gathered.
+    """
+
+    def function(mesh, x, kernels, small):
+        def round(i, x):
+            kernel = jax.lax.dynamic_index_in_dim(kernels, i, keepdims=False)
+            return jnp.tanh(x @ kernel)
+
+        with jax.named_scope("rounds_1"):
+            x = jax.lax.fori_loop(0, 64, round, x)
+        with jax.named_scope("last"):
+            return x @ small
+
+    compiled = on_four(
+        function,
+        ((256, 1024), "bfloat16", ("batch",)),
+        ((64, 1024, 1024), "bfloat16", ()),
+        ((1024, 128), "bfloat16", ("batch",)),
+    )
+    counts = hlo.count(compiled.text, 4)
+    parts = counts.parts
+    rounds = parts["rounds/dot_general"]
+    assert rounds.count == 64 and rounds.flops == 64 * 2 * 64 * 1024 * 1024
+    read = 64 * 2 * 1024 * 1024
+    assert read <= rounds.traffic < 1.2 * read
+    assert parts["last/dot_general"].flops == 2 * 64 * 1024 * 128
+    assert sum(part.flops for part in parts.values()) == counts.flops
+    waited = sum(x.received + x.overlapped for x in parts.values())
+    assert waited == sum(x.num_bytes for x in counts.collectives) > 0
+
+
 def test_what_other_cores_of_a_chip_do_is_read():
     """A v5p adds up pairs on its sparse cores, in parallel to the rest."""
 
@@ -446,10 +481,20 @@ def test_a_plan_for_tpus():
     assert plan.ideal["weight all-gather"] > 0 < plan.collective_bytes
     assert plan.tokens_per_second == plan.tokens / plan.step_seconds
     assert plan.mfu / plan.hfu == pytest.approx(plan.model_flops / plan.flops)
+    parts = {part.name: part for part in plan.parts}
+    seconds = [part.seconds for part in plan.parts]
+    assert seconds == sorted(seconds, reverse=True)
+    assert plan.serial_seconds == pytest.approx(sum(seconds))
+    # Of two layers, by 128 tokens a chip.
+    width = 2 * 2 * 128 * 64 * 64
+    for name in ("forward query", "recomputed query"):
+        assert parts[f"{name}/dot_general"].flops == width
+    assert parts["backward query/dot_general"].flops == 2 * width
+    assert {p.bound for p in plan.parts} >= {"memory", "network"}
     share = plan.seconds["compute"] / plan.step_seconds
     assert plan.hfu == pytest.approx(share) and plan.hfu <= 1
     text = str(plan)
-    for word in ("127,296", "all-gather", "ideal", "fits", "roofline", "MFU"):
+    for word in ("127,296", "all-gather", "ideal", "fits", "MFU", "Costliest"):
         assert word in text
 
 
