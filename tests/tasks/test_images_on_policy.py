@@ -107,7 +107,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(w, marks=pytest.mark.full if w == "packed" else ())
+        pytest.param(w, marks=() if "shared" in w else pytest.mark.full)
         for w in WAYS
     ],
 )

@@ -43,7 +43,7 @@ def streamed(name):
 
 
 @pytest.mark.parametrize(
-    "name", cases(NAMES, ["dpo", "kto", "ppo", "distill_by_column"])
+    "name", cases(NAMES, ["dpo", "ppo", "distill_by_column"])
 )
 def test_a_stream_gives_the_update_of_a_list(name):
     found = contract.update(streamed(name))
@@ -53,7 +53,7 @@ def test_a_stream_gives_the_update_of_a_list(name):
 
 
 @pytest.mark.parametrize(
-    "name", cases(["dpo", "kto", "reward", "grpo"], ["kto", "grpo"])
+    "name", cases(["dpo", "kto", "reward", "grpo"], ["grpo"])
 )
 def test_packing_and_shared_prompts(name):
     """Rows have room for what a stream may yet give."""
