@@ -46,7 +46,8 @@ def test_steps_are_those_of_the_loop(client, folder, tmp_path):
     assert float(logs["loss"]) == pytest.approx(sum(losses), rel=1e-5)
     assert float(logs["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     for name in found:
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-6)
+        # Three steps move weights by 3e-2; sums in other orders round.
+        np.testing.assert_allclose(found[name], wanted[name], atol=5e-6)
 
 
 def policy_data(low=-0.6, high=0.6):
