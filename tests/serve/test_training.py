@@ -14,7 +14,8 @@ from tests.serve import support
 
 def test_steps_are_those_of_the_loop(client, folder, tmp_path):
     model = support.new_model(client, seed=3)
-    parts = support.supervised(slice(5)), support.supervised(slice(5, 12))
+    # Few, so that the sums of their gradients round little.
+    parts = support.supervised(slice(2)), support.supervised(slice(2, 5))
     for _ in range(3):
         done = [model.forward_backward(x, "cross_entropy") for x in parts]
         updated = model.optim_step(support.ADAM)
@@ -35,7 +36,7 @@ def test_steps_are_those_of_the_loop(client, folder, tmp_path):
     optimizer = optax.adamw(1e-2, b2=0.95, eps=1e-2, weight_decay=0.01)
     task.compile(optimizer, max_grad_norm=None)
     loss = kpt.losses.FunctionLoss(sum_of_losses, is_sum=True)
-    data = [kpt.Datum(p, c) for p, c in support.encoded()]
+    data = [kpt.Datum(p, c) for p, c in support.encoded()[:5]]
     with kpt.Loop(task) as loop:
         for _ in range(3):
             loop.forward_backward(data, loss)
@@ -46,8 +47,7 @@ def test_steps_are_those_of_the_loop(client, folder, tmp_path):
     assert float(logs["loss"]) == pytest.approx(sum(losses), rel=1e-5)
     assert float(logs["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     for name in found:
-        # Three steps move weights by 3e-2; sums in other orders round.
-        np.testing.assert_allclose(found[name], wanted[name], atol=5e-6)
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-6)
 
 
 def policy_data(low=-0.6, high=0.6):
