@@ -117,6 +117,12 @@ def test_sizes_do_not_depend_on_what_was_sampled_before():
     assert len(set(found)) == 1
     assert found[0].tokens == (128, 192)
     assert found[0].slots == (16, 8)
+    # No more than the engine has.
+    few = kpt.rollout.NativeRollout(4)
+    few.set_model(task)
+    few.expect(Expected(3, 4, 16, (SHORT, LONG)))
+    few.generate([Request(rows(3)[0]["prompt_ids"], max_tokens=60)])
+    assert few._sizes.slots == (4,)
 
 
 @pytest.mark.parametrize("budget", [None, 64])

@@ -64,8 +64,6 @@ def quoted_places(conversation, text):
     if not pattern.search("\0".join(strings)):
         return []
     total = sum(len(pattern.findall(string)) for string in strings)
-    if not total:
-        return []
     before, after = marks = free_marks(conversation)
 
     def find(wanted, at_start):

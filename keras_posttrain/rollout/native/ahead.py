@@ -60,7 +60,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps):
     shards, least = decoder.placement.shards, least_slots(decoder)
     count = max(expected.samples, len(samples))
     count = power_of_two(-(-count // shards)) * shards
-    slots = [max(min(count, most_slots(most)), least)]
+    slots = [min(max(count, least), most_slots(most))]
     while slots[-1] > least:
         slots.append(max(power_of_two(slots[-1]) // 2, least))
     room = power_of_two(max(longest, decoding.PREFILL_TOKENS))

@@ -142,8 +142,6 @@ class Schedule:
         self.queue = collections.deque()
         self.counts = Counts()
         self.least_slots = least_slots(decoder)
-        # The slots and their tokens when the cache was created.
-        self.first_size = None
         # Fixed once they have grown, so that few programs are compiled.
         self.most_tokens = sizes.tokens[-1] if sizes else 0
         self.num_stop_ids = sizes.num_stop_ids if sizes else 1
@@ -369,8 +367,7 @@ class Schedule:
         need = decoding.STEPS + max(self._length(i) for i in used)
         slots, tokens = len(self.occupants), decoder.tokens
         if decoder.cache is None:
-            self.first_size = slots, self._tokens(need, 0)
-            decoder.allocate(*self.first_size)
+            decoder.allocate(slots, self._tokens(need, 0))
             return None
         if need > tokens:
             tokens = self._tokens(need, tokens)
