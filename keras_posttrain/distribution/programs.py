@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import tempfile
 import threading
 import zlib
@@ -46,10 +47,11 @@ class Program:
 def compile(lowered, hardware, options=None):
     """Compiles a program for a topology.
 
-    JAX's persistent cache has the programs for devices of this process. A
-    program for other devices can be written to that cache but not read from
-    it: of these the `Program` is stored beside it, under `plans/`, or that it
-    does not fit.
+    What is read of a program, or that it does not fit, is stored under
+    `plans/` in the directory of JAX's persistent cache. That cache itself
+    can't serve: programs for devices that are not there can be written to it
+    but not read from it, and it ignores the names of operations, so that a
+    program from it may have those of older code.
 
     Args:
         lowered: `jax.stages.Lowered`.
@@ -59,16 +61,13 @@ def compile(lowered, hardware, options=None):
     Raises:
         jax.errors.JaxRuntimeError: if it does not fit into the memory.
     """
-    if hardware.is_present:
-        found = _read(lowered.compile())
-    else:
-        path = _path(lowered, hardware, options)
-        found = _load(path)
-        if found is None:
-            found = _compile(lowered)
-            _store(path, found)
-        if isinstance(found, str):
-            raise jax.errors.JaxRuntimeError(found)
+    path = _path(lowered, hardware, options)
+    found = _load(path)
+    if found is None:
+        found = _compile(lowered)
+        _store(path, found)
+    if isinstance(found, str):
+        raise jax.errors.JaxRuntimeError(found)
     if hardware.devices[0].platform == "cpu":
         # As its peak the compiler for CPUs reports the arguments.
         found = dataclasses.replace(found, peak=0)
@@ -118,6 +117,10 @@ def _path(lowered, hardware, options):
     key = repr((hardware.name, versions, settings, options))
     digest = hashlib.sha256(key.encode())
     digest.update(lowered.as_text().encode())
+    # The names of operations, without Python's functions and lines.
+    named = r'loc\("([^"]*[/(][^"]*)"\('
+    names = re.findall(named, lowered.as_text(debug_info=True))
+    digest.update("\n".join(sorted(set(names))).encode())
     return pathlib.Path(directory, "plans", digest.hexdigest())
 
 

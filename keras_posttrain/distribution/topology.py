@@ -39,11 +39,6 @@ class Topology:
     chip: Chip | None
     num_slices: int = 1
 
-    @property
-    def is_present(self):
-        """Bool, whether the devices are those of this process."""
-        return self.chip is None
-
 
 def get(name):
     """Looks up a topology by name.

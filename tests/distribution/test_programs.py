@@ -1,4 +1,4 @@
-"""Programs for devices that are not there: stored, and read again."""
+"""Programs that are compiled to be read: stored, and read again."""
 
 import dataclasses
 
@@ -86,7 +86,21 @@ def test_without_a_local_cache_nothing_is_stored(hardware, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_present_devices_are_asked(hardware):
+def named(name):
+    def function(x):
+        with jax.named_scope(name):
+            return jnp.sin(x)
+
+    return jax.jit(function).lower(jnp.ones(4))
+
+
+def test_present_devices(hardware, tmp_path, monkeypatch):
+    """JAX's own cache would give the names of the first program."""
     here = topology.get("cpu:1")
-    program = programs.compile(jax.jit(jnp.sin).lower(jnp.ones(4)), here)
-    assert program.arguments == 16 and "sine" in program.text
+    for name in ("head", "tail"):
+        program = programs.compile(named(name), here)
+        assert program.arguments == 16
+        assert f"jit(function)/{name}/sin" in program.text
+    assert len(list((tmp_path / "plans").iterdir())) == 2
+    monkeypatch.setattr(programs, "_compile", None)
+    assert f"/{name}/sin" in programs.compile(named(name), here).text
