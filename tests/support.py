@@ -23,6 +23,16 @@ FAMILIES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }
+
+
+def in_ci(*kept, of):
+    """Parameters of which CI runs some; `make test-full` runs all of them."""
+    assert set(kept) < set(of), set(kept) - set(of)
+    return [
+        x if x in kept else pytest.param(x, marks=pytest.mark.full) for x in of
+    ]
+
+
 # Those whose attention differs, the others in `make test-full`.
 FAMILY_CASES = [
     pytest.param(

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from keras_posttrain import _console
-from keras_posttrain.models import device_transfer
+from keras_posttrain.models import device_transfer, linear
 from keras_posttrain.models.experts import expert_kernels
 from keras_posttrain.models.hf.adapter_files import (
     CONFIG_FILE,
@@ -357,8 +357,7 @@ class Adapter(keras.layers.Layer):
             a = self.a[i].value.astype(x.dtype).T
             a = jax.lax.optimization_barrier(a)
             b = self.b[i].value[:, columns].astype(x.dtype)
-            low = jax.lax.dot_general(x, a, (((1,), (1,)), ((), ())))
-            low = (low * self.lora.scale) @ b
+            low = linear.low_rank(pair.layer, x, a, b, self.lora.scale)
             low = low.reshape(*batch, *pair.axes.out_shape).astype(
                 outputs.dtype
             )

@@ -19,6 +19,7 @@ from keras_posttrain.models import (
     recurrence,
     rematerialisation,
     sharding,
+    tensor_parallel,
     vision,
 )
 from keras_posttrain.models import head as heads
@@ -429,21 +430,28 @@ class Policy:
         if self.remat != "auto":
             return self.remat
         *_, shards = sharding.data_axis()
-        rows = token_ids.shape[0]
-        return self.choose_remat(
-            self, token_ids.size // (1 if rows % shards else shards)
-        )
+        if token_ids.shape[0] % shards:
+            shards = 1
+        shards *= tensor_parallel.shards(self, token_ids.size)
+        return self.choose_remat(self, token_ids.size // shards)
 
     def _layer(self, layer, x, remat, **more):
         """Calls a layer with hidden states and more arrays.
 
         `remat` is one of `rematerialisation.CHOICES`.
         """
-        x = sharding.shard_rows(x)
+        layouts = None
+        if tensor_parallel.takes_split_tokens(layer):
+            layouts = tensor_parallel.layouts_of(len(x))
+        if layouts is None:
+            x = sharding.shard_rows(x)
+        else:
+            x = jax.lax.with_sharding_constraint(x, layouts.split)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
         if remat == "none" and not any(gathers):
-            return layer(x, **more)
+            with tensor_parallel.split_products(layouts):
+                return layer(x, **more)
         values = [v.value for v in variables]
         trained = [v.trainable for v in variables]
 
@@ -456,6 +464,7 @@ class Policy:
             scope = values_of(mapping)
             with (
                 scope,
+                tensor_parallel.split_products(layouts),
                 rematerialisation.named_outputs(layer, remat),
                 experts.routing_of_layer() as routing,
             ):

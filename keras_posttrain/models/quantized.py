@@ -476,7 +476,7 @@ def store_as_codes(name, layer, storage):
     layer._kernel = kernel
     layer.call = functools.partial(_call, layer, kernel)
     # It needs no other call for flattened tokens.
-    layer.kpt_flat = True
+    layer.kpt_flat = False
     if is_loaded:
         kernel.fill(device_transfer.to_host(old.value).__getitem__)
         old._value = None

@@ -16,7 +16,12 @@ from keras_posttrain.distribution.mesh import (
     SLICE,
     slice_of,
 )
-from keras_posttrain.models import block_attention, expert_parallel, sharding
+from keras_posttrain.models import (
+    block_attention,
+    expert_parallel,
+    sharding,
+    tensor_parallel,
+)
 from keras_posttrain.models.experts import (
     chosen_share,
     is_recorded,
@@ -145,6 +150,19 @@ def layer_input_bytes(planned, policy, batch):
     return tokens * backbone.hidden_dim * itemsize
 
 
+def kept_layer_inputs(planned, batch):
+    """Counts a device's bytes of all decoder layers' inputs."""
+    policy = planned.policy
+    each = layer_input_bytes(planned, policy, batch)
+    return len(policy.layers) * each / _model_shards(planned, batch)
+
+
+def _model_shards(planned, batch):
+    tokens = batch["token_ids"].size
+    tokens //= planned.step.micro_batches.count(batch)
+    return tensor_parallel.shards(planned.policy, tokens)
+
+
 def kept_by_remat(planned, batch):
     """Counts what each choice of `remat` keeps and computes again.
 
@@ -157,6 +175,7 @@ def kept_by_remat(planned, batch):
     tokens = batch["token_ids"].size
     micro_batches = planned.step.micro_batches.count(batch)
     on_device = tokens / shards / micro_batches
+    on_device /= _model_shards(planned, batch)
     *_, width = _token_flops(planned.policy, planned.weights_of(), set())
     # A token sees half of the pairs.
     attention = 2 * width * token_pairs(batch)

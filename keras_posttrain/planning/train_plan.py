@@ -154,7 +154,6 @@ def _facts(planned, batch):
     """Returns the fields of a `Plan` that no compiler is needed for."""
     changing, held, rows = planned.shapes(batch)
     count = planned.step.micro_batches.count(batch)
-    layer_inputs = formulas.layer_input_bytes(planned, planned.policy, batch)
     # All plans of a step name the companions that it may have.
     roles = planned.step.companions or {"reference": ()}
     return {
@@ -170,7 +169,7 @@ def _facts(planned, batch):
             "gradients": num_bytes(
                 changing["trainable"], 4 if count > 1 else None
             ),
-            "layer inputs": len(planned.policy.layers) * layer_inputs,
+            "layer inputs": formulas.kept_layer_inputs(planned, batch),
         },
         "kept_by_remat": formulas.kept_by_remat(planned, batch),
         "tokens": int((batch["segment_ids"] > 0).sum()),

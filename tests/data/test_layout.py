@@ -265,8 +265,8 @@ def test_extras_see_the_batch_and_its_groups():
 
 
 LONG = [(150, [30, 21]), (260, [40, 90, 3])]
-# Families whose attention differs.
-DIFFERENT = ("gemma2", "gemma3", "llama")
+# Families whose attention differs; Gemma 3 has longer rows.
+DIFFERENT = ("gemma2", "llama")
 
 
 @pytest.mark.parametrize(

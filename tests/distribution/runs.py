@@ -368,8 +368,8 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
     """Under FSDP weights and their gradients are sent, and of activations
     only the embedding's rows.
 
-    With a model axis as well, a layer's outputs are added up, and nothing
-    that a layer reads is gathered.
+    With a model axis as well, its devices gather what a layer reads of their
+    own rows, and its outputs are added up.
     """
     keras.distribution.set_distribution(mesh(name))
     made, _ = make(task, family, "full")
@@ -388,8 +388,10 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
         if shape[-1] == getattr(backbone, "num_experts", None):
             continue
         # Shares of what the tokens of one device have, added up.
-        most = rows * length // data * hidden
-        is_sum = kind == "all-reduce" and math.prod(shape) <= most
+        own = rows * length // data
+        is_sum = kind == "all-reduce" and math.prod(shape) <= own * hidden
+        # Those of the same rows, which the model axis splits.
+        is_sum |= kind == "all-gather" and leading & tokens == {own}
         # The embedding's rows, looked up where they are.
         is_lookup = "token_embedding" in source
         allowed = data < 8 and (is_sum or is_lookup)

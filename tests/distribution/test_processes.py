@@ -182,7 +182,6 @@ def test_two_processes_are_one(tmp_path):
         "train:dpo:qwen3:full:1x8",
         "train:distill:llama3:full:8x1",
         "train:grpo:llama3:lora:4x2",
-        "train:episodes:qwen3:lora:2x4x1",
         "use:gemma2:lora:2x2x2",
         "files",
     )

@@ -18,7 +18,7 @@ from keras_posttrain.models.attention import (
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
 from tests.models.tiny_checkpoints import make_checkpoint
-from tests.support import FAMILIES, REFERENCE
+from tests.support import FAMILIES, REFERENCE, in_ci
 
 
 def naive(
@@ -166,7 +166,7 @@ def naive_jax(query, key, value, visible, scale, cap, sinks=None):
 
 @BOTH
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("length", [7, 300, 520])
+@pytest.mark.parametrize("length", in_ci(7, 520, of=(7, 300, 520)))
 def test_gradients_are_those_of_the_definition(length, settings, blocks):
     arrays, segments, positions = example(length)
     arrays, rest = with_sinks(arrays, settings)

@@ -17,6 +17,7 @@ from keras_posttrain.models.head import (
     token_loss_sum,
     token_values,
 )
+from tests.support import in_ci
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 13, 8, 29
 SLOTS = ROWS * LENGTH
@@ -26,7 +27,9 @@ HEADS = {
     "temperature": Head(transposed=False, soft_cap=4.0, temperature=1.6),
 }
 by_head = pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-by_chunk = pytest.mark.parametrize("chunk_size", [1, 5, None])
+by_chunk = pytest.mark.parametrize(
+    "chunk_size", in_ci(5, None, of=(1, 5, None))
+)
 
 
 def example(head, seed=0, dtype="float32"):

@@ -164,7 +164,7 @@ def with_floats_of(task):
 
 
 # The others differ from one of these in one setting.
-IN_CI = ("int8", "int4", "int4-groups", "gptq", "gptq-8", "awq")
+IN_CI = ("int8", "int4-groups", "gptq", "awq")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tests.models.tiny_checkpoints import (
     plain_logits,
     randomize,
 )
+from tests.support import in_ci
 
 FORWARD = [
     "llama3",
@@ -567,7 +568,16 @@ def test_gemma4_has_transformers_types_of_layers(layers):
     assert [kinds[w] for w in settings.windows] == want.layer_types
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Others have the same field, or the same model as it is saved.
+LATER = {
+    "gemma4_ungated", "mixtral",
+    "mixtral_eps", "mixtral_tied", "qwen2_moe", "qwen2_moe_eps",
+    "qwen3_5_attention", "qwen3_5_moe", "qwen3_5_tied", "qwen3_5_yarn",
+    "qwen3_moe", "qwen3_moe_tied",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", in_ci(*VARIANTS.keys() - LATER, of=VARIANTS))
 def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
 

@@ -93,14 +93,19 @@ def plain_step(family):
 @pytest.mark.parametrize(
     "way",
     [
-        {"packing": True, "batch_size": 4, "chunk_size": 7},
+        pytest.param(
+            {"packing": True, "batch_size": 4, "chunk_size": 7},
+            marks=pytest.mark.full,
+        ),
         {
             "packing": True,
             "batch_size": 4,
             "micro_batch_size": 2,
             "remat": "full",
         },
-        {"micro_batch_size": 4, "remat": "full"},
+        pytest.param(
+            {"micro_batch_size": 4, "remat": "full"}, marks=pytest.mark.full
+        ),
     ],
     ids=["packed", "packed-micro-batches-remat", "micro-batches-remat"],
 )
