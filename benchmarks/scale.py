@@ -5,9 +5,9 @@
 
 Nothing is trained and no TPU is needed. Each run is a `task.plan` in a
 separate process, whose time and memory are recorded too. Every chip has one
-row of 4,096 tokens per step. The table is written to `results/scale.md` and
-the figures to `results/scale.json`; figures of runs that are not selected are
-kept.
+row of 4,096 tokens per step; with a model axis, two chips have one. The table
+is written to `results/scale.md` and the figures to `results/scale.json`;
+figures of runs that are not selected are kept.
 """
 
 import argparse
@@ -162,7 +162,12 @@ def all_runs():
         "qwen3-235b-a22b/full-experts16/v5p:4x4x8",
         "qwen3-235b-a22b/full-experts16/v6e:16x16",
     ]
-    return runs + exact + quantized + mixtures
+    # With a model axis, which splits the work and the tokens of each layer.
+    tensor = [
+        "llama3-70b/lora-model4/v6e:8x8",
+        "llama3-70b/lora-model4-selective/v6e:8x8",
+    ]
+    return runs + exact + quantized + mixtures + tensor
 
 
 def chips(topology):
@@ -184,10 +189,21 @@ def plan(name):
     import keras_posttrain as kpt
 
     model, mode, topology, *exact = name.split("/")
-    mode, _, experts = mode.partition("-experts")
-    strategy = functools.partial(
-        kpt.distribution.fsdp, experts=int(experts or 1)
-    )
+    mode, *settings = mode.split("-")
+    remat, rows = "full", chips(topology)
+    strategy = kpt.distribution.fsdp
+    for setting in settings:
+        if setting.startswith("experts"):
+            experts = int(setting.removeprefix("experts"))
+            strategy = functools.partial(strategy, experts=experts)
+        elif setting.startswith("model"):
+            rows //= 2
+            strategy = functools.partial(
+                kpt.distribution.fsdp_tensor_parallel,
+                model=int(setting.removeprefix("model")),
+            )
+        else:
+            remat = setting
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "config.json"
@@ -198,14 +214,12 @@ def plan(name):
                 load_weights=False,
                 dtype="bfloat16",
                 sequence_length=LENGTH,
-                remat="full",
+                remat=remat,
                 lora=None if mode == "full" else kpt.LoRA(rank=16),
                 quantize=None if mode in ("full", "lora") else mode,
             )
     task.compile(keras.optimizers.AdamW(1e-5))
-    found = task.plan(
-        topology, strategy, batch_size=chips(topology), exact=bool(exact)
-    )
+    found = task.plan(topology, strategy, batch_size=rows, exact=bool(exact))
     print(found, file=sys.stderr)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
