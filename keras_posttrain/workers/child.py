@@ -24,8 +24,8 @@ def serve(connection, parent):
     """Answers calls until the other end is closed.
 
     The first message is a dict of settings, every other one a dict of keyword
-    arguments. All are pickled; the answers are JSON, because what computed
-    them may have been taken over by what it read.
+    arguments. All are pickled; the answers of `encode` are not, because what
+    computed them may have been taken over by what it read.
 
     Args:
         connection: `multiprocessing.connection.Connection`.
@@ -35,25 +35,32 @@ def serve(connection, parent):
     settings = connection.recv()
     sys.path[:] = settings["path"]
 
-    def reply(kind, value):
-        connection.send_bytes(json.dumps([kind, value]).encode())
-
     try:
         function = _load(settings["function"])
     except BaseException as error:
-        reply("error", _describe(error))
+        connection.send_bytes(encode("error", _describe(error)))
         return
     _limit_memory(settings["max_bytes"])
-    reply("ready", None)
+    connection.send_bytes(encode("ready", None))
     while True:
         data = connection.recv_bytes()
         _limit_time(settings["seconds"])
         try:
-            answer = "value", function(**pickle.loads(data))
-            json.dumps(answer)
+            answer = encode("value", function(**pickle.loads(data)))
         except BaseException as error:
-            answer = "error", _describe(error)
-        reply(*answer)
+            answer = encode("error", _describe(error))
+        connection.send_bytes(answer)
+
+
+def encode(kind, value):
+    """Returns an answer: a line of JSON, and the bytes values of a dict."""
+    data = {}
+    if isinstance(value, dict):
+        data = {k: v for k, v in value.items() if isinstance(v, bytes)}
+        value = {k: v for k, v in value.items() if k not in data}
+    sizes = {name: len(part) for name, part in data.items()}
+    line = json.dumps([kind, value, sizes]).encode()
+    return b"".join([line, b"\n", *data.values()])
 
 
 def _load(function):

@@ -86,7 +86,8 @@ class Workers:
             calls: list of dicts that can be pickled.
 
         Returns:
-            List of results (what JSON holds) or `Failure`s.
+            List of results (what JSON holds, and a dict may hold bytes) or
+            `Failure`s.
 
         Raises:
             RuntimeError: if the function cannot be loaded in a new process.
@@ -196,7 +197,7 @@ class _Worker:
         index, self.index = self.index, None
         try:
             if self.connection.poll():
-                kind, value = json.loads(self.connection.recv_bytes())
+                kind, value = _decode(self.connection.recv_bytes())
                 if kind != "error":
                     self.ready = True
                     return index, value
@@ -218,6 +219,15 @@ class _Worker:
                 "itself, or in a module that a new process can import."
             )
         return index, failure
+
+
+def _decode(answer):
+    """Returns the arguments of `child.encode`."""
+    line, _, data = answer.partition(b"\n")
+    kind, value, sizes = json.loads(line)
+    for name, size in sizes.items():
+        value[name], data = data[:size], data[size:]
+    return kind, value
 
 
 def _ended(busy):

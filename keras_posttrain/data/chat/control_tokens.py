@@ -5,8 +5,6 @@ import itertools
 
 import tokenizers
 
-from keras_posttrain.data.chat.template import control_pattern, find_tokens
-
 # Private-use characters that mark places in a rendered text. They are removed
 # again, and a conversation that contains one gets others.
 _PRIVATE_USE = range(0xF0000, 0xF1000)
@@ -57,8 +55,8 @@ def mark_places(marked, text, marks):
 
 def quoted_places(conversation, text):
     """Finds the control tokens that messages, not the template, wrote."""
-    control_tokens = conversation.tokenizer.control_tokens
-    pattern = control_pattern(tuple(control_tokens))
+    tokenizer = conversation.tokenizer
+    pattern = tokenizer.control_pattern
     strings = conversation.strings
     # Most conversations have none.
     if not pattern.search("\0".join(strings)):
@@ -102,7 +100,7 @@ def quoted_places(conversation, text):
                 spans += [s for s in found if s[1] == place]
         return spans
 
-    found = find_tokens(text, control_tokens)
+    found = tokenizer.find_control_tokens(text)
     spans = find(None, False)
     if spans is None:
         # The template reads the content of messages (Qwen 3 looks for the
@@ -127,9 +125,9 @@ class QuotingEncoder:
     and its words are split as usual.
     """
 
-    def __init__(self, backend, control_tokens):
+    def __init__(self, backend, control_tokens, pattern):
         self.backend = backend
-        self.control_tokens = control_tokens
+        self.control_tokens, self.pattern = control_tokens, pattern
         # The characters of control tokens, and a copy that knows them. They
         # are replaced together: several threads may encode.
         self._known = {}, None
@@ -138,9 +136,9 @@ class QuotingEncoder:
         """Encodes a text; see `Tokenizer.encode_mixed`."""
         plain = set(plain)
         found = [
-            (start, end)
-            for start, end in find_tokens(text, self.control_tokens)
-            if (start, end) not in plain
+            match.span()
+            for match in self.pattern.finditer(text)
+            if match.span() not in plain
         ]
         aliases, backend = self._backend_of(
             dict.fromkeys(text[start:end] for start, end in found)

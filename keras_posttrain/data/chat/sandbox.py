@@ -98,4 +98,7 @@ def _compile(template):
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    compiled = environment.from_string(template)
+    # Each rendering copies them, several times as fast from a plain dict.
+    compiled.globals = dict(compiled.globals)
+    return compiled

@@ -10,11 +10,7 @@ from keras_posttrain.data.chat.control_tokens import (
     mark_places,
     quoted_places,
 )
-from keras_posttrain.data.chat.template import (
-    THOUGHTS,
-    control_pattern,
-    generation_prompt,
-)
+from keras_posttrain.data.chat.template import THOUGHTS, generation_prompt
 
 # Turns for which to render what precedes each of them is faster.
 FEW_TURNS = 2
@@ -324,7 +320,7 @@ def _turn_start(conversation, text, i, after, start):
     if i > 0:
         # A template without a generation prompt may still open the turn with
         # a header, which is not the model's to write.
-        opens = control_pattern(tuple(tokenizer.control_tokens)).match
+        opens = tokenizer.control_pattern.match
         if start is not None and (header or not opens(text, start)):
             return start
     first = _first_place(conversation, text, i) if start is None else None

@@ -41,17 +41,10 @@ class TemplateFault(ValueError):
     """A chat template that no row can be rendered with."""
 
 
-@functools.lru_cache(maxsize=32)
 def control_pattern(tokens):
     """Makes a regular expression that finds any of the control tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def find_tokens(text, control_tokens):
-    """Finds control tokens in a text, as `(start, end)`, in order."""
-    pattern = control_pattern(tuple(control_tokens))
-    return [match.span() for match in pattern.finditer(text)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +85,12 @@ class Conversation:
                 "Received: chat_template=None. Pass `chat_template=` with a "
                 "Jinja2 template, or use rows of text."
             )
-        versions = [dataclasses.replace(self, **c) for c in changes]
-        results = _render(template, [v.variables for v in versions])
+        versions = [vars(self) | c for c in changes]
+        results = _render(template, list(map(_variables, versions)))
         kind, text = results[0]
         if kind != "text":
-            roles = [message.get("role") for message in versions[0].messages]
+            messages = versions[0]["messages"]
+            roles = [message.get("role") for message in messages]
             raise ValueError(
                 f"The chat template refuses these messages: {text}. "
                 f"Received: roles={roles}. Change the messages, or pass "
@@ -112,28 +106,28 @@ class Conversation:
         _collect(self.tools, found)
         return found
 
-    @property
-    def variables(self):
-        """A dict, what the template may read."""
-        return {
-            "messages": self.messages,
-            "tools": self.tools,
-            "add_generation_prompt": self.add_generation_prompt,
-            **(self.tokenizer.special_tokens | self.kwargs),
-        }
+
+def _variables(fields):
+    """Returns what the template may read of a `Conversation`'s fields."""
+    return {
+        "messages": fields["messages"],
+        "tools": fields["tools"],
+        "add_generation_prompt": fields["add_generation_prompt"],
+        **fields["tokenizer"].special_tokens,
+        **fields["kwargs"],
+    }
 
 
 def _collect(value, found):
     """Appends all strings in a value to a list."""
-    if isinstance(value, str):
-        found.append(value)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _collect(key, found)
-            _collect(item, found)
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, (list, tuple)):
         for item in value:
-            _collect(item, found)
+            if isinstance(item, str):
+                found.append(item)
+            else:
+                _collect(item, found)
 
 
 def _render(template, conversations):

@@ -12,8 +12,8 @@ from keras_posttrain.data.chat import (
 )
 from keras_posttrain.data.chat.template import (
     check_template,
+    control_pattern,
     end_of_turn,
-    find_tokens,
 )
 
 
@@ -88,8 +88,9 @@ class Tokenizer:
             for i, token in backend.get_added_tokens_decoder().items()
             if token.special or token.content in named
         }
+        self.control_pattern = control_pattern(self.control_tokens)
         self._quoting = control_tokens.QuotingEncoder(
-            backend, self.control_tokens
+            backend, self.control_tokens, self.control_pattern
         )
         # What is known of the chat template; see `template.py`, `spans.py`.
         self.generation_prompts, self.turn_kinds = {}, {}
@@ -217,7 +218,7 @@ class Tokenizer:
 
     def find_control_tokens(self, text):
         """Finds control tokens in a text, as `(start, end)`, in order."""
-        return find_tokens(text, self.control_tokens)
+        return [m.span() for m in self.control_pattern.finditer(text)]
 
     def decode(self, ids, skip_special_tokens=True):
         """Decodes token ids.

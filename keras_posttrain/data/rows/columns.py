@@ -179,7 +179,7 @@ def _array(value, where, column, expected):
 
 def check_token_ids(ids, vocabulary_size, where):
     """Raises where a token id is not in the model's vocabulary."""
-    bad = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
+    [bad] = ((ids < 0) | (ids >= vocabulary_size)).nonzero()
     if bad.size:
         raise ValueError(
             "A token id must be at least 0 and less than the model's "

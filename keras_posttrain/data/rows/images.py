@@ -324,11 +324,13 @@ def with_parts(messages, count, where):
     ):
         # What reads messages says so.
         return messages
-    contents = [m.get("content") for m in messages]
     parts = count_parts(messages)
+    if parts == count:
+        return messages
+    contents = [m.get("content") for m in messages]
     users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
     strings = all(isinstance(x, (str, type(None))) for x in contents)
-    if not parts and count and strings and users:
+    if not parts and strings and users:
         messages, first = list(messages), users[0]
         text = messages[first]["content"]
         messages[first] = {
@@ -337,13 +339,11 @@ def with_parts(messages, count, where):
             + [{"type": "text", "text": text}],
         }
         return messages
-    if parts != count:
-        raise ValueError(
-            "A row must have a part {'type': 'image'} in the content of its "
-            f"messages for each of its images. Received: {where} with "
-            f"{parts} such parts and {count} images."
-        )
-    return messages
+    raise ValueError(
+        "A row must have a part {'type': 'image'} in the content of its "
+        f"messages for each of its images. Received: {where} with "
+        f"{parts} such parts and {count} images."
+    )
 
 
 def count_parts(messages):

@@ -268,14 +268,11 @@ class Preparation:
             columns.check_characters(row, where)
             raise
         if encoded.read is not None:
-            read = set(encoded.read)
-            if self.settings.images is None:
-                read -= set(COLUMNS)
-            report.unused.update(
-                column
-                for column, value in new.items()
-                if column not in read and value is not None
-            )
+            unread = COLUMNS if self.settings.images is None else ()
+            for column, value in new.items():
+                is_read = column in encoded.read and column not in unread
+                if value is not None and not is_read:
+                    report.unused[column] += 1
         return encoded
 
     def _convert(self, row, where):
@@ -309,7 +306,7 @@ class Preparation:
                 )
             )
         for ids, mask in sides:
-            if self.messages.no_loss is not None and not mask.any():
+            if self.messages.no_loss is not None and not _has_loss(mask):
                 raise ValueError(
                     self.messages.no_loss.format(where=where, length=len(ids))
                 )
@@ -327,10 +324,15 @@ class Preparation:
             if min(counts) < encoded.num_image_tokens:
                 raise DroppedRow(TOO_LONG)
         if self.messages.no_loss is not None:
-            if not all(mask.any() for _, mask in sides):
+            if not all(_has_loss(mask) for _, mask in sides):
                 raise DroppedRow(NO_LOSS)
         weight = np.float32(encoded.weight)
         return [(ids.astype(np.int32), mask * weight) for ids, mask in sides]
+
+
+def _has_loss(mask):
+    # Of short arrays several times as fast as `mask.any()`.
+    return np.count_nonzero(mask) > 0
 
 
 def prepare_part(prepare, start, rows, filtered):

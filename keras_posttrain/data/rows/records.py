@@ -16,6 +16,11 @@ EXAMPLES = {
     kind.__name__: kind
     for kind in (Example, DistillationExample, Preference, Images)
 }
+FIELDS = {
+    kind: [field.name for field in dataclasses.fields(kind)]
+    for kind in EXAMPLES.values()
+}
+JSON = json.JSONEncoder(separators=(",", ":"))
 # The bytes before a record: how long the JSON is that describes it.
 HEAD = struct.Struct("<I")
 # The dtype, in a record, of a mask of zeros and ones.
@@ -25,8 +30,7 @@ BITS = "bits"
 def pack(example):
     """Returns a record: JSON of the fields, then the bytes of arrays."""
     arrays = []
-    fields = json.dumps(_describe(example, arrays), separators=(",", ":"))
-    head = fields.encode()
+    head = JSON.encode(_describe(example, arrays)).encode()
     return b"".join([HEAD.pack(len(head)), head, *arrays])
 
 
@@ -48,11 +52,8 @@ def _describe(value, arrays):
                 name, data = BITS, small.tobytes()
         arrays.append(data)
         return {"": name, "shape": value.shape}
-    if dataclasses.is_dataclass(value):
-        found = {
-            field.name: _describe(getattr(value, field.name), arrays)
-            for field in dataclasses.fields(value)
-        }
+    if names := FIELDS.get(type(value)):
+        found = {n: _describe(getattr(value, n), arrays) for n in names}
         return {**found, "": type(value).__name__}
     if isinstance(value, list):
         return [_describe(item, arrays) for item in value]
