@@ -59,9 +59,10 @@ def run(distribution, slots, **kwargs):
     return out, scores
 
 
-@pytest.mark.parametrize("slots", [8, 32])
 @pytest.mark.parametrize(
-    "lora", [None, kpt.LoRA(rank=4)], ids=["full", "lora"]
+    "lora, slots",
+    [(None, 8), (kpt.LoRA(rank=4), 32)],
+    ids=["full-few", "lora-many"],
 )
 def test_eight_devices_give_the_tokens_of_one(eight_devices, lora, slots):
     one, _ = run(None, 128, lora=lora)
