@@ -597,39 +597,18 @@ class KeyValues:
             keys, values: arrays of shape
                 `(sequences, tokens, kv_heads, head_dim)`.
         """
-        width = keys.shape[1]
-        columns = jnp.arange(width)
-
-        def slot(old_keys, old_values, new_keys, new_values, length, count):
-            # Near the end of a slot the window begins earlier.
-            at = jnp.minimum(length, old_keys.shape[2] - width)
-            shift = length - at
-            new = (columns >= shift) & (columns < shift + count)
-
-            def write(old, tokens, axis):
-                window = jax.lax.dynamic_slice_in_dim(old, at, width, axis)
-                tokens = jnp.roll(tokens, shift, axis).astype(old.dtype)
-                shape = [width if i == axis else 1 for i in range(3)]
-                window = jnp.where(new.reshape(shape), tokens, window)
-                return jax.lax.dynamic_update_slice_in_dim(
-                    old, window, at, axis
-                )
-
-            return write(old_keys, new_keys, 2), write(
-                old_values, new_values, 1
-            )
-
-        rows = jax.vmap(slot)(
-            self.keys[slots],
-            self.values[slots],
-            keys.transpose(0, 2, 3, 1),
-            values.transpose(0, 2, 1, 3),
-            lengths,
-            counts,
+        places = jnp.arange(keys.shape[1])
+        # Tokens that are not there get a column out of range.
+        columns = jnp.where(
+            places < counts[:, None],
+            lengths[:, None] + places,
+            self.keys.shape[3],
         )
+        slots = slots[:, None]
+        keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
         return KeyValues(
-            self.keys.at[slots].set(rows[0], mode="drop"),
-            self.values.at[slots].set(rows[1], mode="drop"),
+            self.keys.at[slots, :, :, columns].set(keys, mode="drop"),
+            self.values.at[slots, :, columns].set(values, mode="drop"),
         )
 
     def fill(self, slots, keys, values):
@@ -675,7 +654,7 @@ def _with_keys(caches):
 
 
 @contextlib.contextmanager
-def extending_scope(positions, past, kept):
+def extending_scope(positions, slots, counts, caches, place):
     """Makes decoder layers called inside attend to a cache of tokens.
 
     These layers take the next tokens of each sequence,
@@ -683,14 +662,15 @@ def extending_scope(positions, past, kept):
 
     Args:
         positions: int array of shape `(sequences, tokens)`. The first one of
-            a sequence is the number of its tokens in `past`.
-        past: list of caches, one for each layer that has its own, with a slot
-            for each sequence; not changed. Those of recurrent layers are
-            left out.
-        kept: list: each layer appends its new keys and values, arrays of
-            shape `(sequences, tokens, kv_heads, head_dim)`.
+            a sequence is the number of its tokens in the caches.
+        slots, counts: int arrays of shape `(sequences,)`, as of
+            `KeyValues.extend`.
+        caches: list of caches, one for each layer that has its own. Those of
+            recurrent layers are left out. The list's items are replaced by
+            ones with the new tokens.
+        place: function that lays out a cache in a program.
     """
-    layers = iter(_with_keys(past))
+    layers = iter(_with_keys(caches))
     sequences, width = positions.shape
     places = jnp.arange(width)
 
@@ -698,14 +678,25 @@ def extending_scope(positions, past, kept):
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
         sliding_window=None, soft_cap=None, sinks=None, donor=None,
     ):  # fmt: skip
-        old = past[next(layers) if donor is None else donor]
         q, k, v = (x.reshape(sequences, -1, y, head_dim) for x, y in (
             (q, num_heads), (k, num_kv_heads), (v, num_kv_heads)
         ))  # fmt: skip
+        layer = next(layers) if donor is None else donor
         if donor is None:
-            kept.append((k, v))
+            more = caches[layer].extend(slots, positions[:, 0], counts, k, v)
+            caches[layer] = place(more)
+        # A cache is written to before it is read: in its place, without a
+        # copy.
+        old = place(caches[layer].select(slots))
         # Keys as they will be read again.
         k, v = (x.astype(old.keys.dtype) for x in (k, v))
+        row = 4 * num_heads * width * (old.keys.shape[3] + width)
+        if row > KEEP_SCORES:
+            out = _continued(
+                q, old, positions, sinks, scale=float(scale),
+                sliding_window=sliding_window, soft_cap=soft_cap,
+            )  # fmt: skip
+            return cache, out.astype(v.dtype).reshape(sequences * width, -1)
         of_rows = None
         if sinks is not None:
             # For each row of the product below.
@@ -743,11 +734,10 @@ def extending_scope(positions, past, kept):
             out = out.reshape(num_heads, width, head_dim)
             return jnp.moveaxis(out, 0, 1).astype(v.dtype)
 
-        row = 4 * num_heads * width * (old.keys.shape[3] + width)
         out = jax.lax.map(
             sequence,
             (q, k, v, old.keys, old.values, positions[:, 0]),
-            batch_size=max(1, min(sequences, KEEP_SCORES // row)),
+            batch_size=min(sequences, KEEP_SCORES // row),
         )
         return cache, out.reshape(sequences * width, -1)
 
@@ -755,6 +745,27 @@ def extending_scope(positions, past, kept):
         paged_attention_func=attend, positions=positions.reshape(-1)
     ):
         yield
+
+
+def _continued(query, own, positions, sinks, **settings):
+    """Computes attention of tokens to their sequences' caches by blocks.
+
+    `own` has a slot for each sequence, with the tokens of `query` in it.
+    `settings` are those of `_masked_scores`.
+    """
+
+    def scores(q, k, of_queries, of_keys):
+        return _masked_scores(q, k, *of_queries[:2], *of_keys, **settings)
+
+    return block_attention.continued_attention(
+        query.astype(own.keys.dtype),
+        jnp.transpose(own.keys, (0, 3, 1, 2)),
+        jnp.moveaxis(own.values, 2, 1),
+        positions,
+        sinks,
+        settings["sliding_window"],
+        scores,
+    )
 
 
 @contextlib.contextmanager

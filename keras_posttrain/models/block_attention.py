@@ -104,6 +104,47 @@ def _of_pieces(pieces, query, key, value, tokens, sinks, window, scores):
     return pieces.attend(local, query, key, value, tokens, sinks)
 
 
+def continued_attention(query, key, value, positions, sinks, window, scores):
+    """Computes attention of a piece of each sequence, block by block.
+
+    Blocks of keys behind the queries are skipped, so that time follows the
+    tokens of a sequence and not the columns that there is room for.
+
+    Args:
+        query: array of shape `(sequences, tokens, heads, head_dim)`.
+        key, value: arrays of shape
+            `(sequences, columns, kv_heads, head_dim)`. A sequence's token is
+            in the column of its position, those of `query` too.
+        positions: int32 array of shape `(sequences, tokens)`, adjacent ones.
+        sinks, window, scores: as of `segment_attention`.
+
+    Returns:
+        An array like `query`.
+    """
+    block = block_of(query.shape[1])
+    more = ((0, 0), (0, -key.shape[1] % block), (0, 0), (0, 0))
+    key, value = (jnp.pad(x, more) for x in (key, value))
+    last = key.shape[1] // block - 1
+
+    def local(query, key, value, positions, sinks):
+        columns = jnp.arange(key.shape[1], dtype="int32")
+        columns = jnp.broadcast_to(columns, (query.shape[0], columns.size))
+        start = jnp.min(positions[:, ::block], axis=0)
+        if window is None:
+            start = jnp.zeros_like(start)
+        else:
+            start = jnp.maximum(start - window + 1, 0)
+        end = jnp.max(positions[:, block - 1 :: block], axis=0)
+        of_queries = jnp.ones_like(positions), positions, None
+        of_keys = jnp.ones_like(columns), columns, None
+        return attend(
+            scores, query, key, value, of_queries, of_keys, sinks,
+            jnp.minimum(start // block, last), jnp.minimum(end // block, last),
+        )  # fmt: skip
+
+    return sharding.over_heads(local, query, key, value, positions, sinks)
+
+
 def block_of(chunk):
     """Returns the tokens of a block, which divide those of a chunk.
 

@@ -375,29 +375,27 @@ class Policy:
             self._run_layers(ids, scope, batch=batch)
         return kept
 
-    def extend(self, token_ids, positions, past, counts=None):
-        """Computes the keys, rotated, and values of tokens after others.
+    def extend(
+        self, token_ids, positions, cache, slots, counts, place=lambda x: x
+    ):
+        """Computes tokens after others, and writes them to their cache.
 
         `token_ids` has the shape `(sequences, tokens)`, of which the first
-        `counts`, an int array of shape `(sequences,)`, are used, all where
-        it is `None`. The other arguments are those of
-        `attention.py:extending_scope`.
+        `counts`, an int array of shape `(sequences,)`, are used. The other
+        arguments are those of `attention.py:extending_scope`.
 
         Returns:
-            A pair for each layer: of keys and values, both of shape
-            `(sequences, tokens, kv_heads, head_dim)`, or of the arrays of
-            `RecurrentState`.
+            `cache`, a list, with the tokens added.
         """
-        kept = []
-        rows = None
+        cache, rows = list(cache), None
         if self.is_recurrent:
-            if counts is None:
-                counts = jnp.full(*token_ids.shape)
-            rows = recurrence.NextTokens(token_ids.shape, counts, past, kept)
-        scope = extending_scope(positions, past, kept)
+            rows = recurrence.NextTokens(
+                token_ids.shape, slots, counts, cache, place
+            )
+        scope = extending_scope(positions, slots, counts, cache, place)
         with recurrence.recurrent_scope(rows):
             self._run_layers(token_ids.reshape(-1), scope)
-        return kept
+        return cache
 
     def decode(self, token_ids, lengths, step, past, recent, is_active=None):
         """Computes the logits of the next token of each sequence.

@@ -172,20 +172,23 @@ class NextTokens(PackedRows):
 
     Args:
         shape: tuple, `(sequences, tokens)`.
-        counts: int array of shape `(sequences,)`, how many there are of each.
-        past: list of the layers' caches; not changed.
-        kept: list: each layer appends a pair of the arrays of
-            `RecurrentState` after these tokens.
+        slots, counts, caches, place: as of `attention.py:extending_scope`.
+            The caches of recurrent layers are replaced by ones with the
+            states after these tokens.
     """
 
-    def __init__(self, shape, counts, past, kept):
+    def __init__(self, shape, slots, counts, caches, place):
         super().__init__(jnp.ones(shape, "int32"))
-        self.counts, self.kept = counts, kept
+        self.slots, self.counts = slots, counts
+        self.caches, self.place = caches, place
         self.is_used = jnp.arange(shape[1]) < counts[:, None]
-        self.past = iter([x for x in past if isinstance(x, RecurrentState)])
+        self.layers = iter(
+            [i for i, x in enumerate(caches) if isinstance(x, RecurrentState)]
+        )
 
     def __call__(self, inputs, kernel, split, decay, beta):
-        past = next(self.past)
+        layer = next(self.layers)
+        past = self.place(self.caches[layer].select(self.slots))
         inputs, decay, beta = self._by_row(inputs, decay, beta)
         # A token that is not there leaves the state as it is.
         decay, beta = (
@@ -201,7 +204,8 @@ class NextTokens(PackedRows):
         out, state = delta_rule(*mixed, decay, beta, self.ids, past.state)
         places = self.counts[:, None] + jnp.arange(len(taps) - 1)
         tail = jnp.take_along_axis(whole, places[..., None], axis=1)
-        self.kept.append((state, tail))
+        new = self.caches[layer].fill(self.slots, state, tail)
+        self.caches[layer] = self.place(new)
         return out.reshape(-1, *out.shape[2:])
 
 
@@ -294,10 +298,6 @@ class RecurrentState:
     def select(self, slots):
         """Returns the states of some slots."""
         return RecurrentState(self.state[slots], self.tail[slots])
-
-    def extend(self, slots, lengths, counts, state, tail):
-        """Writes the states after more tokens of some slots."""
-        return self.fill(slots, state, tail)
 
     def fill(self, slots, state, tail):
         """Writes the states of some slots; those out of range are ignored."""

@@ -208,11 +208,17 @@ def test_tokens_after_a_cache_are_those_of_whole_rows(quantized):
         for k, v in whole
     ]
     found = jax.jit(policy.extend)(
-        TOKEN_IDS[:, first:], batch["positions"][:, first:], past
+        TOKEN_IDS[:, first:],
+        batch["positions"][:, first:],
+        past,
+        np.arange(rows),
+        np.full(rows, length - first),
     )
-    for new, pair in zip(found, whole, strict=True):
-        for got, want in zip(new, pair, strict=True):
-            np.testing.assert_allclose(got, want[:, first:], atol=2e-5)
+    for layer, (keys, values) in zip(found, whole, strict=True):
+        got = layer.keys[..., :length].transpose(0, 3, 1, 2)
+        np.testing.assert_allclose(got, keys, atol=2e-5)
+        got = layer.values[:, :, :length].transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(got, values, atol=2e-5)
 
 
 def test_vllm_is_refused_by_name(quantized):

@@ -15,11 +15,11 @@ from tests.support import REFERENCE
 SHORT, LONG = 4, 60
 
 
-def rows(count, first=2):
+def rows(count, first=2, longest=LONG):
     """Rollouts of four prompts: the first ones short, then all lengths."""
     rng = np.random.default_rng(0)
     lengths = [SHORT] * (4 * first)
-    lengths += rng.integers(SHORT, LONG + 1, 4 * (count - first)).tolist()
+    lengths += rng.integers(SHORT, longest + 1, 4 * (count - first)).tolist()
     return [{"prompt_ids": rng.integers(20, 500, n).tolist()} for n in lengths]
 
 
@@ -39,7 +39,7 @@ class Compiled(keras.callbacks.Callback):
             self.names.append(span.label)
 
 
-def make(compile_ahead="auto"):
+def make(compile_ahead="auto", **settings):
     keras.utils.set_random_seed(0)
     task = kpt.GRPOTask.from_preset(
         REFERENCE / "models/llama3", sequence_length=160
@@ -47,7 +47,9 @@ def make(compile_ahead="auto"):
     task.compile(
         keras.optimizers.SGD(1e-3),
         rewards=[lambda completions: [len(c) % 3.0 for c in completions]],
-        rollout=kpt.rollout.NativeRollout(compile_ahead=compile_ahead),
+        rollout=kpt.rollout.NativeRollout(
+            compile_ahead=compile_ahead, **settings
+        ),
         num_generations=4,
         max_completion_length=60,
         # A sample ends at each token with a chance of about 1 in 16.
@@ -56,13 +58,13 @@ def make(compile_ahead="auto"):
     return task
 
 
-def later_programs(task, after=2, count=8, **fit):
+def later_programs(task, after=2, count=8, longest=LONG, **fit):
     """Names of the programs compiled after so many rollouts."""
     reader = Compiled(after, count)
     _spans.listen(reader.listen)
     try:
         task.fit(
-            rows(count),
+            rows(count, longest=longest),
             batch_size=4,
             shuffle=False,
             callbacks=[reader],
@@ -87,10 +89,13 @@ def test_samples_that_are_continued():
 
 
 def test_on_eight_devices(eight_devices):
+    """Also the programs of prompts that are computed in pieces."""
     keras.distribution.set_distribution(
         kpt.distribution.fsdp_tensor_parallel(4, 2)
     )
-    assert later_programs(make(compile_ahead=True)) == []
+    task = make(compile_ahead=True, prefill_chunk=64)
+    assert later_programs(task, longest=95) == []
+    assert "extension of 4 slots by 64 tokens" in task.rollout.programs
 
 
 def test_long_runs_do_and_short_runs_do_not():

@@ -165,6 +165,19 @@ def test_an_image_is_not_computed_behind_other_tokens(task):
         check_same(samples, engine_of(task).generate([given])[0])
 
 
+def test_what_follows_images_is_computed_in_pieces(task):
+    """What comes before the last image is not divided."""
+    requests = [
+        request(p, num_generations=2)
+        for p in prompts_of(task, (2, 1, 0), text=LONG)
+    ]
+    engine = engine_of(task, prefill_chunk=64)
+    found = engine.generate(requests)
+    assert any("by 64 tokens" in text for text in engine.programs)
+    for samples, expected in zip(found, engine_of(task).generate(requests)):
+        check_same(samples, expected)
+
+
 def test_an_interrupted_sample_continues_with_its_images(task):
     """Its first tokens are part of the prompt then."""
     [prompt] = prompts_of(task, (2,))

@@ -11,7 +11,6 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.models import experts
 from keras_posttrain.models.experts import choose_experts
-from keras_posttrain.rollout.native import decoding
 from tests.models.mixtures import make_mixture
 from tests.support import REFERENCE, weights
 from tests.tasks.contract import Record, odd
@@ -49,24 +48,19 @@ def choices_of(task, token_ids):
     return np.stack([np.asarray(x) for x in found], axis=1)
 
 
-@pytest.fixture
-def few_tokens(monkeypatch):
-    """Conversations are computed in several parts."""
-    monkeypatch.setattr(decoding, "EXTEND_TOKENS", 2)
-
-
-def test_the_engine_reports_the_experts_of_each_token(few_tokens):
-    """Of prompts that are computed, copied and continued."""
+def test_the_engine_reports_the_experts_of_each_token():
+    """Of prompts that are computed, in pieces too, copied and continued."""
     task = make()
-    long = list(range(20, 90))
-    prompts = [[5, 6, 7], [5, 6, 7], long + [3], long + [4, 5, 6, 7, 8]]
+    rng = np.random.default_rng(0)
+    long, more = (rng.integers(3, 95, n).tolist() for n in (70, 131))
+    prompts = [[5, 6, 7], [5, 6, 7], long + [3], long + more]
     requests = [
         kpt.rollout.Request(
             ids, 2, max_tokens=40, seed=0, return_routed_experts=True
         )
         for ids in prompts
     ]
-    engine = kpt.rollout.NativeRollout(num_slots=3)
+    engine = kpt.rollout.NativeRollout(num_slots=3, prefill_chunk=64)
     engine.set_model(task)
     found = engine.generate(requests)
     assert any("extension" in text for text in engine.programs)

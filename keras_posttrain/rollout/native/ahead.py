@@ -7,6 +7,8 @@ what it has asked for so far: a run that resumes has the same.
 
 import dataclasses
 
+import numpy as np
+
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.schedule import (
@@ -63,9 +65,9 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps):
     slots = [min(max(count, least), most_slots(most))]
     while slots[-1] > least:
         slots.append(max(power_of_two(slots[-1]) // 2, least))
-    room = power_of_two(max(longest, decoding.PREFILL_TOKENS))
     together = min(expected.samples if overlaps else expected.prompts, count)
-    most = min(-(-together * longest // shards), room)
+    # Longer prompts are computed in pieces.
+    most = min(-(-together * longest // shards), decoder.chunk)
     prompts = [64]
     while prompts[-1] < most:
         prompts.append(2 * prompts[-1])
@@ -116,8 +118,21 @@ def lower(decoder, weights, sizes):
             for length in sizes.prompts:
                 for prompts, places in _prompts(decoder, sizes, length, slots):
                     other.prefill(weights, prompts, places, sizes.routes)
+            if sizes.longest_prompt > decoder.chunk and tokens > decoder.chunk:
+                _lower_pieces(other, weights, sizes.routes)
             yield from found
             found.clear()
+
+
+def _lower_pieces(decoder, weights, routes):
+    """Lowers what computes whole pieces of prompts and copies them."""
+    piece = np.zeros(decoder.chunk, "int32")
+    shards = decoder.placement.shards
+    decoder.extend(
+        weights, [0] * shards, [1] * shards, [piece] * shards, routes
+    )
+    for filled in decoding.fill_sizes(decoder.slots):
+        decoder.copy([0] * filled, [0] * filled, decoder.tokens)
 
 
 def _prompts(decoder, sizes, length, slots):
@@ -125,7 +140,7 @@ def _prompts(decoder, sizes, length, slots):
 
     They are written to as many slots as each of `decoding.fill_sizes`.
     """
-    size = min(length, sizes.longest_prompt)
+    size = min(length, sizes.longest_prompt, decoder.chunk)
     # Rows are at least half full.
     count = (length // 2 // size + 1) * decoder.placement.shards
     if count > slots:

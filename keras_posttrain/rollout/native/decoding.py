@@ -26,10 +26,9 @@ from keras_posttrain.rollout.native.sampling import sample
 # Steps of one call. The tokens of a call are stored in a separate small cache
 # until it ends. Slots whose sequence has ended are idle until then.
 STEPS = 32
-# The most tokens of a conversation that are computed at once behind others.
-EXTEND_TOKENS = 512
-# The least number of tokens of prompts that are computed at once.
-PREFILL_TOKENS = 1024
+# Tokens of prompts that each device computes at once. Longer prompts are
+# computed in pieces of so many tokens, over the cache of those before.
+CHUNK = 1024
 # Prompts are written to at least this share of the slots at once.
 FEWEST_FILLED = 1 / 8
 # The compiled programs of a `SlotDecoder`, and those that return two results.
@@ -202,9 +201,9 @@ class SlotDecoder:
     `(tokens, mixtures, top_k)`.
     """
 
-    def __init__(self, policy, using_weights, empty, note):
+    def __init__(self, policy, using_weights, empty, note, chunk=CHUNK):
         self.policy, self._using_weights = policy, using_weights
-        self.empty = empty
+        self.empty, self.chunk = empty, chunk
         # Whether layers hold a state, which has no parts of fewer tokens.
         self.is_recurrent = policy.is_recurrent
         heads = [jax.tree.leaves(layer)[0].shape[1] for layer in empty]
@@ -325,11 +324,53 @@ class SlotDecoder:
         Returns:
             A list with the experts of each prompt's tokens, or with `None`s.
         """
-        longest = max(self.longest_prompt, *map(len, prompts))
-        room = power_of_two(max(longest, PREFILL_TOKENS))
+        images = images or [None] * len(prompts)
+        firsts = [self._first(*both) for both in zip(prompts, images)]
+        found = self._prefill_firsts(
+            weights,
+            [p[:first] for p, first in zip(prompts, firsts)],
+            # The others get copies of what is computed in pieces.
+            [
+                to[:1] if first < len(p) else to
+                for p, first, to in zip(prompts, firsts, slots)
+            ],
+            routes,
+            images,
+        )
+        long = [i for i, p in enumerate(prompts) if firsts[i] < len(p)]
+        if not long:
+            return found
+        later = self.extend(
+            weights,
+            [slots[i][0] for i in long],
+            [firsts[i] for i in long],
+            [prompts[i][firsts[i] :] for i in long],
+            routes,
+        )
+        copies = [(slots[i][0], to) for i in long for to in slots[i][1:]]
+        if copies:
+            self.copy(*map(list, zip(*copies)), self.tokens)
+        if routes:
+            for i, more in zip(long, later):
+                found[i] = np.concatenate([found[i], more])
+        return found
+
+    def _first(self, prompt, images):
+        """Counts the first tokens of a prompt, which are computed at once.
+
+        What follows them is text, in whole pieces.
+        """
+        least = 1 if images is None else int(images.places.max()) + 1
+        later = max(len(prompt) - least, 0)
+        return len(prompt) - later // self.chunk * self.chunk
+
+    def _prefill_firsts(self, weights, prompts, slots, routes, images):
+        """Computes prompts in no pieces, as `prefill`."""
+        longest = min(self.longest_prompt, self.chunk)
+        longest = max(longest, *map(len, prompts))
+        room = power_of_two(max(longest, self.chunk))
         width = min(power_of_two(longest, 64), self.tokens)
         rows, found = self.placement.shards, [None] * len(prompts)
-        images = images or [None] * len(prompts)
         for part in self._parts(prompts, room, rows):
             pairs = [
                 (Segment(prompts[i], images=images[i]), slots[i]) for i in part
@@ -473,26 +514,55 @@ class SlotDecoder:
             lengths: list of ints, the tokens that each of them holds.
             tokens: list of int arrays, those that follow.
         """
-        rows, found = list(zip(slots, lengths, tokens)), {}
-        while rows:
-            part = [(i, n, ids[:EXTEND_TOKENS]) for i, n, ids in rows]
+        found = {slot: [] for slot in slots}
+        for part in self._pieces(slots, lengths, tokens):
             chosen = self._extend_part(weights, part, routes)
-            for (i, *_), x in zip(part, chosen):
-                found.setdefault(i, []).append(x)
-            rows = [
-                (i, n + EXTEND_TOKENS, ids[EXTEND_TOKENS:])
-                for i, n, ids in rows
-                if len(ids) > EXTEND_TOKENS
-            ]
+            for (slot, *_), x in zip(part, chosen):
+                found[slot].append(x)
         if not routes:
             return [None] * len(slots)
-        return [np.concatenate(found[i]) for i in slots]
+        return [np.concatenate(found[slot]) for slot in slots]
+
+    def _pieces(self, slots, lengths, tokens):
+        """Yields lists of pieces `(slot, length, tokens)`, computed together.
+
+        The first piece of a sequence has what others, which are all of the
+        same size, leave.
+        """
+        rows = list(zip(slots, lengths, tokens))
+        # Similar lengths need little padding.
+        rows.sort(key=lambda row: (len(row[2]) - 1) % self.chunk)
+        sizes = [(len(ids) - 1) % self.chunk + 1 for *_, ids in rows]
+        while rows:
+            count = 0
+            while count < len(rows) and count < self._most_rows(sizes[count]):
+                count += 1
+            yield [
+                (slot, length, ids[:size])
+                for (slot, length, ids), size in zip(rows[:count], sizes)
+            ]
+            left = [
+                (slot, length + size, ids[size:])
+                for (slot, length, ids), size in zip(rows[:count], sizes)
+                if size < len(ids)
+            ]
+            rows, sizes = rows[count:] + left, sizes[count:]
+            sizes += [self.chunk] * len(left)
+
+    def _most_rows(self, tokens):
+        """Returns the sequences of so many tokens that are computed at once.
+
+        They are few enough for `chunk` tokens a device.
+        """
+        width = power_of_two(tokens, 16)
+        return max(self.chunk // width, 1) * self.placement.shards
 
     def _extend_part(self, weights, part, routes):
         longest = max(len(ids) for *_, ids in part)
         width = min(power_of_two(longest, 16), self.tokens)
         shards = self.placement.shards
-        count = power_of_two(-(-len(part) // shards), 4) * shards
+        least = min(self._most_rows(longest) // shards, 4)
+        count = power_of_two(-(-len(part) // shards), least) * shards
         token_ids = np.zeros((count, width), "int32")
         slots = np.full(count, self.slots, "int32")
         lengths, counts = np.zeros((2, count), "int32")
@@ -513,16 +583,14 @@ class SlotDecoder:
         adapted, routes = mode
         token_ids = self.placement.rows(token_ids)
         positions = lengths[:, None] + jnp.arange(token_ids.shape[1])
-        past = [self.placement.layer(layer.select(slots)) for layer in cache]
         with (
             using(self.policy, self._using_weights, adapted, weights),
             experts.recorded_choices(routes) as chosen,
         ):
-            kept = self.policy.extend(token_ids, positions, past, counts)
-        cache = [
-            self.placement.layer(layer.extend(slots, lengths, counts, *new))
-            for layer, new in zip(cache, kept)
-        ]
+            cache = self.policy.extend(
+                token_ids, positions, cache, slots, counts,
+                self.placement.layer,
+            )  # fmt: skip
         return cache, self._routes(chosen)
 
     # Steps

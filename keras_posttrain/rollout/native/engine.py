@@ -19,7 +19,11 @@ from keras_posttrain.rollout.memory import free_bytes
 from keras_posttrain.rollout.native import ahead, decoding
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.placed import PlacedWeights
-from keras_posttrain.rollout.native.samples import Samples, check_finite
+from keras_posttrain.rollout.native.samples import (
+    Samples,
+    check_finite,
+    power_of_two,
+)
 from keras_posttrain.rollout.native.schedule import LEAST_SHARED, Schedule
 from keras_posttrain.rollout.native.scoring import Scorer
 from keras_posttrain.rollout.native.session import NativeSession
@@ -63,6 +67,13 @@ class NativeRollout(Rollout):
             after 20. Programs of sessions, of prompts that share a beginning
             of 64 tokens, of images and of recurrent layers' prompts are
             compiled when they are needed.
+        prefill_chunk: int, a power of two, at least 64: the most tokens of
+            prompts, and of what continues a conversation, that each device
+            computes at once. Longer ones are computed in pieces of so many
+            tokens, each over the cache of those before, so that the memory
+            of the computation does not grow with them. The beginning of a
+            prompt up to its last image is never divided, and no prompt is
+            where KerasHub's cached decoding is used.
 
     Raises:
         ValueError: for an invalid argument.
@@ -87,6 +98,7 @@ class NativeRollout(Rollout):
         merge_adapter="auto",
         distribution=None,
         compile_ahead="auto",
+        prefill_chunk=decoding.CHUNK,
     ):
         super().__init__()
         is_int = (
@@ -118,11 +130,26 @@ class NativeRollout(Rollout):
                 "`compile_ahead` must be 'auto', True or False. "
                 f"Received: compile_ahead={compile_ahead!r}"
             )
+        is_int = (
+            isinstance(prefill_chunk, numbers.Integral)
+            and prefill_chunk is not True
+        )
+        if (
+            not is_int
+            or prefill_chunk < 64
+            or prefill_chunk != power_of_two(prefill_chunk)
+        ):
+            raise ValueError(
+                "`prefill_chunk` must be a power of two and at least 64, "
+                "such as 512. "
+                f"Received: prefill_chunk={prefill_chunk!r}"
+            )
         self.num_slots = num_slots
         self.cache_bytes = cache_bytes
         self.merge_adapter = merge_adapter
         self.distribution = distribution
         self.compile_ahead = compile_ahead
+        self.prefill_chunk = prefill_chunk
         self._synced = self._placed_for = self._expected = None
         self._reset()
 
@@ -296,6 +323,7 @@ class NativeRollout(Rollout):
             merge_adapter=self.merge_adapter,
             distribution=self.distribution,
             compile_ahead=self.compile_ahead,
+            prefill_chunk=self.prefill_chunk,
         )
         other.set_model(self.model)
         other.turn = self.turn
@@ -371,7 +399,9 @@ class NativeRollout(Rollout):
         self._scorer = Scorer(*parts, self._note)
         if task.policy.packable:
             empty = decoding.empty_layers(*parts, self._task_weights())
-            self._decoder = decoding.SlotDecoder(*parts, empty, self._note)
+            self._decoder = decoding.SlotDecoder(
+                *parts, empty, self._note, self.prefill_chunk
+            )
 
     def _note(self, text):
         if text not in self._programs:
