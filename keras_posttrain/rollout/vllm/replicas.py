@@ -11,7 +11,7 @@ import numpy as np
 from keras_posttrain import _console
 from keras_posttrain.rollout.vllm import http, job_threads
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
-from keras_posttrain.rollout.vllm.server import IN_FLIGHT, written
+from keras_posttrain.rollout.vllm.server import IN_FLIGHT
 
 # Tokens of a block of a prompt by which its replica is found again.
 BLOCK = 64
@@ -31,14 +31,12 @@ class Replica:
 
     Attributes:
         server: `ServerEngine`.
-        has_base: bool, whether it has all weights that adapters need.
         running: int, its samples at the moment.
         lost: `EngineFailure` since which it is not used, or `None`.
     """
 
     def __init__(self, server):
-        self.server, self.running = server, 0
-        self.has_base, self.lost = False, None
+        self.server, self.running, self.lost = server, 0, None
 
 
 class ReplicatedEngine:
@@ -53,11 +51,11 @@ class ReplicatedEngine:
 
     Args:
         servers: list of `ServerEngine`s, which run already.
-        folder: path of the files that all servers read.
+        sender: the `FullPush` or `DeltaPush` of their weights.
     """
 
-    def __init__(self, servers, folder):
-        self.folder = folder
+    def __init__(self, servers, sender):
+        self.sender = sender
         self.replicas = [Replica(server) for server in servers]
         self._lock = threading.Lock()
         self._weights = self._tensors = self._version = None
@@ -81,7 +79,7 @@ class ReplicatedEngine:
     def restart(self):
         """Uses all replicas that answer; waits until one does."""
         for replica in self.replicas:
-            replica.has_base = False
+            replica.server.held = None
         limit = time.monotonic() + self.replicas[0].server.timeout
         self._return()
         while not self.used:
@@ -125,7 +123,7 @@ class ReplicatedEngine:
         with self._lock:
             if replica.lost is not None:
                 return
-            replica.lost, replica.has_base = error, False
+            replica.lost, replica.server.held = error, None
             self._prefixes = {
                 k: v for k, v in self._prefixes.items() if v is not replica
             }
@@ -167,25 +165,25 @@ class ReplicatedEngine:
         """Loads all weights and returns the bytes moved."""
         self._weights = weights
         self._return()
-        self._push(self.used, version)
+        moved = self._push(self.used, version)
         self._sent(version)
-        return weights.num_bytes * len(self.used)
+        return moved
 
     def _push(self, replicas, version):
-        weights, count = self._weights, len(self._weights.table)
+        """Sends all weights to replicas; returns the bytes moved."""
 
-        def load(replica):
-            replica.server.load(folder, count, version)
-            replica.has_base = True
+        def on_each(servers, f):
+            wanted = [r for r in replicas if r.server in servers]
+            self._on_each(wanted, lambda r: f(r.server))
 
-        if replicas:
-            with written(weights, self.folder, version) as folder:
-                self._on_each(replicas, load)
+        servers = [r.server for r in replicas]
+        return self.sender(self._weights, version, servers, on_each)
 
     def push_adapter(self, directory, version):
         """Loads an adapter from the directory of its files."""
         self._return()
-        self._push([r for r in self.used if not r.has_base], version)
+        base = [r for r in self.used if r.server.held is None]
+        self._push(base, version)
         self._on_each(
             self.used, lambda r: r.server.push_adapter(directory, version)
         )

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import secrets
-import shutil
 import subprocess
 import time
 import weakref
@@ -17,6 +16,7 @@ from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
 from keras_posttrain.rollout.vllm.local import ENVIRONMENT, FORCED, threads
+from keras_posttrain.rollout.vllm.pushes import FullPush
 
 # The most seconds until a server answers; importing its libraries takes most
 # of them.
@@ -32,11 +32,19 @@ class ServerEngine:
 
     To start one, it needs vLLM's engine arguments and the interpreter
     `python`. The server must be able to read `folder`. It has at most
-    `timeout` seconds for an answer.
+    `timeout` seconds for an answer. `sender` is the `FullPush` or `DeltaPush`
+    that `push` uses.
+
+    Attributes:
+        held: str, the version of all weights that it was sent last, or `None`
+            if it may have others.
     """
 
-    def __init__(self, arguments, timeout, folder, python, url, api_key):
+    def __init__(
+        self, arguments, timeout, folder, python, url, api_key, sender=None
+    ):
         self.arguments, self.timeout = arguments, timeout
+        self.sender, self.held = sender or FullPush(folder), None
         self.folder, self.python = pathlib.Path(folder), python
         self.url, self.api_key = url, api_key
         self.model, self.process, self._count = "policy", None, 0
@@ -45,6 +53,7 @@ class ServerEngine:
     # The process
 
     def start(self):
+        self.held = None
         if self.python is not None:
             self._launch()
         self.wait_until_healthy()
@@ -169,15 +178,34 @@ class ServerEngine:
 
     def push(self, weights, version):
         """Loads all weights and returns the bytes moved."""
-        with written(weights, self.folder, version) as folder:
-            self.load(folder, len(weights.table), version)
-        return weights.num_bytes
+        return self.sender(weights, version, [self], _on_each)
 
-    def load(self, folder, count, version):
-        """Loads the files of `count` tensors."""
+    def load(self, folder, count, version, keep=False):
+        """Loads the files of `count` tensors.
+
+        `keep` is whether the server keeps them for `load_difference`.
+        """
+        kept = [version] if keep else []
+        self._load(count, version, "kpt_load", str(folder), *kept)
+
+    def load_difference(self, folder, count, version):
+        """Loads the difference from the weights that it was sent last.
+
+        Returns:
+            `None`, or why the difference does not fit what the server has; it
+            needs all weights then.
+        """
+        return self._load(count, version, "kpt_load_difference", str(folder))
+
+    def _load(self, count, version, method, *args):
+        self.held = None
         # The server may have been restarted since `start`.
         self._rpc("kpt_prepare")
-        for answer in self._rpc("kpt_load", str(folder)):
+        answers = self._rpc(method, *args)
+        for answer in answers:
+            if "refused" in answer:
+                return answer["refused"]
+        for answer in answers:
             if answer["tensors"] != count:
                 raise EngineFailure(
                     f"The server loaded {answer['tensors']} of {count} "
@@ -185,6 +213,8 @@ class ServerEngine:
                 )
         self.model = "policy"
         self._set_version(version)
+        self.held = version
+        return None
 
     def push_adapter(self, directory, version):
         """Loads an adapter from the directory of its files."""
@@ -277,15 +307,8 @@ class ServerEngine:
         return self._call("POST", "/collective_rpc", body)["results"]
 
 
-@contextlib.contextmanager
-def written(weights, folder, version):
-    """A scope in which all weights are in files; gives their folder."""
-    folder = folder / f"weights-{version}"
-    try:
-        weights.write(folder)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _on_each(servers, f):
+    return [f(server) for server in servers]
 
 
 def _flags(arguments):

@@ -86,6 +86,20 @@ def check(adapter, max_length, cache_bytes, directory, timeout):
         )
 
 
+def check_push(push, is_server):
+    """Checks how `VLLMRollout` pushes weights, to a server or to no server."""
+    if push not in ("full", "delta"):
+        raise ValueError(
+            f"`push` must be 'full' or 'delta'. Received: push={push!r}"
+        )
+    if push == "delta" and not is_server:
+        raise ValueError(
+            "`push='delta'` is for servers: pass `url`, `urls` or `python`. "
+            "vLLM in the trainer's process reads the trainer's arrays. "
+            "Received: push='delta'"
+        )
+
+
 def check_task(adapter, lora, on_tpu, is_mixture):
     """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
     if jax.process_count() > 1:

@@ -72,17 +72,23 @@ class Weights:
         for name, array in arrays_of(tensors, self._values()):
             yield name, array.astype(dtype, copy=False)
 
-    def write(self, directory):
-        """Writes safetensors files with one tensor in memory at a time."""
+    def write(self, directory, arrays=None):
+        """Writes safetensors files with one tensor in memory at a time.
+
+        `arrays` is a dict of all tensors, if they were computed before.
+        """
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True)
         dtypes = dict.fromkeys(self.table, self.dtype)
         shapes = {name: t.shape for name, t in self.table.items()}
         shards = checkpoint_files.plan_shards(shapes, dtypes, MAX_SHARD_BYTES)
         order = [name for names in shards.values() for name in names]
-        arrays = (array for _, array in self.arrays(order))
+        if arrays is None:
+            found = (array for _, array in self.arrays(order))
+        else:
+            found = (arrays[name] for name in order)
         checkpoint_files.write_tensors(
-            directory, shards, shapes, dtypes, arrays
+            directory, shards, shapes, dtypes, found
         )
 
     def check(self, expected):

@@ -11,13 +11,18 @@ are those of vLLM's server, and the server's key is in VLLM_API_KEY:
     python worker.py --model /models/qwen3 --port 8000
 """
 
+import concurrent.futures
+import json
 import os
 import pathlib
 import secrets
 import shutil
 import sys
 import tempfile
+import zlib
 
+# The files of a difference; `difference.py` describes them.
+INDEX, DATA = "difference.json", "difference.bin"
 # The name under which vLLM's processes import a copy of this file.
 MODULE = "kpt_vllm_worker"
 # Environment variables that a server needs.
@@ -78,17 +83,57 @@ class RolloutWorkerExtension:
                 found.update(_checkpoint_shapes(name, module, packed))
         return found
 
-    def kpt_load(self, directory):
-        """Loads the weights in a directory of safetensors files."""
+    def kpt_load(self, directory, version=None):
+        """Loads the weights in a directory of safetensors files.
+
+        With the name of a `version`, a copy of the tensors is kept in this
+        process's memory, at which `kpt_load_difference` can begin.
+        """
         from safetensors import safe_open
+
+        kept, self._kpt_kept = {}, None
 
         def tensors():
             for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():
-                        yield name, opened.get_tensor(name)
+                        tensor = opened.get_tensor(name)
+                        if version is not None:
+                            kept[name] = tensor = tensor.clone()
+                        yield name, tensor
 
-        return self.kpt_load_tensors(tensors())
+        answer = self.kpt_load_tensors(tensors())
+        if version is not None:
+            self._kpt_kept = version, kept
+        return answer
+
+    def kpt_load_difference(self, directory):
+        """Loads the kept weights with a difference applied to them.
+
+        Returns:
+            As `kpt_load`, or a dict with `refused`, the reason why the
+            difference does not fit: then no weights were loaded and none are
+            kept.
+        """
+        import torch
+
+        kept, self._kpt_kept = getattr(self, "_kpt_kept", None), None
+        index = json.loads((pathlib.Path(directory) / INDEX).read_text())
+        if kept is None:
+            return {"refused": "it has kept no weights"}
+        version, tensors = kept
+        if version != index["base"]:
+            return {"refused": f"it has kept version {version!r}"}
+        arrays = {
+            name: tensor.view(-1).view(torch.uint8).numpy()
+            for name, tensor in tensors.items()
+        }
+        wrong = apply_difference(directory, index, arrays)
+        if wrong:
+            return {"refused": f"checksums differ, of {sorted(wrong)[:3]}"}
+        answer = self.kpt_load_tensors(iter(tensors.items()))
+        self._kpt_kept = index["version"], tensors
+        return answer
 
     def kpt_load_arrays(self, arrays):
         """Loads the weights of an iterator of `(name, numpy array)`."""
@@ -136,6 +181,56 @@ class RolloutWorkerExtension:
             if hasattr(module, "w13_weight"):
                 experts = module.quant_method.moe_kernel.fused_experts
                 experts.process_weights_after_loading(module)
+
+
+def apply_difference(directory, index, arrays):
+    """Applies a difference to arrays, in place.
+
+    Args:
+        directory: path of its folder.
+        index: dict, the content of its index.
+        arrays: dict of the old tensors' bytes, flat numpy arrays of uint8.
+
+    Returns:
+        A list of the names of tensors that do not have the checksum of the
+        new weights afterwards.
+    """
+    path, entries = pathlib.Path(directory) / DATA, index["tensors"]
+    names = sorted(entries.keys() & arrays.keys())
+
+    def is_wrong(name):
+        try:
+            _apply(path, entries[name], arrays[name])
+        except (IndexError, OSError, ValueError, zlib.error):
+            return True
+        return zlib.crc32(arrays[name]) != entries[name]["checksum"]
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        wrong = [n for n, bad in zip(names, pool.map(is_wrong, names)) if bad]
+    return wrong + sorted(entries.keys() ^ arrays.keys())
+
+
+def _apply(path, entry, array):
+    """Applies the difference of one tensor to its bytes."""
+    # vLLM needs it, but this file is imported without vLLM too.
+    import numpy as np
+
+    size = entry["stop"] - entry["start"]
+    if not size:
+        return
+    data = np.fromfile(path, "uint8", size, offset=entry["start"])
+    if not entry["gap_bits"]:
+        array[:] = data
+        return
+    planes = np.frombuffer(zlib.decompress(data), "uint8")
+    gap_bytes, flip_bytes = entry["gap_bits"] // 8, entry["bits"] // 8
+    rows = planes.reshape(gap_bytes + flip_bytes, -1)
+    gaps, flips = (
+        np.ascontiguousarray(part.T).view(f"uint{8 * len(part)}").reshape(-1)
+        for part in (rows[:gap_bytes], rows[gap_bytes:])
+    )
+    places = np.cumsum(gaps, dtype="int64") - 1
+    array.view(f"uint{entry['bits']}")[places] ^= flips
 
 
 def copy(directory):
