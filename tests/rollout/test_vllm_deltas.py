@@ -121,6 +121,7 @@ class Worker(worker.RolloutWorkerExtension):
     def __init__(self):
         # Nothing is packed again on it.
         self.device = types.SimpleNamespace(type="cuda")
+        self.parallel_config = types.SimpleNamespace(data_parallel_size=1)
         self.loaded, self.calls = {}, []
 
     def kpt_prepare(self):
@@ -147,16 +148,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         size = int(self.headers["Content-Length"] or 0)
         body = json.loads(self.rfile.read(size) or "{}")
-        answer, here = {}, self.server.worker
+        answer, here, status = {}, self.server.worker, 200
         if self.path == "/collective_rpc":
             here.calls.append(body["method"])
-            method = getattr(here, body["method"])
-            answer = {"results": [method(*body["args"])]}
-        self.answer(answer)
+            try:
+                result = getattr(here, body["method"])(*body["args"])
+                answer = {"results": [result]}
+            except RuntimeError:
+                status = 500
+        self.answer(answer, status)
 
-    def answer(self, content):
+    def answer(self, content, status=200):
         text = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -306,6 +310,24 @@ def test_a_refused_difference_loads_nothing(servers, tmp_path):
     assert reason == "it has kept version 'other'"
     assert here.loaded is loaded
     assert here._kpt_kept is None and engine.held is None
+
+
+def test_a_refusal_of_several_engines_is_a_failure(servers, tmp_path):
+    """vLLM returns the answer of its first engine, but errors of all."""
+    weights, train = model()
+    here = servers[0].worker
+    engine = connected(servers[0], DeltaPush(tmp_path), tmp_path)
+    engine.push(weights, "one")
+    here.parallel_config.data_parallel_size = 2
+    here._kpt_kept = None
+    train()
+    with pytest.raises(EngineFailure, match="/collective_rpc"):
+        engine.push(weights, "two")
+    # As the run does: the same weights, of another name.
+    assert engine.push(weights, "again") == weights.num_bytes
+    assert here.loaded == expected(weights)
+    names = "kpt_load", "kpt_load_difference", "kpt_load"
+    assert loads(servers[0]) == list(names)
 
 
 def test_one_of_two_servers_comes_back(servers, said, tmp_path):

@@ -183,6 +183,50 @@ def test_one_of_two_is_killed_and_comes_back(
     assert "is lost (1 of 2 left)" in lost and "answers again" in back
 
 
+def test_deltas_give_the_weights_of_a_full_push(servers):
+    """Also to a server that another trainer has used in between."""
+    task = make("llama_tied", task=kpt.SFTTask, sequence_length=256)
+    engine, full = engine_of(servers, push="delta"), engine_of(servers)
+    # Changes of a few values of float32.
+    rng, rates = np.random.default_rng(0), iter((0.5, 0.7))
+
+    def train():
+        rate = next(rates)
+        for variable in task.trainable_variables:
+            chosen = rng.random(variable.shape) < 0.01
+            variable.assign_add((rate * chosen).astype("float32"))
+
+    def pushed(engine):
+        """The log-probabilities of each server, and the bytes sent."""
+        engine.set_model(task)
+        engine.sync_weights()
+        job = jobs.scoring_job(engine._probe.token_ids, None, 1.0)
+        scores = [r.prompt for r in engine._engine.run_on_each(job)]
+        assert scores[0] == scores[1]
+        return scores[0], engine.metrics()["vllm/sync_bytes"]
+
+    try:
+        first, size = pushed(engine)
+        train()
+        second, moved = pushed(engine)
+        assert second != first and 0 < moved < size / 10
+        other = VLLMRollout(servers[0].url, api_key=KEY)
+        other.set_model(make("llama_tied", task=kpt.SFTTask))
+        other.sync_weights()
+        other.stop()
+        train()
+        third, moved = pushed(engine)
+        # One of the two gets all weights.
+        assert size / 2 < moved < 0.6 * size
+        assert (third, size) == pushed(full)
+        assert third not in (first, second)
+        used = engine.metrics()["vllm/replicas"], engine.restarts
+        assert used == (2, 0)
+    finally:
+        engine.stop()
+        full.stop()
+
+
 def test_conversations_weights_and_the_last_server(servers, served):
     """Turns stay where their first was; foreign weights are not sampled."""
     task = make("llama_tied", task=kpt.SFTTask, sequence_length=256)

@@ -113,27 +113,34 @@ class RolloutWorkerExtension:
         Returns:
             As `kpt_load`, or a dict with `refused`, the reason why the
             difference does not fit: then no weights were loaded and none are
-            kept.
+            kept. With data parallelism it raises an error instead.
         """
         import torch
 
         kept, self._kpt_kept = getattr(self, "_kpt_kept", None), None
         index = json.loads((pathlib.Path(directory) / INDEX).read_text())
         if kept is None:
-            return {"refused": "it has kept no weights"}
+            return self._kpt_refusal("it has kept no weights")
         version, tensors = kept
         if version != index["base"]:
-            return {"refused": f"it has kept version {version!r}"}
+            return self._kpt_refusal(f"it has kept version {version!r}")
         arrays = {
             name: tensor.view(-1).view(torch.uint8).numpy()
             for name, tensor in tensors.items()
         }
         wrong = apply_difference(directory, index, arrays)
         if wrong:
-            return {"refused": f"checksums differ, of {sorted(wrong)[:3]}"}
+            return self._kpt_refusal(f"checksums differ, of {wrong[:3]}")
         answer = self.kpt_load_tensors(iter(tensors.items()))
         self._kpt_kept = index["version"], tensors
         return answer
+
+    def _kpt_refusal(self, reason):
+        if self.parallel_config.data_parallel_size > 1:
+            # Of several engines vLLM returns the first one's answer alone,
+            # but the errors of all.
+            raise RuntimeError(f"The difference does not fit: {reason}")
+        return {"refused": reason}
 
     def kpt_load_arrays(self, arrays):
         """Loads the weights of an iterator of `(name, numpy array)`."""
