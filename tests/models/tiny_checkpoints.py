@@ -249,11 +249,7 @@ def logits_by_states(causal_lm):
         ids = TOKEN_IDS[:, first : first + more + 1]
         counts = np.full(rows, more)
         places = first + np.tile(np.arange(more + 1), (rows, 1))
-        new = policy.extend(ids, places, cache, counts)
-        cache = [
-            layer.extend(slots, lengths, counts, *pair)
-            for layer, pair in zip(cache, new)
-        ]
+        cache = policy.extend(ids, places, cache, slots, counts)
         lengths = lengths + more
         recent = [x.begun(lengths, length) for x in cache]
         out = []
