@@ -120,6 +120,12 @@ The key-value cache takes at most half of the free memory.
 `NativeRollout(cache_bytes=…)` sets another limit. If the limit does not hold
 all slots, fewer are used.
 
+A prompt of more than 1,024 tokens is computed in pieces of so many, each over
+the cache of those before it: the memory of the computation does not grow with
+prompts, nor with how many come at once. `NativeRollout(prefill_chunk=512)`
+makes the pieces shorter. The beginning of a prompt up to its last image stays
+whole.
+
 The log-probabilities equal those that training computes, up to float rounding.
 `score` returns them for any sequence. With `top_k` it also returns the most
 probable tokens at each position.
