@@ -337,10 +337,10 @@ def tensor_parallel(model=None, *, devices=None):
     ([Shoeybi et al., 2019](https://arxiv.org/abs/1909.08053)). Between the
     products of a layer the tokens of a batch are split, and with them what is
     kept for the backward pass
-    ([Korthikanti et al., 2022](https://arxiv.org/abs/2205.05198)): so it is in
-    layers without experts and on kernels that are no codes, if `model` divides
-    the tokens of a device's rows. If `model` is below the number of devices,
-    the model is replicated and the replicas split the rows.
+    ([Korthikanti et al., 2022](https://arxiv.org/abs/2205.05198)), if their
+    number is divisible by that of the devices. Layers with experts or
+    quantized kernels keep them whole. If `model` is below the number of
+    devices, the model is replicated and the replicas split the rows.
 
     Args:
         model: int, devices that hold the model together, or `None` for all.
@@ -367,7 +367,7 @@ def tensor_parallel(model=None, *, devices=None):
 def fsdp_tensor_parallel(data=None, model=None, *, devices=None):
     """FSDP over `data` devices and tensor parallelism over `model` devices.
 
-    They are those of `fsdp` and of `tensor_parallel`.
+    See `fsdp` and `tensor_parallel`.
 
     Args:
         data: int, devices along the data axis, or `None` to compute it from

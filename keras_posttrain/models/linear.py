@@ -74,7 +74,7 @@ class MatrixAxes:
     """
 
     def __init__(self, layer, shape=None):
-        equation = getattr(layer, "equation", "bd,do->bo")
+        equation = equation_of(layer)
         if "..." in equation:
             raise ValueError(
                 "The equation of a linear layer must name its axes. "
@@ -200,7 +200,7 @@ def _without_length(equation):
 def flatten_linear_layers(backbone):
     """Applies `flatten_tokens` to the linear layers of a backbone, once."""
     for layer in sublayers(backbone):
-        if isinstance(layer, KINDS) and not hasattr(layer, "kpt_flat"):
+        if is_linear(layer) and not hasattr(layer, "kpt_flat"):
             layer.kpt_flat = flatten_tokens(layer)
 
 
@@ -212,3 +212,8 @@ def is_flat(layer):
 def is_linear(layer):
     """Returns whether a layer is a matrix product."""
     return isinstance(layer, KINDS)
+
+
+def equation_of(layer):
+    """Returns the einsum of a matrix product."""
+    return getattr(layer, "equation", "bd,do->bo")

@@ -438,9 +438,7 @@ class Policy:
 
         `remat` is one of `rematerialisation.CHOICES`.
         """
-        layouts = None
-        if tensor_parallel.takes_split_tokens(layer):
-            layouts = tensor_parallel.layouts_of(len(x))
+        layouts = tensor_parallel.layouts_for(layer, len(x))
         if layouts is None:
             x = sharding.shard_rows(x)
         else:

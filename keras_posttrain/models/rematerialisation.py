@@ -7,11 +7,10 @@ computed, and `jax.checkpoint` keeps those whose names are in the set.
 import contextlib
 
 import jax
-import keras
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_posttrain.models import sharding
-from keras_posttrain.models.linear import sublayers
+from keras_posttrain.models.linear import is_linear, sublayers
 
 # The outputs of attention and, where a kernel has them, its statistics; those
 # of the delta rule.
@@ -30,7 +29,6 @@ KEPT = {
 }
 # From the least to the most memory.
 CHOICES = (*KEPT, "none")
-LINEAR = (keras.layers.Dense, keras.layers.EinsumDense)
 
 
 def saveable(choice):
@@ -50,7 +48,7 @@ def saveable(choice):
 def linear_layers(layer):
     """Yields pairs of a linear layer inside `layer` and its outputs' name."""
     for part in sublayers(layer):
-        if isinstance(part, LINEAR):
+        if is_linear(part):
             name = part.name.removesuffix("_dense")
             projects = name in ("query", "key", "value")
             projects |= name.startswith("in_proj_")

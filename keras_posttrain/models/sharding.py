@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from keras_posttrain._chips import published_memory
-from keras_posttrain.models.linear import sublayers
+from keras_posttrain.models.linear import equation_of, sublayers
 
 
 def layout_of(variable):
@@ -543,7 +543,7 @@ def _has_summed_output(layer, model):
     if not hasattr(kernel, "path"):
         return False
     split = split_of(kernel)
-    equation = getattr(layer, "equation", "bd,do->bo")
+    equation = equation_of(layer)
     _, labels, outputs = re.split(",|->", equation)
     return model not in split.to_save_memory and any(
         axis == model and label not in outputs

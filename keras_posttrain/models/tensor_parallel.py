@@ -67,18 +67,18 @@ def layouts_of(tokens):
     )
 
 
-def takes_split_tokens(layer):
-    """Returns whether a decoder layer's products run in `split_products`.
+def layouts_for(layer, tokens):
+    """Returns the `TokenLayouts` of a decoder layer's tokens, or `None`.
 
     Experts exchange tokens by themselves, and codes are multiplied elsewhere.
     """
-    if experts.is_recorded(layer):
-        return False
-    products = [x for x in linear.sublayers(layer) if linear.is_flat(x)]
-    others = [x for x in linear.sublayers(layer) if linear.is_linear(x)]
+    layouts = layouts_of(tokens)
+    if layouts is None or experts.is_recorded(layer):
+        return None
     summed = sharding.layers_with_summed_outputs(layer)
-    known = set(map(id, products))
-    return bool(summed) and all(id(x) in known for x in (*others, *summed))
+    products = filter(linear.is_linear, linear.sublayers(layer))
+    every = all(map(linear.is_flat, (*products, *summed)))
+    return layouts if summed and every else None
 
 
 def shards(policy, tokens):
@@ -86,9 +86,8 @@ def shards(policy, tokens):
 
     `tokens` is the number of those that pass through the model at once.
     """
-    layouts = layouts_of(tokens)
-    every = policy.packable and all(map(takes_split_tokens, policy.layers))
-    return layouts.size if layouts is not None and every else 1
+    found = [layouts_for(layer, tokens) for layer in policy.layers]
+    return found[0].size if policy.packable and all(found) else 1
 
 
 @contextlib.contextmanager
@@ -133,7 +132,7 @@ class _Products(linear.Products):
         axis, layouts = self._axis(layer), self._layouts
         if axis is None:
             return super().low_rank(layer, x, a, b, scale)
-        inside, labels, _ = re.split(",|->", _equation(layer))
+        inside, labels, _ = re.split(",|->", linear.equation_of(layer))
         laid = jax.lax.with_sharding_constraint
         # Where tokens are split, so is the product.
         if labels[axis] in inside:
@@ -166,10 +165,6 @@ class _Products(linear.Products):
         parts = (size, shape[axis] // size)
         x = x.reshape(*shape[:axis], *parts, *shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
-
-
-def _equation(layer):
-    return getattr(layer, "equation", "bd,do->bo")
 
 
 def _on_own_tokens(layouts, x, factor):
