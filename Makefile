@@ -25,8 +25,9 @@ vllm: $(VLLM_ENV)/.installed
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
 
+# Programs are compiled as users compile them, which `make test` does not do.
 test-full: lint
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30 -m ""
+	XLA_FLAGS="$(XLA_FLAGS)" $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30 -m ""
 
 # With a real vLLM, in an environment of its own (some GB). vLLM keeps beside
 # it what it finds out about a kind of model in a process made for that. Here

@@ -125,6 +125,13 @@ def read_log(directory):
     return [json.loads(line) for line in lines.splitlines()]
 
 
+def simulated(count):
+    """The environment of a process with so many CPU devices."""
+    flag = f"--xla_force_host_platform_device_count={count}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
 def run_on_eight_devices(module, *arguments):
     """Runs a script of `tests` in a process with eight CPU devices.
 
@@ -135,11 +142,7 @@ def run_on_eight_devices(module, *arguments):
         capture_output=True,
         text=True,
         cwd=REFERENCE.parent.parent,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
+        env=simulated(8),
     )
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
     return done.stdout

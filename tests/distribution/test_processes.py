@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.distribution.two_processes import outcome
-from tests.support import REFERENCE, read_log
+from tests.support import REFERENCE, read_log, simulated
 
 ROOT = REFERENCE.parent.parent
 pytestmark = pytest.mark.usefixtures("eight_devices")
@@ -27,11 +27,7 @@ def start(directory, *cases):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
+    env = simulated(4)
     script = "-m", "tests.distribution.two_processes", str(directory), port
     started = []
     for i in range(2):
