@@ -206,6 +206,8 @@ class _Worker:
                     return index, failure
             else:
                 failure = Failure(f"took longer than {self.seconds:g} s")
+        except ValueError as error:
+            failure = Failure(f"sent an answer that cannot be read ({error})")
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
@@ -222,11 +224,18 @@ class _Worker:
 
 
 def _decode(answer):
-    """Returns the arguments of `child.encode`."""
+    """Returns the arguments of `child.encode`.
+
+    Raises:
+        ValueError: if something else in the process wrote the answer.
+    """
     line, _, data = answer.partition(b"\n")
-    kind, value, sizes = json.loads(line)
-    for name, size in sizes.items():
-        value[name], data = data[:size], data[size:]
+    try:
+        kind, value, sizes = json.loads(line)
+        for name, size in sizes.items():
+            value[name], data = data[:size], data[size:]
+    except (AttributeError, RecursionError, TypeError) as error:
+        raise ValueError(str(error)) from error
     return kind, value
 
 

@@ -1,6 +1,7 @@
 """Rewards in worker processes: what hangs, grows or dies costs itself only."""
 
 import copy
+import multiprocessing.connection
 import os
 import pathlib
 import signal
@@ -87,6 +88,23 @@ def test_what_costs_a_completion_its_own_reward_only():
     ]
     # All is well again.
     assert score(reward, ["1", "2"]) == [1, 2]
+
+
+def intruding(completions):
+    """Writes to the trainer what is no answer, as code under test could."""
+    for data in filter(None, completions):
+        connection = multiprocessing.connection.Connection(int(sys.argv[1]))
+        connection.send_bytes(data.encode())
+        time.sleep(60)
+    return [1.0]
+
+
+def test_an_answer_that_cannot_be_read_costs_its_completion():
+    reward = kpt.rewards.Isolated(intruding, timeout=60.0)
+    answers = ["no JSON", '["value", 1, {"a": 1}]', ""]
+    *failed, last = score(reward, answers)
+    assert last == 1.0
+    assert all("cannot be read" in reason for reason in failed), failed
 
 
 def test_the_report_names_the_completion():
