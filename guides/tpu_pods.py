@@ -171,8 +171,9 @@ full row, which it gathers in every layer; everything else it computes of its
 tokens alone. Packed rows, sliding windows and shared prompts give the numbers
 of one device. Weights are split over all devices as before, and the engine
 samples as before. Batches then have a multiple of `devices / context` rows,
-not of `devices`. A model with recurrent layers, such as Qwen 3.5, and rows
-with images are refused.
+not of `devices`. The devices of a row may be some of one host or all of
+several, which then read the same rows. A model with recurrent layers, such as
+Qwen 3.5, and rows with images are refused.
 
 By the TPU compiler a step of Llama-3.1-8B on a row of 131,072 tokens, all
 weights trained with `remat="full"`, takes 25.7 GiB of a v5p chip's 95.7 GiB on

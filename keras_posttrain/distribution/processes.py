@@ -62,14 +62,56 @@ def need_distribution():
         )
 
 
+def need_even_rows():
+    """Raises an error if processes hold rows of a batch that partly overlap.
+
+    Keras makes arrays of what each process has: as many rows in all of them,
+    and in any two of them the same rows or different ones. `put_rows` makes
+    them of all rows, for any layout.
+    """
+    distribution = keras.distribution.distribution()
+    if count() == 1 or distribution is None:
+        return
+    size = distribution.device_mesh.backend_mesh.size
+    layout = distribution.get_data_layout((size,)).backend_layout
+    held = {}
+    for device, (part,) in layout.devices_indices_map((size,)).items():
+        starts = held.setdefault(device.process_index, set())
+        starts.add(part.start or 0)
+    shares = set(map(frozenset, held.values()))
+    rows = set().union(*shares)
+    if len({*map(len, shares)}) == 1 and len(rows) == sum(map(len, shares)):
+        return
+    numbers = {start: i for i, start in enumerate(sorted(rows))}
+    text = ", ".join(
+        f"process {i} has {sorted(numbers[x] for x in held[i])}"
+        for i in sorted(held)[:4]
+    )
+    raise ValueError(
+        "Devices that have the same rows, along the axis of `context` or "
+        "`model`, must belong to one process, or be all devices of several; "
+        "and each process must have the same number of devices. Received: "
+        f"of {len(rows)} parts of a batch, counted from 0, {text}"
+        f"{', and so on' * (len(held) > 4)}. Use a `context` or `model` that "
+        "divides the number of devices of a process or is a multiple of it."
+    )
+
+
 def own_rows():
     """Returns a function that selects this process's rows of a batch.
+
+    Devices of several processes that have the same rows, such as those that
+    split the tokens of a row, select the same.
 
     Returns:
         A function from the number of rows to a sorted int array of indices.
         It may be called in any thread. `None` if this process holds all
         rows: there is one process, or no distribution.
+
+    Raises:
+        ValueError: see `need_even_rows`.
     """
+    need_even_rows()
     # Keras's distribution is thread-local.
     distribution = keras.distribution.distribution()
     if count() == 1 or distribution is None:

@@ -273,7 +273,9 @@ def fsdp(data=None, *, experts=1, context=1, devices=None):
     every layer (as in [Llama Team, 2024](https://arxiv.org/abs/2407.21783),
     section 3.3.2); `models/context.py` says how. Weights are split over all
     devices as without it. `NativeRollout` samples as under `fsdp()`: each
-    device has sequences of its own.
+    device has sequences of its own. With several processes these devices are
+    some of one process, or all devices of several, which then make the same
+    rows; `fit` on rows refuses others.
 
     Args:
         data: int, the number of devices, or with `experts` or `context` the

@@ -66,18 +66,20 @@ def _expected(probabilities, values):
     return jnp.where(probabilities == 0, 0.0, probabilities * values)
 
 
-def _mixture_log_ratio(own, other, share):
-    """Computes `log(own / ((1 - share) * own + share * other))`.
+def _mixture_log_ratio(own, other, kept, share):
+    """Computes `log(own / (kept * own + share * other))`.
 
-    Accurate to float32's relative precision for shares close to 0 and 1 as
-    well, and exactly 0 for equal probabilities. Finite where `own` is 0.
+    `kept` and `share` sum to 1; both are given, since 1 minus the other has
+    no digits of a small one. Accurate to float32's relative precision for
+    shares close to 0 and 1 as well, and exactly 0 for equal probabilities.
+    Finite where `own` is 0.
     """
     divisor = jnp.maximum(own, TINY)
     excess = share * ((other - own) / divisor)
     result = -jnp.log1p(excess)
     if share > 0.5:
         # 1 + excess cancels here; the equal sum below does not.
-        left = jnp.maximum((1 - share) + share * (other / divisor), TINY)
+        left = jnp.maximum(kept + share * (other / divisor), TINY)
         result = jnp.where(excess < -0.5, -jnp.log(left), result)
     return result
 
@@ -96,8 +98,8 @@ def _reverse_kl_terms(student, teacher):
 
 def _jensen_shannon_terms(student, teacher, beta, scaled):
     p, q = jnp.exp(teacher), jnp.exp(student)
-    of_teacher = _mixture_log_ratio(p, q, 1 - beta)
-    of_student = _mixture_log_ratio(q, p, beta)
+    of_teacher = _mixture_log_ratio(p, q, beta, 1 - beta)
+    of_student = _mixture_log_ratio(q, p, 1 - beta, beta)
     if scaled:
         of_teacher, of_student = of_teacher / (1 - beta), of_student / beta
     else:
@@ -109,7 +111,7 @@ def _jensen_shannon_terms(student, teacher, beta, scaled):
 def _skew_forward_terms(student, teacher, skew):
     p, q = jnp.exp(teacher), jnp.exp(student)
     mixture = jnp.maximum(skew * p + (1 - skew) * q, TINY)
-    values = _expected(p, _mixture_log_ratio(p, q, 1 - skew))
+    values = _expected(p, _mixture_log_ratio(p, q, skew, 1 - skew))
     values += (1 - skew) * (q - p)
     return values, (1 - skew) ** 2 * (q - p) * (q / mixture)
 
@@ -117,7 +119,7 @@ def _skew_forward_terms(student, teacher, skew):
 def _skew_reverse_terms(student, teacher, skew):
     p, q = jnp.exp(teacher), jnp.exp(student)
     mixture = jnp.maximum(skew * q + (1 - skew) * p, TINY)
-    ratio = _expected(q, _mixture_log_ratio(q, p, 1 - skew))
+    ratio = _expected(q, _mixture_log_ratio(q, p, skew, 1 - skew))
     away = (1 - skew) * (p - q)
     return ratio + away, ratio + skew * away * (q / mixture)
 

@@ -526,6 +526,8 @@ class Task(keras.Model):
                 settings.show(report)
         streamed = is_stream(examples)
         check_epochs(examples, epochs)
+        # What is computed of a run's rows ahead of it may take long.
+        processes.need_even_rows()
         if not streamed:
             settings.show(self.data_report)
         filled = self.filled_rows(batch_size, packing)

@@ -178,6 +178,9 @@ def test_two_processes_are_one(tmp_path):
         "train:dpo:qwen3:full:1x8",
         "train:distill:llama3:full:8x1",
         "train:grpo:llama3:lora:4x2",
+        # Tokens of a row over the devices of a process, and of both.
+        "train:packed:qwen2:lora:cp4",
+        "train:sft:llama3:full:cp8",
         "use:gemma2:lora:2x2x2",
         "files",
     )
@@ -229,7 +232,7 @@ def test_other_ends_and_layouts(tmp_path, mode, layout, process, how):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["8x1", "4x2", "1x8", "dp"])
+@pytest.mark.parametrize("layout", ["8x1", "4x2", "1x8", "dp", "cp4", "cp8"])
 def test_every_task_in_two_processes(tmp_path, layout):
     cases = ["sft:llama3:full", "packed:qwen2:lora", "dpo:qwen3:full",
              "distill:llama3:full", "grpo:llama3:full",

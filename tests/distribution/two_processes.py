@@ -218,6 +218,17 @@ def refused(directory):
            random_rows(8, seed=processes.index()), verbose=0)  # fmt: skip
     raises("epochs=1 in process 0, epochs=2 in process 1", task.fit, rows,
            epochs=1 + processes.index(), verbose=0)  # fmt: skip
+    names = keras.distribution.list_devices()
+    three_each = [*names[:3], *names[4:7]]
+    keras.distribution.set_distribution(
+        kpt.distribution.fsdp(context=2, devices=three_each)
+    )
+    uneven = kpt.SFTTask.from_preset(path, sequence_length=64)
+    uneven.compile()
+    pattern = r"process 0 has \[0, 1\], process 1 has \[1, 2\].*`context`"
+    raises(pattern, uneven.fit, rows, verbose=0)
+    raises(pattern, uneven.evaluate, rows, verbose=0)
+    keras.distribution.set_distribution(mesh("8x1"))
     task, fit = make("grpo", "llama3", "full")
     # Each error comes before anything is sampled.
     raises("a NativeRollout without devices of its own", task.fit, **fit,

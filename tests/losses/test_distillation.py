@@ -346,6 +346,75 @@ def test_no_rest_is_no_trouble(name):
     assert all(np.isfinite(x).all() for x in result)
 
 
+def test_the_rest_has_a_least_probability():
+    """One millionth, without a gradient; above it, 1 minus the sum."""
+    inside = np.array([[0.75, 0.25], [0.75, 0.2499995], [0.75, 0.24999]])
+    logps = np.log(inside).astype("float32")
+    tail, by_logps = jax.vjp(lambda x: divergence.with_tail(x)[:, -1], logps)
+    np.testing.assert_allclose(np.exp(tail[:2]), 1e-6, rtol=1e-5)
+    np.testing.assert_allclose(np.exp(tail[2]), 1e-5, rtol=2e-2)
+    (gradient,) = by_logps(jnp.ones(3))
+    np.testing.assert_array_equal(gradient[:2], 0)
+    np.testing.assert_allclose(gradient[2], -inside[2] / 1e-5, rtol=2e-2)
+
+
+def test_an_impossible_token_costs_a_bound():
+    """(1/2, 1/2) against (1, 0) and (1, e^-35000): half of the distances,
+    the first one cut off at 1e5 nats."""
+    even = np.log([[0.5, 0.5]] * 2)
+    steep = np.array([[0.0, -np.inf], [0.0, -35_000.0]])
+    want = np.array([50_000, 17_500]) - np.log(2)
+    for name, sides in {
+        "forward": (steep, even),
+        "reverse": (even, steep),
+    }.items():
+        got = LOSSES[name].divergence(*sides)
+        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("share", [1e-30, 1e-17, 0.25])
+def test_the_smallest_shares_have_their_bounds(share):
+    """No token in common: -log(skew); scaled, -log(beta) / (1 - beta) and
+    -log(1 - beta) / beta are added. Unscaled, the ends are 0."""
+    sides = np.array([[0.0, -np.inf]]), np.array([[-np.inf, 0.0]])
+    of_own, of_other = -np.log(share), -np.log1p(-share) / share
+    for reverse in (False, True):
+        got = losses.skew_kl_loss(*sides, skew=share, reverse=reverse)
+        np.testing.assert_allclose(got, [of_own], rtol=1e-6)
+    got = losses.jsd_loss(*sides, beta=share, scaled=True)
+    want = of_own / (1 - share) + of_other
+    np.testing.assert_allclose(got, [want], rtol=1e-6)
+    for beta in (0, 1):
+        got = losses.jsd_loss(*sides, beta=beta)
+        np.testing.assert_array_equal(got, [0])
+
+
+def test_probabilities_of_zero_make_no_nan_on_the_way():
+    """`jax_debug_nans` stops at each: e^-200 is 0 for one side or both."""
+    student, teacher = jnp.array([[[0, -200, -200.0]], [[-200, 0, -200.0]]])
+    kinds = ("forward", "reverse", "jsd", "scaled 0.3", "skew", "skew reverse")
+    with jax.debug_nans(True):
+        for name in kinds:
+            function = LOSSES[name].divergence
+            run = jax.value_and_grad(lambda x, f=function: f(x, teacher).sum())
+            assert all(np.isfinite(x).all() for x in run(student)), name
+        # The three outcomes have all of the probability.
+        rest = jax.grad(lambda x: divergence.with_tail(x)[0, -1])(student)
+        np.testing.assert_array_equal(rest, 0)
+
+
+@pytest.mark.parametrize("name, factor", [("variation", 0.5), ("uld", 1.0)])
+def test_what_counts_as_rounding(name, factor):
+    """Relative differences of 1e-4 have a gradient, those of 2e-6 none."""
+    teacher = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 2))
+    signs = np.array([1, -1, 1, -1])
+    student = teacher + np.array([[1e-4], [2e-6]]) * signs
+    gradient = jax.grad(lambda x: LOSSES[name].divergence(x, teacher).sum())
+    got = gradient(jnp.asarray(student, "float32"))
+    want = factor * np.exp(teacher) * signs * [[1], [0]]
+    np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
 def test_equal_top_tokens_are_at_rest_without_a_tail():
     """Of two outcomes of many, the student is to have the teacher's
     probabilities, no less and no more."""
@@ -506,6 +575,7 @@ def test_nothing_to_learn_is_zero():
         (lambda: losses.HiddenStateLoss(layers=[0, 1]), "pairs.*layers="),
         (lambda: losses.AttentionLoss(layers=[]), r"layers=\[\]"),
         (lambda: losses.AttentionLoss(layers=[(0, 1.5)]), r"\(0, 1.5\)"),
+        (lambda: losses.HiddenStateLoss(layers=[(0, 1, 2)]), "pairs"),
     ],
 )
 def test_settings_out_of_range(make, words):
@@ -563,6 +633,31 @@ def test_attention_by_hand():
     np.testing.assert_allclose(turned, 1 - np.mean(cosines), rtol=1e-5)
 
 
+def test_features_are_weighted():
+    """Squared distances 2 and 4 with weights 1 and 3, and a third token that
+    has no counterpart: (1 * 2 + 3 * 4) / 4."""
+    loss = losses.HiddenStateLoss()
+    batch = {
+        "completion_mask": np.array([[1.0, 3.0, 5.0]], "float32"),
+        "teacher_mask": np.array([[1.0, 1.0, 0.0]], "float32"),
+    }
+    student = np.sqrt([2.0, 4.0, 9.0]).reshape(1, 3, 1, 1)
+    outputs = feature_outputs(loss, student, np.zeros((1, 3, 1, 1)))
+    value, metrics = loss(batch, outputs)
+    np.testing.assert_allclose(value, 3.5, rtol=1e-6)
+    np.testing.assert_allclose(metrics["hidden_state_loss"], 3.5, rtol=1e-6)
+    assert loss.normalizers(batch) == {"hidden_state": 4}
+
+
+def test_short_vectors_have_a_direction_down_to_a_millionth():
+    student = np.array([[2e-6, 0.0], [5e-7, 0.0]], "float32")
+    teacher = np.array([[3.0, 0.0], [3.0, 0.0]], "float32")
+    got = losses.hidden_state_loss(
+        student[:, None], teacher[:, None], "cosine"
+    )
+    np.testing.assert_allclose(got, [0, 1], atol=1e-6)
+
+
 @pytest.mark.parametrize("metric", ["mse", "cosine"])
 @pytest.mark.parametrize(
     "kind", [losses.HiddenStateLoss, losses.AttentionLoss]
@@ -599,6 +694,9 @@ def test_features_of_unequal_shape_are_refused():
     loss = losses.HiddenStateLoss()
     shapes = np.zeros((1, 2, 1, 4)), np.zeros((1, 2, 1, 6))
     with pytest.raises(ValueError, match="student_features.*4.*6"):
+        loss(batch, feature_outputs(loss, *shapes))
+    shapes = np.zeros((1, 2, 4)), np.zeros((1, 2, 4))
+    with pytest.raises(ValueError, match=r"\(rows, length, layers, dim\)"):
         loss(batch, feature_outputs(loss, *shapes))
     loss = losses.AttentionLoss()
     shapes = np.zeros((1, 2, 1, 5)), np.zeros((1, 2, 1, 5))

@@ -553,13 +553,16 @@ def test_attention_by_hand():
     """One query with two heads over two keys (of which this batch of two
     tokens makes two queries): (1, 0) against (0.5, 0.5) is 0.5 in squares,
     equal heads are 0: the mean over heads is 0.25. The cosine of (1, 0) and
-    (0.6, 0.8) is 0.6: (0.4 + 0) / 2."""
+    (0.6, 0.8) is 0.6: (0.4 + 0) / 2. Half of it with a second, equal layer."""
     student = np.array([[[[1.0, 0.0, 0.3, 0.7]], [[1.0, 0.0, 1.0, 0.0]]]])
     teacher = np.array([[[[0.5, 0.5, 0.3, 0.7]], [[0.6, 0.8, 1.0, 0.0]]]])
     got = losses.attention_loss(student, teacher)
     assert_close(got, [[0.25, (0.16 + 0.64) / 2]])
     got = losses.attention_loss(student, teacher, "cosine")
     assert_close(got[0, 1], 0.2)
+    layers = np.concatenate([student, teacher], axis=2)
+    got = losses.attention_loss(layers, np.repeat(teacher, 2, axis=2))
+    assert_close(got, [[0.125, (0.16 + 0.64) / 4]])
 
 
 # What holds for all
