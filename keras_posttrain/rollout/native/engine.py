@@ -461,10 +461,9 @@ class NativeRollout(Rollout):
         """Returns the most slots, of `tokens` each, of a budget in bytes."""
         decoder = self._decoder
         shards = decoder.placement.shards
+        layers = decoder.layer_bytes(tokens + decoding.STEPS)
         # A layer exists twice while it is resized.
-        layers = len(decoder.empty)
-        per_slot = decoder.slot_bytes(tokens + decoding.STEPS)
-        per_slot = per_slot * (layers + 1) // layers
+        per_slot = sum(layers) + max(layers)
         fits = budget // per_slot * shards
         if fits < shards:
             raise ValueError(

@@ -225,17 +225,24 @@ class Schedule:
     def _overlap(self, tokens):
         """Counts the tokens with which each slot's begin as `tokens` do.
 
-        The state of a recurrent layer is that after all tokens of its slot:
-        if these go on in another way, none of them are counted.
+        The state of a recurrent layer is that after all tokens of its slot,
+        and a layer with a sliding window has the last ones of a long slot: if
+        `tokens` go on in another way, none of them are counted.
         """
         width = min(len(tokens), self.held.shape[1])
         same = self.held[:, :width] == tokens[:width]
         if not width:
             return np.zeros(len(self.held), np.int64)
         found = np.where(same.all(1), width, same.argmin(1))
-        if self.decoder.is_recurrent:
-            found = np.where(found == self.lengths, found, 0)
-        return found
+        usable = (found == self.lengths) | (
+            self.lengths <= self.decoder.rewindable
+        )
+        return np.where(usable, found, 0)
+
+    @property
+    def _is_rewindable(self):
+        """Bool, whether each slot can go back to earlier tokens."""
+        return self.decoder.tokens <= self.decoder.rewindable
 
     def _admit(self):
         """Gives waiting samples slots: returns a list of `Admission`s."""
@@ -504,8 +511,7 @@ class Schedule:
         room = self.decoder.tokens - decoding.STEPS
         idle = np.array([s is None for s in self.occupants])
         short = idle & (self.lengths > room)
-        # A state cannot go back to earlier tokens.
-        rest = 0 if self.decoder.is_recurrent else room
+        rest = room if self._is_rewindable else 0
         self.lengths[short] = rest
         self.held[short, rest:] = -1
 
@@ -526,8 +532,8 @@ class Schedule:
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
         if out["active"][slot]:
-            if self.decoder.is_recurrent:
-                # Its state is no longer that after the prompt.
+            if not self._is_rewindable:
+                # It may no longer go back to the end of its prompt.
                 self._hold(slot, sample.content[:-1])
             return False
         sample.finish(out["stopped"][slot])
