@@ -89,8 +89,9 @@ class Counts:
         computed: int, all of them. The last token of a conversation is never
             computed, since nothing follows it. That of a prompt is computed
             for each of its samples.
-        recomputed: int, those among them that had been computed before, for a
-            slot that another conversation then took.
+        recomputed: int, those among them that had been computed before: for
+            a slot that another conversation then took, or that cannot go back
+            to them.
     """
 
     computed: int = 0
@@ -222,18 +223,22 @@ class Schedule:
 
     # Slots
 
+    def _shared(self, tokens):
+        """Counts the tokens with which each slot's begin as `tokens` do."""
+        width = min(len(tokens), self.held.shape[1])
+        same = self.held[:, :width] == tokens[:width]
+        if not width:
+            return np.zeros(len(self.held), np.int64)
+        return np.where(same.all(1), width, same.argmin(1))
+
     def _overlap(self, tokens):
-        """Counts the tokens with which each slot's begin as `tokens` do.
+        """Counts the tokens that each slot has of the first of `tokens`.
 
         The state of a recurrent layer is that after all tokens of its slot,
         and a layer with a sliding window has the last ones of a long slot: if
         `tokens` go on in another way, none of them are counted.
         """
-        width = min(len(tokens), self.held.shape[1])
-        same = self.held[:, :width] == tokens[:width]
-        if not width:
-            return np.zeros(len(self.held), np.int64)
-        found = np.where(same.all(1), width, same.argmin(1))
+        found = self._shared(tokens)
         usable = (found == self.lengths) | (
             self.lengths <= self.decoder.rewindable
         )
@@ -324,7 +329,8 @@ class Schedule:
             return
         if self.lengths[slot] > kept:
             self._lost.add(self.held[slot, : self.lengths[slot]])
-        before = self._lost.longest(tokens)
+        before = self._shared(tokens).max(initial=0)
+        before = max(int(before), self._lost.longest(tokens))
         self.counts.recomputed += max(before - start, 0)
 
     def _hold(self, slot, tokens):
