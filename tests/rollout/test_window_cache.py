@@ -13,6 +13,7 @@ from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout import NativeRollout, Request
 from keras_posttrain.rollout.native import decoding
+from keras_posttrain.rollout.native.samples import Samples
 from tests.models.tiny_checkpoints import GEMMA4_E2B, make_checkpoint
 from tests.support import REFERENCE
 
@@ -67,6 +68,16 @@ def check_same(found, expected):
             )
 
 
+def check_trainers(engine, samples, atol=2e-5):
+    """Pairs of a prompt and a sample have the trainer's log-probabilities."""
+    scores = engine.score([[*p, *s.token_ids] for p, s in samples])
+    for (prompt, sample), score in zip(samples, scores):
+        logps = getattr(sample, "per_token_logps", None)
+        logps = sample.logps if logps is None else logps
+        want = score.per_token_logps[len(prompt) :]
+        np.testing.assert_allclose(logps, want, atol=atol)
+
+
 def columns(engine):
     """The columns of each layer's cache, with 256 tokens a slot."""
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 256))
@@ -90,14 +101,14 @@ def test_samples_are_those_of_whole_caches():
     found = engine.generate(requests())
     assert columns(engine) == [RING, 256, RING]
     check_same(found, whole())
-    # They are the trainer's.
-    for request, samples in zip(requests(), found):
-        prompt = request.token_ids
-        scores = engine.score([[*prompt, *c.token_ids] for c in samples])
-        for c, s in zip(samples, scores):
-            np.testing.assert_allclose(
-                c.per_token_logps, s.per_token_logps[len(prompt) :], atol=2e-5
-            )
+    check_trainers(
+        engine,
+        [
+            (request.token_ids, sample)
+            for request, samples in zip(requests(), found)
+            for sample in samples
+        ],
+    )
 
 
 def test_pieces_longer_than_the_ring(monkeypatch):
@@ -124,31 +135,45 @@ def test_conversations_that_continue_in_another_way():
     short, long = tokens(30, 1), tokens(150, 2)
     # The last tokens of each are others.
     turns = [short, long, [*short[:20], 7, 8], [*long[:140], 7, 8]]
+    found, computed = [], []
     with engine.session() as session:
-        found, computed = [], []
-        for i, ids in enumerate(turns):
-            request = Request(ids, max_tokens=5, seed=i)
+        for i in range(5):
+            request = Request(turns[i], max_tokens=5, seed=i)
             [completion] = session.submit(request).result()
-            found.append([*ids, *completion.token_ids])
+            found.append((turns[i], completion))
             computed.append(session.counts.computed)
-        # The last turn goes on.
-        longer = [*found[3], *tokens(90, 3)]
-        request = Request(longer, max_tokens=5, seed=9)
-        [completion] = session.submit(request).result()
-        turns.append(longer)
-        found.append([*longer, *completion.token_ids])
-        computed.append(session.counts.computed)
+            if i == 3:
+                # The last turn is continued.
+                said = completion.token_ids
+                turns.append([*turns[i], *said, *tokens(90, 3)])
     # A prompt without its last token, and 5 tokens sampled after it.
     assert np.diff(computed).tolist() == [149 + 5, 1 + 5, 141 + 5, 90 + 5]
     assert session.counts.recomputed == 140
-    expected = engine.generate(
-        [
-            Request(ids, max_tokens=5, seed=i)
-            for ids, i in zip(turns, (0, 1, 2, 3, 9))
-        ]
+    check_trainers(engine, found)
+
+
+def test_beginnings_are_computed_once():
+    """Prompts that come together stop where others begin to differ."""
+    start, middle = tokens(70, 1), tokens(40, 2)
+    prompts = [
+        [*start, *middle, *tokens(70, 3)],
+        [*start, *tokens(20, 4)],
+        [*start, *middle, *tokens(30, 5)],
+        # All but the last token is such a beginning.
+        [*start, 7],
+    ]
+    samples = Samples(
+        [Request(ids, 2, max_tokens=3, seed=0) for ids in prompts]
     )
-    ends = [ids[-5:] for ids in found]
-    assert ends == [group[0].token_ids for group in expected]
+    engine = engine_of(task())
+    engine._refresh()
+    schedule = engine._schedule()
+    schedule.add(samples)
+    while schedule.is_busy:
+        schedule.advance(engine._decoder_weights(), 0)
+    assert schedule.counts.computed == 70 + 40 + 69 + 19 + 29 + 8 * 3
+    assert schedule.counts.recomputed == 0
+    check_trainers(engine, [(s.prompt, s) for s in samples])
 
 
 FAMILIES = {
@@ -176,12 +201,8 @@ def test_rings_of_just_the_window(family, tmp_path, monkeypatch):
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 128))
     assert [layer.keys.shape[3] for layer in cache] == expected
     assert "by 64 tokens" in "\n".join(engine.programs)
-    for p, samples in zip(prompts, out):
-        scores = engine.score([[*p, *c.token_ids] for c in samples])
-        for c, s in zip(samples, scores):
-            np.testing.assert_allclose(
-                c.per_token_logps, s.per_token_logps[len(p) :], atol=5e-5
-            )
+    samples = [(p, s) for p, group in zip(prompts, out) for s in group]
+    check_trainers(engine, samples, atol=5e-5)
 
 
 def test_the_budget_counts_the_smaller_caches():

@@ -108,6 +108,8 @@ class Admission:
         images: `Images` among them, or `None`.
         start: int, how many of them exist already.
         source: int, the slot that has these, or `None` for its own.
+        stops: set of ints, numbers of its tokens after which others copy
+            them, where they cannot be copied later.
         stage: int: sources of earlier stages must be complete.
     """
 
@@ -116,7 +118,37 @@ class Admission:
     images: object
     start: int
     source: int | None
-    stage: int
+    stops: set = dataclasses.field(default_factory=set)
+    stage: int = 0
+
+
+def in_stages(admissions):
+    """Divides admissions at their stops, and orders all parts by stages.
+
+    In a stage slots are copied before tokens are computed: a slot is copied
+    after one part and before the next.
+
+    Args:
+        admissions: iterable of `Admission`s; what one copies from another
+            comes later.
+
+    Returns:
+        A list of `Admission`s without stops.
+    """
+    parts, done = [], {}
+    for a in admissions:
+        # The stages after which the source has so many tokens.
+        stages = done.get(a.source, {})
+        stage = stages.get(a.start, max(stages.values(), default=-1)) + 1
+        start, source, done[a.slot] = a.start, a.source, {}
+        for stop in sorted(a.stops | {len(a.tokens)}):
+            tokens = a.tokens[:stop]
+            parts.append(
+                Admission(a.slot, tokens, a.images, start, source, stage=stage)
+            )
+            done[a.slot][stop] = stage
+            start, source, stage = stop, None, stage + 1
+    return parts
 
 
 class Schedule:
@@ -231,8 +263,11 @@ class Schedule:
             return np.zeros(len(self.held), np.int64)
         return np.where(same.all(1), width, same.argmin(1))
 
-    def _overlap(self, tokens):
+    def _overlap(self, tokens, admitted=()):
         """Counts the tokens that each slot has of the first of `tokens`.
+
+        `admitted` is a dict of the `Admission`s of the slots that are not
+        computed yet. They can stop where others copy them.
 
         The state of a recurrent layer is that after all tokens of its slot,
         and a layer with a sliding window has the last ones of a long slot: if
@@ -242,6 +277,10 @@ class Schedule:
         usable = (found == self.lengths) | (
             self.lengths <= self.decoder.rewindable
         )
+        for slot in admitted:
+            a, shared = admitted[slot], found[slot]
+            stops = shared >= max(LEAST_SHARED, a.start + 1)
+            usable[slot] |= stops and a.images is None
         return np.where(usable, found, 0)
 
     @property
@@ -252,10 +291,10 @@ class Schedule:
     def _admit(self):
         """Gives waiting samples slots: returns a list of `Admission`s."""
         free = {i for i, s in enumerate(self.occupants) if s is None}
-        stages, admitted = {}, []
+        admitted = {}
         while self.queue:
             content, images = self.queue[0].content[:-1], self.queue[0].images
-            slot, source, start = self._choose(free, content, images)
+            slot, source, start = self._choose(free, content, images, admitted)
             if slot is None or self._loses(slot, source, start):
                 if more := self._grow():
                     free |= more
@@ -264,25 +303,26 @@ class Schedule:
                 break
             sample = self.queue.popleft()
             free.remove(slot)
-            before = stages.get(slot if source is None else source, -1)
-            stage = stages[slot] = before + 1 if start else 0
+            other = admitted.get(source)
+            if other is not None and start < len(other.tokens):
+                if len(other.tokens) > self.decoder.rewindable:
+                    other.stops.add(start)
             self.occupants[slot] = sample
             self._count(slot, content, start, source)
             self._hold(slot, content)
             self.kept[slot] = False
             tokens = content if images is None else sample.context[:-1]
-            admitted.append(
-                Admission(slot, tokens, images, start, source, stage)
-            )
-        return admitted
+            admitted[slot] = Admission(slot, tokens, images, start, source)
+        return in_stages(admitted.values())
 
-    def _choose(self, free, tokens, images):
+    def _choose(self, free, tokens, images, admitted):
         """Chooses a slot for tokens.
 
         Args:
             free: set of ints, slots without a sample.
             tokens: int32 array, as of `Sample.content`.
             images: `Images` among them, or `None`.
+            admitted: as of `_overlap`.
 
         Returns:
             Tuple `(slot, source, start)` as of `Admission`; the slot is
@@ -290,7 +330,7 @@ class Schedule:
         """
         if not free:
             return None, None, 0
-        overlap = self._overlap(tokens)
+        overlap = self._overlap(tokens, admitted)
         if images is not None:
             # Behind other tokens only text is computed.
             overlap[overlap <= images.places.max()] = 0
@@ -427,7 +467,8 @@ class Schedule:
         # Equal prompts are computed once and written to several slots.
         twins = collections.defaultdict(list)
         for a in admitted:
-            if a.source in first and a.start == len(a.tokens):
+            # In the first stage the source's tokens are those of before.
+            if a.stage and a.source in first and a.start == len(a.tokens):
                 if len(first[a.source].tokens) == a.start:
                     twins[a.source].append(a)
         rest = set(admitted).difference(*twins.values())
