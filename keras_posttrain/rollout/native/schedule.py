@@ -121,6 +121,14 @@ class Admission:
     stops: set = dataclasses.field(default_factory=set)
     stage: int = 0
 
+    @property
+    def least_stop(self):
+        """Int, the least of its tokens that it can stop after."""
+        if self.images is None:
+            return self.start + 1
+        # They are computed with all that is before them.
+        return max(self.start, int(self.images.places.max())) + 1
+
 
 def in_stages(admissions):
     """Divides admissions at their stops, and orders all parts by stages.
@@ -278,9 +286,8 @@ class Schedule:
             self.lengths <= self.decoder.rewindable
         )
         for slot in admitted:
-            a, shared = admitted[slot], found[slot]
-            stops = shared >= max(LEAST_SHARED, a.start + 1)
-            usable[slot] |= stops and a.images is None
+            a = admitted[slot]
+            usable[slot] |= found[slot] >= max(LEAST_SHARED, a.least_stop)
         return np.where(usable, found, 0)
 
     @property
