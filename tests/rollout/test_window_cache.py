@@ -119,8 +119,9 @@ def test_pieces_longer_than_the_ring(monkeypatch):
     assert f"by {2 * RING} tokens" in "\n".join(engine.programs)
 
 
-def test_eight_devices(eight_devices):
+def test_eight_devices(eight_devices, monkeypatch):
     found = whole()
+    monkeypatch.setattr(attention, "KEEP_SCORES", 0)
     keras.distribution.set_distribution(
         kpt.distribution.fsdp_tensor_parallel(4, 2)
     )
