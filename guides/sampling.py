@@ -118,7 +118,8 @@ needed.
 
 The key-value cache takes at most half of the free memory.
 `NativeRollout(cache_bytes=…)` sets another limit. If the limit does not hold
-all slots, fewer are used.
+all slots, fewer are used. A layer with a sliding window, as five of six in
+Gemma 3, needs the memory of that window, however long the sequences are.
 
 A prompt of more than 1,024 tokens is computed in pieces of so many, each over
 the cache of those before it: the memory of the computation does not grow with

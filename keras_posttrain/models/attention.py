@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ def attention_scope(
     *,
     images=None,
     kept=None,
+    windows=None,
     capture=None,
     numbers=None,
     pieces=None,
@@ -65,6 +67,8 @@ def attention_scope(
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
             layer that uses those of another one appends none.
+        windows: list or `None`: gets the sliding window of the layers that
+            read each pair of `kept`, the longest of them, or `None`.
         capture: `ActivationCapture` or `None`; `attentions` is filled.
         numbers: list of ints, those of the decoder layers that attend;
             `None` if all do.
@@ -84,6 +88,8 @@ def attention_scope(
         if kept is not None and donor is None:
             flat = (rows * length, num_kv_heads, head_dim)
             kept.append((k.reshape(flat), v.reshape(flat)))
+        if windows is not None:
+            _add_window(windows, sliding_window, donor)
         q, k, v = (x.reshape(shape) for x in (q, k, v))
         tokens = (segment_ids, positions, subtree_ends)
         settings = {
@@ -104,6 +110,16 @@ def attention_scope(
     places = pieces.cut(positions).reshape(-1)
     with vllm_context_scope(paged_attention_func=attend, positions=places):
         yield
+
+
+def _add_window(windows, window, donor):
+    """Records the window of a layer that reads its or a donor's cache."""
+    if donor is None:
+        windows.append(window)
+    elif None not in (window, windows[donor]):
+        windows[donor] = max(window, windows[donor])
+    else:
+        windows[donor] = None
 
 
 def attention_layer(layer):
@@ -544,6 +560,11 @@ class KeyValues:
     keys: jax.Array
     values: jax.Array
 
+    # Sequences of at most so many tokens can be cut to any of their first.
+    rewindable = math.inf
+    # Whether a column holds several tokens of a long sequence in turn.
+    wraps = False
+
     @classmethod
     def zeros(cls, slots, tokens, kv_heads, head_dim, dtype):
         """Returns an empty cache."""
@@ -552,10 +573,38 @@ class KeyValues:
             jnp.zeros((slots, kv_heads, tokens, head_dim), dtype),
         )
 
+    def with_arrays(self, keys, values):
+        """Returns a cache like this one with other arrays."""
+        return dataclasses.replace(self, keys=keys, values=values)
+
+    def empty(self, slots, tokens):
+        """Returns an empty cache like this one, of so many tokens a slot."""
+        _, heads, head_dim, _ = self.keys.shape
+        columns, dtype = self.columns(tokens), self.keys.dtype
+        new = KeyValues.zeros(slots, columns, heads, head_dim, dtype)
+        return self.with_arrays(new.keys, new.values)
+
+    def columns(self, tokens):
+        """Returns the columns of a cache for so many tokens a slot."""
+        return tokens
+
+    def positions(self, lengths):
+        """Returns which of a slot's tokens is in each column.
+
+        Args:
+            lengths: int array of shape `(slots,)`, the tokens of each.
+
+        Returns:
+            An int array of shape `(slots, columns)`, negative where a column
+            has no token.
+        """
+        columns = jnp.arange(self.keys.shape[3])
+        return jnp.where(columns < lengths[:, None], columns, -1)
+
     def write(self, column, keys, values):
         """Writes `(slots, kv_heads, head_dim)` arrays to one column."""
         update = jax.lax.dynamic_update_slice_in_dim
-        return KeyValues(
+        return self.with_arrays(
             update(self.keys, keys[..., None], column, 3),
             update(self.values, values[:, :, None], column, 2),
         )
@@ -564,10 +613,14 @@ class KeyValues:
         """Returns an empty cache of so many columns for the same slots."""
         slots, heads, head_dim, _ = self.keys.shape
         dtype = self.keys.dtype
-        return self.zeros(slots, columns, heads, head_dim, dtype)
+        return KeyValues.zeros(slots, columns, heads, head_dim, dtype)
 
-    def append(self, lengths, other):
-        """Writes the tokens of `other` after each slot's first `lengths`."""
+    def append(self, lengths, counts, other):
+        """Writes tokens after each slot's first `lengths`.
+
+        They are the first `counts` of each slot of `other`. What is behind
+        them in a slot is not used.
+        """
 
         def slot(keys, values, more_keys, more_values, at):
             update = jax.lax.dynamic_update_slice_in_dim
@@ -576,7 +629,7 @@ class KeyValues:
                 update(values, more_values, at, 1),
             )
 
-        return KeyValues(
+        return self.with_arrays(
             *jax.vmap(slot)(
                 self.keys, self.values, other.keys, other.values, lengths
             )
@@ -584,7 +637,7 @@ class KeyValues:
 
     def select(self, slots):
         """Returns the keys and values of some slots."""
-        return KeyValues(self.keys[slots], self.values[slots])
+        return self.with_arrays(self.keys[slots], self.values[slots])
 
     def extend(self, slots, lengths, counts, keys, values):
         """Writes tokens after the first ones of some slots.
@@ -597,19 +650,44 @@ class KeyValues:
             keys, values: arrays of shape
                 `(sequences, tokens, kv_heads, head_dim)`.
         """
-        places = jnp.arange(keys.shape[1])
-        # Tokens that are not there get a column out of range.
-        columns = jnp.where(
+        columns = self.targets(lengths, counts, keys.shape[1])
+        slots = slots[:, None]
+        keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
+        return self.with_arrays(
+            self.keys.at[slots, :, :, columns].set(keys, mode="drop"),
+            self.values.at[slots, :, columns].set(values, mode="drop"),
+        )
+
+    def targets(self, lengths, counts, tokens):
+        """Returns the columns of tokens that follow others.
+
+        Args:
+            lengths, counts: as of `extend`.
+            tokens: int, at least the largest of `counts`.
+
+        Returns:
+            An int array of shape `(sequences, tokens)`, out of range for
+            tokens that are not written.
+        """
+        places = jnp.arange(tokens)
+        return jnp.where(
             places < counts[:, None],
             lengths[:, None] + places,
             self.keys.shape[3],
         )
-        slots = slots[:, None]
-        keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
-        return KeyValues(
-            self.keys.at[slots, :, :, columns].set(keys, mode="drop"),
-            self.values.at[slots, :, columns].set(values, mode="drop"),
-        )
+
+    def prompt_tokens(self, lengths, width):
+        """Returns the tokens of prompts that `fill` takes, by column.
+
+        Args:
+            lengths: int array of shape `(prompts,)`, at most `width`.
+            width: int.
+
+        Returns:
+            An int array of shape `(columns,)` or `(prompts, columns)`. It is
+            arbitrary in columns that are not used.
+        """
+        return jnp.arange(width)
 
     def fill(self, slots, keys, values):
         """Writes prompts to some slots, starting at the first column.
@@ -620,7 +698,7 @@ class KeyValues:
         tokens = keys.shape[1]
         keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)
         values = values.transpose(0, 2, 1, 3).astype(self.values.dtype)
-        return KeyValues(
+        return self.with_arrays(
             self.keys.at[slots, :, :, :tokens].set(keys, mode="drop"),
             self.values.at[slots, :, :tokens].set(values, mode="drop"),
         )
@@ -632,7 +710,8 @@ class KeyValues:
         return self.fill(targets, keys, values)
 
     def resize(self, index, tokens):
-        """Selects the slots of `index` and sets their number of columns."""
+        """Selects the slots of `index` and sets their number of tokens."""
+        tokens = self.columns(tokens)
 
         def fit(x, axis):
             x = jnp.take(x, index, axis=0)
@@ -642,7 +721,7 @@ class KeyValues:
             pad = [(0, more if i == axis else 0) for i in range(x.ndim)]
             return jnp.pad(x, pad)
 
-        return KeyValues(fit(self.keys, 3), fit(self.values, 2))
+        return self.with_arrays(fit(self.keys, 3), fit(self.values, 2))
 
 
 jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
@@ -670,7 +749,7 @@ def extending_scope(positions, slots, counts, caches, place):
             ones with the new tokens.
         place: function that lays out a cache in a program.
     """
-    layers = iter(_with_keys(caches))
+    layers, before = iter(_with_keys(caches)), {}
     sequences, width = positions.shape
     places = jnp.arange(width)
 
@@ -683,17 +762,22 @@ def extending_scope(positions, slots, counts, caches, place):
         ))  # fmt: skip
         layer = next(layers) if donor is None else donor
         if donor is None:
+            if caches[layer].wraps:
+                # These tokens overwrite others that they attend to.
+                before[layer] = place(caches[layer].select(slots))
             more = caches[layer].extend(slots, positions[:, 0], counts, k, v)
             caches[layer] = place(more)
-        # A cache is written to before it is read: in its place, without a
-        # copy.
-        old = place(caches[layer].select(slots))
+        # Other caches are written to before they are read: in their place,
+        # without a copy.
+        old = before.get(layer)
+        if old is None:
+            old = place(caches[layer].select(slots))
         # Keys as they will be read again.
         k, v = (x.astype(old.keys.dtype) for x in (k, v))
         row = 4 * num_heads * width * (old.keys.shape[3] + width)
         if row > KEEP_SCORES:
             out = _continued(
-                q, old, positions, sinks, scale=float(scale),
+                q, old, k, v, positions, sinks, scale=float(scale),
                 sliding_window=sliding_window, soft_cap=soft_cap,
             )  # fmt: skip
             return cache, out.astype(v.dtype).reshape(sequences * width, -1)
@@ -704,13 +788,12 @@ def extending_scope(positions, slots, counts, caches, place):
             of_rows = jnp.repeat(of_rows, width, axis=1)
 
         def sequence(args):
-            q, k, v, keys, values, length = args
+            q, k, v, keys, values, held, length = args
             at = (length + places)[:, None]
-            columns = jnp.arange(keys.shape[2])
-            seen = jnp.broadcast_to(columns < length, (width, columns.size))
+            seen = jnp.broadcast_to(held >= 0, (width, held.size))
             since = places <= places[:, None]
             if sliding_window is not None:
-                seen &= at - columns < sliding_window
+                seen &= at - held < sliding_window
                 since &= places[:, None] - places < sliding_window
             # The heads that share a key are rows of one product.
             query = jnp.moveaxis(q, 0, 1).reshape(
@@ -734,9 +817,11 @@ def extending_scope(positions, slots, counts, caches, place):
             out = out.reshape(num_heads, width, head_dim)
             return jnp.moveaxis(out, 0, 1).astype(v.dtype)
 
+        lengths = positions[:, 0]
+        held = old.positions(lengths)
         out = jax.lax.map(
             sequence,
-            (q, k, v, old.keys, old.values, positions[:, 0]),
+            (q, k, v, old.keys, old.values, held, lengths),
             batch_size=min(sequences, KEEP_SCORES // row),
         )
         return cache, out.reshape(sequences * width, -1)
@@ -747,25 +832,33 @@ def extending_scope(positions, slots, counts, caches, place):
         yield
 
 
-def _continued(query, own, positions, sinks, **settings):
+def _continued(query, own, key, value, positions, sinks, **settings):
     """Computes attention of tokens to their sequences' caches by blocks.
 
-    `own` has a slot for each sequence, with the tokens of `query` in it.
-    `settings` are those of `_masked_scores`.
+    `own` has a slot for each sequence, with the tokens of `query` in it
+    unless it wraps; `key` and `value` are theirs. `settings` are those of
+    `_masked_scores`.
     """
 
     def scores(q, k, of_queries, of_keys):
         return _masked_scores(q, k, *of_queries[:2], *of_keys, **settings)
 
+    begins = None
+    if own.wraps:
+        # Columns count from the oldest token that the cache has room for.
+        lengths, room = positions[:, 0], own.keys.shape[3]
+        own = own.in_order(lengths)
+        begins = jnp.maximum(room - lengths, 0)
+        positions = positions - lengths[:, None] + room
+    keys = jnp.transpose(own.keys, (0, 3, 1, 2))
+    values = jnp.moveaxis(own.values, 2, 1)
+    if begins is not None:
+        keys = jnp.concatenate([keys, key], axis=1)
+        values = jnp.concatenate([values, value], axis=1)
     return block_attention.continued_attention(
-        query.astype(own.keys.dtype),
-        jnp.transpose(own.keys, (0, 3, 1, 2)),
-        jnp.moveaxis(own.values, 2, 1),
-        positions,
-        sinks,
-        settings["sliding_window"],
-        scores,
-    )
+        query.astype(keys.dtype), keys, values, positions, sinks,
+        settings["sliding_window"], scores, begins,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -801,13 +894,13 @@ def decoding_scope(lengths, step, past, recent):
             recent[layer] = recent[layer].write(step, *pair)
         new = recent[layer]
         query = q.reshape(slots, num_kv_heads, -1, head_dim)
-        columns = jnp.arange(old.keys.shape[3])
+        held = old.positions(lengths)
         since = jnp.arange(new.keys.shape[3])
         at = (lengths + step)[:, None]
-        visible = columns < lengths[:, None]
+        visible = held >= 0
         visible_since = jnp.broadcast_to(since <= step, (slots, since.size))
         if sliding_window is not None:
-            visible &= at - columns < sliding_window
+            visible &= at - held < sliding_window
             visible_since &= step - since < sliding_window
         parts = [(old, visible), (new, visible_since)]
         scores = [

@@ -104,7 +104,9 @@ def _of_pieces(pieces, query, key, value, tokens, sinks, window, scores):
     return pieces.attend(local, query, key, value, tokens, sinks)
 
 
-def continued_attention(query, key, value, positions, sinks, window, scores):
+def continued_attention(
+    query, key, value, positions, sinks, window, scores, begins=None
+):
     """Computes attention of a piece of each sequence, block by block.
 
     Blocks of keys behind the queries are skipped, so that time follows the
@@ -117,6 +119,8 @@ def continued_attention(query, key, value, positions, sinks, window, scores):
             in the column of its position, those of `query` too.
         positions: int32 array of shape `(sequences, tokens)`, adjacent ones.
         sinks, window, scores: as of `segment_attention`.
+        begins: int32 array of shape `(sequences,)`, the first column of each
+            sequence that is used, or `None` for 0.
 
     Returns:
         An array like `query`.
@@ -126,7 +130,8 @@ def continued_attention(query, key, value, positions, sinks, window, scores):
     key, value = (jnp.pad(x, more) for x in (key, value))
     last = key.shape[1] // block - 1
 
-    def local(query, key, value, positions, sinks):
+    def local(query, key, value, tokens, sinks):
+        positions, begins = tokens
         columns = jnp.arange(key.shape[1], dtype="int32")
         columns = jnp.broadcast_to(columns, (query.shape[0], columns.size))
         start = jnp.min(positions[:, ::block], axis=0)
@@ -136,13 +141,17 @@ def continued_attention(query, key, value, positions, sinks, window, scores):
             start = jnp.maximum(start - window + 1, 0)
         end = jnp.max(positions[:, block - 1 :: block], axis=0)
         of_queries = jnp.ones_like(positions), positions, None
-        of_keys = jnp.ones_like(columns), columns, None
+        used = jnp.ones_like(columns)
+        if begins is not None:
+            used = (columns >= begins[:, None]).astype(used.dtype)
+        of_keys = used, columns, None
         return attend(
             scores, query, key, value, of_queries, of_keys, sinks,
             jnp.minimum(start // block, last), jnp.minimum(end // block, last),
         )  # fmt: skip
 
-    return sharding.over_heads(local, query, key, value, positions, sinks)
+    tokens = positions, begins
+    return sharding.over_heads(local, query, key, value, tokens, sinks)
 
 
 def block_of(chunk):

@@ -329,10 +329,13 @@ class Policy:
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
-    def _scope(self, batch, kept=None, capture=None, slots=None, pieces=None):
+    def _scope(
+        self, batch, kept=None, capture=None, slots=None, pieces=None,
+        windows=None,
+    ):  # fmt: skip
         """Opens the scopes of a batch; `slots` are the segments of a row.
 
-        `pieces` are as in `attention_scope`.
+        `pieces` and `windows` are as in `attention_scope`.
         """
         ids, prefixes = batch["segment_ids"], batch.get("prefix_segments")
         scope = attention_scope(
@@ -341,6 +344,7 @@ class Policy:
             None if prefixes is None else subtree_ends(prefixes, ids),
             images=vision.image_blocks(self.backbone, batch),
             kept=kept,
+            windows=windows,
             capture=capture,
             numbers=self.attending,
             pieces=pieces,
@@ -355,13 +359,14 @@ class Policy:
         with scope, recurrence.recurrent_scope(rows):
             yield
 
-    def prefill(self, batch, slots=None):
+    def prefill(self, batch, slots=None, windows=None):
         """Computes the keys, rotated, and values of prompts, and states.
 
         Args:
             batch: as in `hidden_states`. Segments may continue others.
             slots: int, the most segments of a row, where layers are
                 recurrent and no segment continues another.
+            windows: as in `attention_scope`.
 
         Returns:
             A pair for each layer: of keys and values, both of shape
@@ -369,7 +374,7 @@ class Policy:
             `RecurrentState` after each segment, `rows * slots` of them.
         """
         kept = []
-        scope = self._scope(batch, kept=kept, slots=slots)
+        scope = self._scope(batch, kept=kept, slots=slots, windows=windows)
         with experts.used_tokens(batch["segment_ids"] > 0):
             ids = batch["token_ids"].reshape(-1)
             self._run_layers(ids, scope, batch=batch)

@@ -282,6 +282,19 @@ class RecurrentState:
     state: jax.Array
     tail: jax.Array
 
+    # A state cannot go back to earlier tokens.
+    rewindable = 0
+
+    def empty(self, slots, tokens):
+        """Returns states like these for so many slots."""
+        return jax.tree.map(
+            lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), self
+        )
+
+    def columns(self, tokens):
+        """Returns 1: the size of a state is that of one token."""
+        return 1
+
     def begun(self, lengths, columns):
         """Returns the states to decode from: 0 for an empty slot."""
         return jax.tree.map(
@@ -291,7 +304,7 @@ class RecurrentState:
             self,
         )
 
-    def append(self, lengths, other):
+    def append(self, lengths, counts, other):
         """Returns the states after the tokens of a call."""
         return other
 

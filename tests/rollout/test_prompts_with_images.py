@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import keras_posttrain as kpt
+from keras_posttrain.models import window_key_values
 from keras_posttrain.rollout import NativeRollout, Request
 from tests import vision
 
@@ -94,6 +96,19 @@ def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
             assert token == int(logps.argmax())
             np.testing.assert_allclose(logp, logps[token], atol=2e-5)
             new.append(token)
+
+
+def test_a_window_that_ends_in_an_image(task, monkeypatch):
+    """A layer caches 12 tokens: some of an image, or of text behind it."""
+    prompts = prompts_of(task, (1, 2)) + prompts_of(task, (1,), text=LONG)
+    requests = [request(p, num_generations=2) for p in prompts]
+    found = engine_of(task).generate(requests)
+    monkeypatch.setattr(window_key_values, "COLUMNS", 1)
+    engine = engine_of(task, prefill_chunk=64)
+    for samples, others in zip(engine.generate(requests), found):
+        check_same(samples, others)
+    cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 256))
+    assert [layer.keys.shape[3] for layer in cache] == [12, 256]
 
 
 # Longer than `LEAST_SHARED`.

@@ -11,6 +11,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.native.samples import Samples
 from tests.models.tiny_checkpoints import make_checkpoint
 
 VOCABULARY = 96
@@ -113,3 +114,21 @@ def test_what_goes_back_is_computed_again(task):
             [sample] = session.submit(request).result()
             found.append((ids, sample))
     check(task, found)
+
+
+def test_beginnings_are_computed_once(task):
+    """A state is copied where prompts that come together differ."""
+    rng = random.Random(4)
+    start = tokens(rng, 65)
+    prompts = [[*start, *tokens(rng, n)] for n in (12, 20, 7)]
+    samples = Samples(
+        [Request(ids, 2, max_tokens=3, seed=0) for ids in prompts]
+    )
+    engine = engine_of(task)
+    engine._refresh()
+    schedule = engine._schedule()
+    schedule.add(samples)
+    while schedule.is_busy:
+        schedule.advance(engine._decoder_weights(), 0)
+    assert schedule.counts.computed == 65 + 11 + 19 + 6 + 6 * 3
+    check(task, [(s.prompt, s.completion(0)) for s in samples])

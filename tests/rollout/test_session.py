@@ -9,6 +9,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.native.samples import Samples
 from keras_posttrain.rollout.native.schedule import Prefixes
 from keras_posttrain.rollout.session import Session
 from tests.support import FAMILIES, REFERENCE
@@ -112,6 +113,26 @@ def test_concurrency_and_delays_change_no_token():
         found, counts = converse_at_once(engine, 8, concurrency, delay)
         assert [x[0] for x in found] == want
         assert counts.computed == distinct_tokens(found)
+
+
+def test_a_slot_that_is_copied_and_given_away_at_once():
+    """A prompt copies the beginning of a slot, and another of its length
+    takes that slot."""
+    engine = engine_of(make(), 2)
+    engine._refresh()
+    schedule, weights = engine._schedule(), engine._decoder_weights()
+    first, other = list(range(40, 60)), list(range(70, 81))
+    found = []
+    for prompts in ([first], [[*first[:10], 7], other]):
+        requests = [Request(ids, max_tokens=4, seed=1) for ids in prompts]
+        schedule.add(Samples(requests))
+        while schedule.is_busy:
+            found += schedule.advance(weights, 0, keep=True)
+    assert len(found) == 3 and schedule.counts.computed == 19 + 10 + 3 * 4
+    scores = engine.score([[*s.prompt, *s.token_ids] for s in found])
+    for sample, score in zip(found, scores):
+        want = score.per_token_logps[len(sample.prompt) :]
+        np.testing.assert_allclose(sample.logps, want, atol=2e-5)
 
 
 def test_too_few_slots_compute_again_and_count_it():

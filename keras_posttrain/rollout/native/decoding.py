@@ -20,6 +20,7 @@ from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.recurrence import RecurrentState
+from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.sampling import sample
 
@@ -174,11 +175,15 @@ def empty_layers(policy, using_weights, weights):
     """
 
     def run(weights, batch):
+        windows = []
         with using_weights(*weights):
-            kept = policy.prefill(batch, 1)
+            kept = policy.prefill(batch, 1, windows)
+        windows = iter(windows)
         return [
             # Keys have the axes of tokens, heads and features.
-            KeyValues.zeros(1, 1, *x.shape[1:], x.dtype)
+            with_window(
+                KeyValues.zeros(1, 1, *x.shape[1:], x.dtype), next(windows)
+            )
             if x.ndim == 3
             else RecurrentState(x, y)
             for x, y in kept
@@ -206,6 +211,8 @@ class SlotDecoder:
         self.empty, self.chunk = empty, chunk
         # Whether layers hold a state, which has no parts of fewer tokens.
         self.is_recurrent = policy.is_recurrent
+        # A slot of at most so many tokens can go back to earlier ones.
+        self.rewindable = min(layer.rewindable for layer in empty)
         heads = [jax.tree.leaves(layer)[0].shape[1] for layer in empty]
         self.placement = Placement(math.gcd(*heads))
         self._note = note
@@ -213,7 +220,7 @@ class SlotDecoder:
         # The tokens of the longest prompt of all calls, where it is known.
         self.longest_prompt = 0
         self._prefill = jax.jit(self._prefill, static_argnums=(0, 3, 4))
-        self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=5)
+        self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=6)
         self._copy = jax.jit(self._copy, donate_argnums=0, static_argnums=3)
         self._extend = jax.jit(
             self._extend, static_argnums=0, donate_argnums=2
@@ -262,15 +269,18 @@ class SlotDecoder:
         out = [self.placement.shapes(layer) for layer in out]
         return (out, rest) if name in PAIRS else out
 
+    def layer_bytes(self, tokens):
+        """Returns the bytes of a slot on its device, a list by layer."""
+        return [
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer))
+            * layer.columns(tokens)
+            // self.placement.head_shards
+            for layer in self.empty
+        ]
+
     def slot_bytes(self, tokens):
         """Returns the bytes of a slot on its device, over all layers."""
-        found = 0
-        for layer in self.empty:
-            size = sum(
-                x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)
-            )
-            found += size * (tokens if isinstance(layer, KeyValues) else 1)
-        return found // self.placement.head_shards
+        return sum(self.layer_bytes(tokens))
 
     # The cache
 
@@ -280,16 +290,10 @@ class SlotDecoder:
         self.cache = self._zeros(slots, tokens)
 
     def _zeros(self, slots, tokens):
-        def zeros(layer):
-            if isinstance(layer, KeyValues):
-                _, heads, dim, _ = layer.keys.shape
-                dtype = layer.keys.dtype
-                return KeyValues.zeros(slots, tokens, heads, dim, dtype)
-            return jax.tree.map(
-                lambda x: jnp.zeros((slots, *x.shape[1:]), x.dtype), layer
-            )
-
-        return [self.placement.layer(zeros(layer)) for layer in self.empty]
+        return [
+            self.placement.layer(layer.empty(slots, tokens))
+            for layer in self.empty
+        ]
 
     def resize(self, index, tokens):
         """Keeps the slots of `index` and sets their number of tokens.
@@ -403,7 +407,7 @@ class SlotDecoder:
         slots = None
         if self.is_recurrent:
             slots = power_of_two(max(map(len, rows)), 4)
-        starts, segments, targets = [], [], []
+        starts, segments, filled, targets = [], [], [], []
         places = [None] * len(part)
         for r, row in enumerate(rows):
             at = r * length
@@ -412,6 +416,7 @@ class SlotDecoder:
                 start = at + r * (room - length)
                 starts += [start] * len(part[i][1])
                 segments += [r * (slots or 0) + s] * len(part[i][1])
+                filled += [lengths[i]] * len(part[i][1])
                 targets += part[i][1]
                 places[i] = slice(at, at + lengths[i])
                 at += lengths[i]
@@ -424,9 +429,10 @@ class SlotDecoder:
         )
         starts, padded = self._padded(starts, targets)
         segments, _ = self._padded(segments, targets)
+        filled, _ = self._padded(filled, targets)
         self._note(f"fill of {len(starts)} of {self.slots} slots")
         self.cache = self._fill(
-            self.cache, kept, starts, segments, padded, width
+            self.cache, kept, starts, segments, filled, padded, width
         )
         if not routes:
             return [None] * len(part)
@@ -474,15 +480,14 @@ class SlotDecoder:
         chosen = jnp.stack(chosen, axis=1).astype("int16")
         return self.placement.replicated(chosen)
 
-    def _fill(self, cache, kept, starts, segments, slots, width):
-        places = starts[:, None] + jnp.arange(width)
-
+    def _fill(self, cache, kept, starts, segments, lengths, slots, width):
         def filled(layer, arrays):
             index = segments
             if isinstance(layer, KeyValues):
                 # After its prompt a slot gets arbitrary tokens. They are
                 # never used: its length excludes them.
-                index = jnp.minimum(places, arrays[0].shape[0] - 1)
+                index = starts[:, None] + layer.prompt_tokens(lengths, width)
+                index = jnp.minimum(index, arrays[0].shape[0] - 1)
             return layer.fill(slots, *(x[index] for x in arrays))
 
         return [
@@ -690,7 +695,9 @@ class SlotDecoder:
         with using(self.policy, self._using_weights, adapted, weights):
             carry = jax.lax.while_loop(is_unfinished, body, carry)
         cache = [
-            self.placement.layer(old.append(state["length"], new))
+            self.placement.layer(
+                old.append(state["length"], carry["taken"], new)
+            )
             for old, new in zip(cache, carry["recent"])
         ]
         names = ["tokens", "logps", "taken", "active", "stopped"]

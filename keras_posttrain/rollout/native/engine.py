@@ -44,6 +44,13 @@ class NativeRollout(Rollout):
     rollout, or for devices of the engine's own. Prompts of a Gemma 3 with
     `vision=True` may have images, which are computed as in training.
 
+    A layer with a sliding window holds keys and values of the window alone,
+    rounded up to 64 tokens: its memory and its time do not grow with longer
+    sequences. Layers that see all tokens hold all. In return, once a sequence
+    is longer than the shortest window, another one that begins in the same
+    way cannot copy a part of it later, only all of it. Prompts that get their
+    slots at the same time still share what they begin with.
+
     Args:
         num_slots: int, the most samples at once.
         cache_bytes: int, the most bytes of the cache of keys and values on
@@ -461,10 +468,9 @@ class NativeRollout(Rollout):
         """Returns the most slots, of `tokens` each, of a budget in bytes."""
         decoder = self._decoder
         shards = decoder.placement.shards
+        layers = decoder.layer_bytes(tokens + decoding.STEPS)
         # A layer exists twice while it is resized.
-        layers = len(decoder.empty)
-        per_slot = decoder.slot_bytes(tokens + decoding.STEPS)
-        per_slot = per_slot * (layers + 1) // layers
+        per_slot = sum(layers) + max(layers)
         fits = budget // per_slot * shards
         if fits < shards:
             raise ValueError(

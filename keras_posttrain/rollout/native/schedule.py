@@ -89,8 +89,9 @@ class Counts:
         computed: int, all of them. The last token of a conversation is never
             computed, since nothing follows it. That of a prompt is computed
             for each of its samples.
-        recomputed: int, those among them that had been computed before, for a
-            slot that another conversation then took.
+        recomputed: int, those among them that had been computed before: for
+            a slot that another conversation then took, or that cannot go back
+            to them.
     """
 
     computed: int = 0
@@ -107,6 +108,8 @@ class Admission:
         images: `Images` among them, or `None`.
         start: int, how many of them exist already.
         source: int, the slot that has these, or `None` for its own.
+        stops: set of ints, numbers of its tokens after which others copy
+            them, where they cannot be copied later.
         stage: int: sources of earlier stages must be complete.
     """
 
@@ -115,7 +118,45 @@ class Admission:
     images: object
     start: int
     source: int | None
-    stage: int
+    stops: set = dataclasses.field(default_factory=set)
+    stage: int = 0
+
+    @property
+    def least_stop(self):
+        """Int, the least of its tokens that it can stop after."""
+        if self.images is None:
+            return self.start + 1
+        # They are computed with all that is before them.
+        return max(self.start, int(self.images.places.max())) + 1
+
+
+def in_stages(admissions):
+    """Divides admissions at their stops, and orders all parts by stages.
+
+    In a stage slots are copied before tokens are computed: a slot is copied
+    after one part and before the next.
+
+    Args:
+        admissions: iterable of `Admission`s; what one copies from another
+            comes later.
+
+    Returns:
+        A list of `Admission`s without stops.
+    """
+    parts, done = [], {}
+    for a in admissions:
+        # The stages after which the source has so many tokens.
+        stages = done.get(a.source, {})
+        stage = stages.get(a.start, max(stages.values(), default=-1)) + 1
+        start, source, done[a.slot] = a.start, a.source, {}
+        for stop in sorted(a.stops | {len(a.tokens)}):
+            tokens = a.tokens[:stop]
+            parts.append(
+                Admission(a.slot, tokens, a.images, start, source, stage=stage)
+            )
+            done[a.slot][stop] = stage
+            start, source, stage = stop, None, stage + 1
+    return parts
 
 
 class Schedule:
@@ -222,28 +263,45 @@ class Schedule:
 
     # Slots
 
-    def _overlap(self, tokens):
-        """Counts the tokens with which each slot's begin as `tokens` do.
-
-        The state of a recurrent layer is that after all tokens of its slot:
-        if these go on in another way, none of them are counted.
-        """
+    def _shared(self, tokens):
+        """Counts the tokens with which each slot's begin as `tokens` do."""
         width = min(len(tokens), self.held.shape[1])
         same = self.held[:, :width] == tokens[:width]
         if not width:
             return np.zeros(len(self.held), np.int64)
-        found = np.where(same.all(1), width, same.argmin(1))
-        if self.decoder.is_recurrent:
-            found = np.where(found == self.lengths, found, 0)
-        return found
+        return np.where(same.all(1), width, same.argmin(1))
+
+    def _overlap(self, tokens, admitted=()):
+        """Counts the tokens that each slot has of the first of `tokens`.
+
+        `admitted` is a dict of the `Admission`s of the slots that are not
+        computed yet. They can stop where others copy them.
+
+        The state of a recurrent layer is that after all tokens of its slot,
+        and a layer with a sliding window has the last ones of a long slot: if
+        `tokens` go on in another way, none of them are counted.
+        """
+        found = self._shared(tokens)
+        usable = (found == self.lengths) | (
+            self.lengths <= self.decoder.rewindable
+        )
+        for slot in admitted:
+            a = admitted[slot]
+            usable[slot] |= found[slot] >= max(LEAST_SHARED, a.least_stop)
+        return np.where(usable, found, 0)
+
+    @property
+    def _is_rewindable(self):
+        """Bool, whether each slot can go back to earlier tokens."""
+        return self.decoder.tokens <= self.decoder.rewindable
 
     def _admit(self):
         """Gives waiting samples slots: returns a list of `Admission`s."""
         free = {i for i, s in enumerate(self.occupants) if s is None}
-        stages, admitted = {}, []
+        admitted = {}
         while self.queue:
             content, images = self.queue[0].content[:-1], self.queue[0].images
-            slot, source, start = self._choose(free, content, images)
+            slot, source, start = self._choose(free, content, images, admitted)
             if slot is None or self._loses(slot, source, start):
                 if more := self._grow():
                     free |= more
@@ -252,25 +310,26 @@ class Schedule:
                 break
             sample = self.queue.popleft()
             free.remove(slot)
-            before = stages.get(slot if source is None else source, -1)
-            stage = stages[slot] = before + 1 if start else 0
+            other = admitted.get(source)
+            if other is not None and start < len(other.tokens):
+                if len(other.tokens) > self.decoder.rewindable:
+                    other.stops.add(start)
             self.occupants[slot] = sample
             self._count(slot, content, start, source)
             self._hold(slot, content)
             self.kept[slot] = False
             tokens = content if images is None else sample.context[:-1]
-            admitted.append(
-                Admission(slot, tokens, images, start, source, stage)
-            )
-        return admitted
+            admitted[slot] = Admission(slot, tokens, images, start, source)
+        return in_stages(admitted.values())
 
-    def _choose(self, free, tokens, images):
+    def _choose(self, free, tokens, images, admitted):
         """Chooses a slot for tokens.
 
         Args:
             free: set of ints, slots without a sample.
             tokens: int32 array, as of `Sample.content`.
             images: `Images` among them, or `None`.
+            admitted: as of `_overlap`.
 
         Returns:
             Tuple `(slot, source, start)` as of `Admission`; the slot is
@@ -278,7 +337,7 @@ class Schedule:
         """
         if not free:
             return None, None, 0
-        overlap = self._overlap(tokens)
+        overlap = self._overlap(tokens, admitted)
         if images is not None:
             # Behind other tokens only text is computed.
             overlap[overlap <= images.places.max()] = 0
@@ -317,7 +376,8 @@ class Schedule:
             return
         if self.lengths[slot] > kept:
             self._lost.add(self.held[slot, : self.lengths[slot]])
-        before = self._lost.longest(tokens)
+        before = self._shared(tokens).max(initial=0)
+        before = max(int(before), self._lost.longest(tokens))
         self.counts.recomputed += max(before - start, 0)
 
     def _hold(self, slot, tokens):
@@ -414,7 +474,8 @@ class Schedule:
         # Equal prompts are computed once and written to several slots.
         twins = collections.defaultdict(list)
         for a in admitted:
-            if a.source in first and a.start == len(a.tokens):
+            # In the first stage the source's tokens are those of before.
+            if a.stage and a.source in first and a.start == len(a.tokens):
                 if len(first[a.source].tokens) == a.start:
                     twins[a.source].append(a)
         rest = set(admitted).difference(*twins.values())
@@ -504,8 +565,7 @@ class Schedule:
         room = self.decoder.tokens - decoding.STEPS
         idle = np.array([s is None for s in self.occupants])
         short = idle & (self.lengths > room)
-        # A state cannot go back to earlier tokens.
-        rest = 0 if self.decoder.is_recurrent else room
+        rest = room if self._is_rewindable else 0
         self.lengths[short] = rest
         self.held[short, rest:] = -1
 
@@ -526,8 +586,8 @@ class Schedule:
         if self.on_tokens is not None and ids:
             self.on_tokens(sample.request, sample.generation, ids)
         if out["active"][slot]:
-            if self.decoder.is_recurrent:
-                # Its state is no longer that after the prompt.
+            if not self._is_rewindable:
+                # It may no longer go back to the end of its prompt.
                 self._hold(slot, sample.content[:-1])
             return False
         sample.finish(out["stopped"][slot])

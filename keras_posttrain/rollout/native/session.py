@@ -9,9 +9,11 @@ class NativeSession(Session):
 
     The keys and values of a conversation stay in its slot between two turns,
     as long as there are slots. The next turn computes what was said since;
-    tokens with which another conversation begins are copied. When slots run
-    out, the one that was not used for longest is given away, and what it held
-    is computed again and counted (`counts`).
+    tokens with which another conversation begins are copied. Where layers are
+    recurrent, or a conversation is longer than a sliding window, that is so
+    for prompts that come together and for all tokens of a slot. When slots
+    run out, the one that was not used for longest is given away, and what it
+    held is computed again and counted (`counts`).
 
     Args:
         engine: `NativeRollout`.
