@@ -28,6 +28,12 @@ def test_a_killed_and_resumed_run_is_the_straight_one(name, tmp_path):
     contract.check_resumed_run(name, tmp_path)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", contract.TASKS)
+def test_a_run_that_also_stops_is_the_straight_one(name, tmp_path):
+    contract.check_resumed_run(name, tmp_path, stops=True)
+
+
 @pytest.mark.parametrize("name", contract.TASKS)
 def test_what_is_exported_is_the_model(name, tmp_path):
     contract.check_export(name, tmp_path)
