@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 SECONDS = 1200
 
 
-def start(directory, *cases):
-    """The script in each of two processes, with eight devices in all."""
+def start(directory, *cases, module="tests.distribution.two_processes",
+          devices=4):  # fmt: skip
+    """The script in each of two processes, each with so many devices."""
     directory.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,9 +31,9 @@ def start(directory, *cases):
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    script = "-m", "tests.distribution.two_processes", str(directory), port
+    script = "-m", module, str(directory), port
     started = []
     for i in range(2):
         with open(directory / f"log{i}", "w") as log:
@@ -66,9 +67,9 @@ def finish(started, directory):
     ]
 
 
-def run(directory, *cases):
+def run(directory, *cases, **settings):
     """Two processes that end well; an array by name for each case."""
-    started = start(directory, *cases)
+    started = start(directory, *cases, **settings)
     for status, output in finish(started, directory):
         assert status == 0 and output.endswith("done\n"), output[-4000:]
     found = []
