@@ -89,8 +89,19 @@ class Led:
             values = processes.exchange([END, result, self._text(error)])
         else:
             values, error = self._help()
-        self.raise_any([values[0][2], *values[1:]], error)
+        self._raise_any([values[0][2], *values[1:]], error)
         return values[0][1]
+
+    def agree(self, error):
+        """Raises an exception in all processes if one of them has one.
+
+        Args:
+            error: this process's exception, or `None`.
+        """
+        if processes.count() > 1:
+            self._raise_any(processes.exchange(self._text(error)), error)
+        elif error is not None:
+            raise error
 
     def _help(self):
         """Takes part until the first process has ended its work.
@@ -115,17 +126,6 @@ class Led:
         opened, self._open = self._open, ()
         collections.deque(opened, maxlen=0)
 
-    def agree(self, error):
-        """Raises an exception in all processes if one of them has one.
-
-        Args:
-            error: this process's exception, or `None`.
-        """
-        if processes.count() > 1:
-            self.raise_any(processes.exchange(self._text(error)), error)
-        elif error is not None:
-            raise error
-
     def _text(self, error):
         """Returns the name and the text of an exception, or `None`."""
         if error is None:
@@ -136,7 +136,7 @@ class Led:
             return RuntimeError.__name__, f"{type(error).__name__}: {error}"
         return name, str(error)
 
-    def raise_any(self, texts, error):
+    def _raise_any(self, texts, error):
         """Raises the exception of the first process that has one.
 
         Args:

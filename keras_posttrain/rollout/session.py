@@ -71,6 +71,9 @@ class Session:
     Args:
         engine: `Rollout`.
 
+    Attributes:
+        samples_alone: bool, whether each process samples its own requests.
+
     Example:
 
     ```python
@@ -84,7 +87,6 @@ class Session:
     ```
     """
 
-    # Bool, whether each process samples its own requests.
     samples_alone = False
 
     def __init__(self, engine):

@@ -190,8 +190,9 @@ def test_two_processes_are_one(tmp_path):
         check_same_files(tmp_path / "one" / name, tmp_path / "two" / name)
 
 
-def test_processes_that_differ_are_refused(tmp_path):
-    run(tmp_path, "refused")
+def test_what_one_process_raises_all_raise(tmp_path):
+    """Also of processes that differ, and of the work of the first one."""
+    run(tmp_path, "refused", "vllm", "led")
 
 
 def test_a_run_survives_all_that_ends_processes(tmp_path):

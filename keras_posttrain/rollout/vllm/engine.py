@@ -11,6 +11,7 @@ import uuid
 
 import numpy as np
 
+from keras_posttrain import _hosts
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.led import Led
 from keras_posttrain.models import guards
@@ -61,6 +62,15 @@ class VLLMRollout(Rollout):
     `engine_args` have a `data_parallel_size` is the other way: vLLM then
     spreads requests itself, and fails as a whole.
 
+    With several processes (`jax.distributed`) vLLM runs as a server. The
+    first process starts it, sends the weights, which all help to gather, and
+    compares. Each process sends its share of a rollout's requests, or those
+    of its conversations, to all servers itself, so that it must reach them: a
+    server that `python` starts serves processes of its own machine. All get
+    the samples that one process would get, from weights of the same version,
+    with `max_staleness` too. If a server fails one process, the others wait
+    with it for a server that has the weights; what one raises, all raise.
+
     In a process with TPUs, vLLM runs KerasHub's model with
     [tpu-inference](https://github.com/vllm-project/tpu-inference). Keras must
     have been imported with KERAS_NNX_ENABLED=true. Weights are copied from
@@ -75,7 +85,8 @@ class VLLMRollout(Rollout):
             (see below), among which requests are spread.
         python: path or `None`: the interpreter of an environment with vLLM.
             It runs a server on a socket that only this user can open, which
-            is protected by a key too and ends with this process.
+            is protected by a key too and ends with this process, the first
+            one of several.
         api_key: str or `None`, the key of the server at `url`, or of all
             servers of `urls`.
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
@@ -213,6 +224,7 @@ class VLLMRollout(Rollout):
         try:
             self._make_parts()
             folder = self._led.run(self._make_folder)
+            self._channel = _hosts.Channel(folder)
             self._engine = self._make_engine(pathlib.Path(folder))
             state = self._led.run(self._start_engine)
             self._adopt(state)
@@ -290,6 +302,17 @@ class VLLMRollout(Rollout):
         return self._state()
 
     # Several processes
+
+    @property
+    def is_apart(self):
+        return not self._is_here
+
+    def scope(self):
+        if processes.count() == 1:
+            return super().scope()
+        # The trainer may use all devices meanwhile.
+        self.start()
+        return self._channel.used()
 
     def _check_equal(self):
         if processes.count() > 1:
@@ -629,6 +652,10 @@ class VLLMRollout(Rollout):
             attempt: function without arguments that may raise an
                 `EngineFailure`.
             restarted: function without arguments, called after a restart.
+
+        Returns:
+            Whether an attempt did not fail. If rollouts overlap with
+            training, the engine may need weights before another one.
         """
         if self._probe_logps is None:
             self.sync_weights()
@@ -645,11 +672,12 @@ class VLLMRollout(Rollout):
                 error = e
             failure = self._failure_of_any(error)
             if failure is None:
-                return
+                return True
             self._failures += 1
             if self._failures >= MAX_FAILURES:
                 raise _too_many_failures(failure) from failure
             self.needs_weights = self.overlaps
+        return False
 
     def _failure_of_any(self, error):
         """Returns an `EngineFailure` of one of the processes, or `None`.

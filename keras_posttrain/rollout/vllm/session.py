@@ -1,9 +1,10 @@
 """Conversations of several turns in vLLM's running batch."""
 
 import itertools
+import time
 
 from keras_posttrain.distribution import processes
-from keras_posttrain.rollout.session import Session
+from keras_posttrain.rollout.session import POLL_SECONDS, Session
 
 
 class VLLMSession(Session):
@@ -33,8 +34,16 @@ class VLLMSession(Session):
     def run(self):
         if processes.count() == 1:
             self._serve()
-        else:
-            self._repeat(lambda: self._serve(once=True), lambda: None)
+            return
+        with self.engine.scope():
+            while not self._repeat(self._serve_once, lambda: None):
+                # Also if this process has closed the session: others may
+                # have turns left.
+                while self.engine.needs_weights:
+                    time.sleep(POLL_SECONDS)
+
+    def _serve_once(self):
+        self._serve(once=True)
 
     def _serve(self, once=False):
         """Samples until the session ends.
