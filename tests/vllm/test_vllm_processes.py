@@ -11,19 +11,29 @@ from tests.vllm.two_trainers import outcomes
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("vllm"), reason="vLLM is not installed"
 )
-CASES = (
-    "grpo:full",
-    "grpo:lora",
-    "episodes",
-    "failures",
-    "ahead",
-    "ahead_and_failing",
-)
+
+
+def check_same_in_both(tmp_path, *cases):
+    two = run(tmp_path, *cases, module="tests.vllm.two_trainers", devices=1)
+    for case, one, other in zip(cases, outcomes(cases), two, strict=True):
+        one = {name: np.asarray(value) for name, value in one.items()}
+        check_same(one, other, case)
 
 
 def test_two_processes_sample_and_train_as_one(tmp_path):
-    """Full, delta and adapter pushes; conversations; requests that fail."""
-    two = run(tmp_path, *CASES, module="tests.vllm.two_trainers", devices=1)
-    for case, one, other in zip(CASES, outcomes(CASES), two, strict=True):
-        one = {name: np.asarray(value) for name, value in one.items()}
-        check_same(one, other, case)
+    """Pushes of all kinds, conversations, failures, overlapping rollouts."""
+    check_same_in_both(
+        tmp_path,
+        "grpo:full",
+        "grpo:lora",
+        "episodes",
+        "failures",
+        "ahead",
+        "ahead_and_failing",
+    )
+
+
+@pytest.mark.full
+def test_a_server_of_the_first_process_is_killed(tmp_path):
+    """All get the address and the key of the one that takes its place."""
+    check_same_in_both(tmp_path, "killed")

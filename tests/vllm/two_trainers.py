@@ -7,7 +7,9 @@ The tests call `outcomes` for the same in one process.
 
 import contextlib
 import json
+import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -37,11 +39,19 @@ NAMES = "vllm/sync_bytes", "vllm/restarts", "staleness/max"
 
 
 class Seen(keras.callbacks.Callback):
-    """Completions that were trained on, and logs."""
+    """Completions that were trained on, and logs.
 
-    def __init__(self):
+    Before a step, while the next rollout is sampled, it evaluates the task.
+    """
+
+    def __init__(self, evaluated_before=None):
         super().__init__()
-        self.rows, self.logs = [], []
+        self.rows, self.logs, self.evaluations = [], [], []
+        self.evaluated_before = evaluated_before
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if len(self.logs) == self.evaluated_before:
+            self.evaluations.append(self.model.evaluate(prompts(4)))
 
     def on_train_batch_end(self, batch, logs=None):
         self.rows.append(self.model.last_rollout["completion"])
@@ -65,9 +75,9 @@ def server():
     assert started is None or started.poll() is not None
 
 
-def fitted(task, dataset, **settings):
+def fitted(task, dataset, seen=None, **settings):
     """Trains; a dict of what came of it."""
-    seen = Seen()
+    seen = seen or Seen()
     task.fit(dataset, callbacks=[seen], verbose=0, **settings)
     for logs in seen.logs:
         assert logs["vllm/probe_difference"] < 1e-4, logs
@@ -88,8 +98,11 @@ def ahead(servers):
     """Rollouts overlap with training; all of one wait for those in flight."""
     task = make("qwen3", True, sequence_length=256)
     compile_grpo(task, VLLMRollout(**servers), 0.3)
+    seen = Seen(evaluated_before=1)
     with waiting():
-        return fitted(task, prompts(8), batch_size=2, max_staleness=1)
+        found = fitted(task, prompts(8), seen, batch_size=2, max_staleness=1)
+    [metrics] = seen.evaluations
+    return {**found, "evaluated": metrics["reward"]}
 
 
 def ahead_and_failing(servers):
@@ -197,8 +210,28 @@ def failures(servers):
     }
 
 
+def killed(servers):
+    """The server that a run has started is killed while it samples."""
+    task = make("qwen3", True, sequence_length=256)
+    compile_grpo(task, VLLMRollout(python=sys.executable, timeout=60), 0.3)
+    run_job, left = ServerEngine.run_job, 3 * [False] + [True]
+
+    def run(self, job, *args):
+        if "logprobs" in job.params and self.process and left.pop(0):
+            os.killpg(self.process.pid, signal.SIGKILL)
+            left.extend(100 * [False])
+        return run_job(self, job, *args)
+
+    ServerEngine.run_job = run
+    try:
+        return fitted(task, prompts(6), batch_size=3)
+    finally:
+        ServerEngine.run_job = run_job
+
+
 KINDS = {
-    f.__name__: f for f in (grpo, episodes, failures, ahead, ahead_and_failing)
+    f.__name__: f
+    for f in (grpo, episodes, failures, ahead, ahead_and_failing, killed)
 }
 
 
