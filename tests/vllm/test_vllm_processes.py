@@ -24,8 +24,7 @@ def test_two_processes_sample_and_train_as_one(tmp_path):
     """Pushes of all kinds, conversations, failures, overlapping rollouts."""
     check_same_in_both(
         tmp_path,
-        "grpo:full",
-        "grpo:lora",
+        "grpo",
         "episodes",
         "failures",
         "ahead",

@@ -87,9 +87,9 @@ def fitted(task, dataset, seen=None, **settings):
     return {**found, "rows": json.dumps(seen.rows)}
 
 
-def grpo(servers, mode):
-    """All weights are sent as differences, or an adapter alone."""
-    task = make("qwen3", mode == "lora", sequence_length=256)
+def grpo(servers):
+    """All weights are sent as differences."""
+    task = make("qwen3", sequence_length=256)
     compile_grpo(task, VLLMRollout(push="delta", **servers), 0.3)
     return fitted(task, prompts(6), batch_size=3)
 
@@ -141,9 +141,11 @@ async def two_turns(chat, word):
 
 
 def episodes(servers):
-    """Conversations, each of one process."""
+    """Conversations, each of one process; an adapter is sent alone."""
     task = kpt.GRPOTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=256
+        REFERENCE / "models/qwen3",
+        sequence_length=256,
+        lora=kpt.LoRA(rank=4),
     )
     task.compile(
         optimizer=keras.optimizers.SGD(0.1),
@@ -154,8 +156,8 @@ def episodes(servers):
         max_completion_length=6,
         rollout=VLLMRollout(**servers),
     )
-    rows = [{"word": word} for word in ("one", "two", "three")]
-    return fitted(task, rows, batch_size=3)
+    rows = [{"word": word} for word in ("one", "two", "three", "four")]
+    return fitted(task, rows, batch_size=2)
 
 
 @contextlib.contextmanager
@@ -229,21 +231,20 @@ def killed(servers):
         ServerEngine.run_job = run_job
 
 
-KINDS = {
+CASES = {
     f.__name__: f
     for f in (grpo, episodes, failures, ahead, ahead_and_failing, killed)
 }
 
 
 def outcomes(cases):
-    """Runs cases `kind:arguments`; yields a dict of what came of each."""
+    """Runs cases; yields a dict of what came of each."""
     if processes.count() > 1:
         keras.distribution.set_distribution(kpt.distribution.fsdp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     with server() as servers:
         for case in cases:
-            kind, *arguments = case.split(":")
-            yield KINDS[kind](servers, *arguments)
+            yield CASES[case](servers)
 
 
 def main(directory, cases):

@@ -613,9 +613,15 @@ class VLLMRollout(Rollout):
             if stream is not None:
                 stream.restart()
 
-        self._repeat(attempt, restarted)
-        for key, job in pending.items():
-            take(key, Result(job.params["n"]))
+        if self._repeat(attempt, restarted):
+            return
+        error = None
+        try:
+            for key, job in pending.items():
+                take(key, Result(job.params["n"]))
+        except Exception as e:  # Any: other processes may have none.
+            error = e
+        self._led.agree(error)
 
     def _run_once(
         self, pending, take, stream=None, interrupted=None, more=None
