@@ -61,8 +61,8 @@ class Session:
     then continues with them.
 
     With several processes each submits requests of its own, and all sample
-    those of all, unless `samples_alone`. They must begin and end the session
-    together.
+    those of all, or with an engine of servers its own. They must begin and end
+    the session together.
 
     This class samples in a thread of its own by calls of `generate`, for all
     that waits at once, and so serves every engine. Engines whose requests can
@@ -70,9 +70,6 @@ class Session:
 
     Args:
         engine: `Rollout`.
-
-    Attributes:
-        samples_alone: bool, whether each process samples its own requests.
 
     Example:
 
@@ -87,7 +84,8 @@ class Session:
     ```
     """
 
-    samples_alone = False
+    # Whether each of several processes samples its own requests.
+    _samples_alone = False
 
     def __init__(self, engine):
         self.engine = engine
@@ -210,7 +208,7 @@ class Session:
     def next(self, is_busy):
         """Returns the new turns and released conversations.
 
-        They are those of all processes, unless `samples_alone`. Waits while
+        They are those of all processes, unless `_samples_alone`. Waits while
         there is nothing to do, and while the engine waits for weights.
 
         Args:
@@ -219,7 +217,7 @@ class Session:
         Returns:
             A list of `Turn`s and one of lists of ints; `None` at the end.
         """
-        alone = processes.count() == 1 or self.samples_alone
+        alone = processes.count() == 1 or self._samples_alone
         while True:
             with self._changed:
                 if alone:

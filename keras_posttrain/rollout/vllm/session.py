@@ -21,7 +21,7 @@ class VLLMSession(Session):
         repeat: `VLLMRollout._repeat`.
     """
 
-    samples_alone = True
+    _samples_alone = True
 
     def __init__(self, engine, sample, repeat):
         super().__init__(engine)
