@@ -141,6 +141,10 @@ learning, one to ten of a hundred values of bfloat16. Each server verifies the
 checksum of every tensor, and gets all weights if one differs. The price is
 memory: a copy of all weights for the trainer, and one for each worker process
 of a server. In this machine's memory, the default `push="full"` is faster.
+
+A trainer of several processes uses the same arguments: each process sends its
+part of the requests, and the first one starts the server, or sends the weights
+to those that run. `clusters.md` says how processes are started.
 """
 
 task.compile(

@@ -2,18 +2,85 @@
 
 They are sent by one device of each process, the first of Keras's distribution
 in this thread. Threads whose distributions share no device can therefore
-exchange arrays at the same time, as a trainer and a sampler do.
+exchange arrays at the same time, as a trainer and a sampler do. A thread
+without devices of its own uses a `Channel`.
 """
 
+import contextlib
 import functools
+import threading
 
 import jax
 import keras
 import numpy as np
+from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "process"
+# The most bytes of a value that JAX's service gets at once.
+PART = 2**20
+# Milliseconds until another process must have sent something. One that is
+# lost ends this process sooner, by JAX's heartbeats.
+TIMEOUT = 7 * 24 * 3600 * 1000
+
+_of_thread = threading.local()
+
+
+class Channel:
+    """Exchanges arrays without devices, through JAX's coordination service.
+
+    The process that hosts the service passes all of them on: samples and
+    rewards, not weights. One thread of each process uses a channel at a time.
+
+    Args:
+        name: str, the same in all processes, and another for each channel.
+    """
+
+    def __init__(self, name):
+        self._name, self._count = name, 0
+        self._sent = []
+
+    @contextlib.contextmanager
+    def used(self):
+        """A scope in which this thread exchanges arrays by this channel."""
+        before = _channel()
+        _of_thread.channel = self
+        try:
+            yield
+        finally:
+            _of_thread.channel = before
+
+    def gather(self, x):
+        """As the function `gather` below."""
+        client, data = global_state.client, x.tobytes()
+        starts = range(0, len(data), PART)
+        self._count += 1
+
+        def keys(process):
+            name = f"{self._name}/{self._count}/{process}"
+            return [f"{name}/{start}" for start in starts]
+
+        sent = keys(jax.process_index())
+        for key, start in zip(sent, starts):
+            client.key_value_set_bytes(key, data[start : start + PART])
+        found = []
+        for process in range(jax.process_count()):
+            parts = (
+                client.blocking_key_value_get_bytes(key, TIMEOUT)
+                for key in keys(process)
+            )
+            array = np.frombuffer(b"".join(parts), x.dtype)
+            found.append(array.reshape(x.shape))
+        # All have read what this process sent before, as they have sent more.
+        for key in self._sent:
+            client.key_value_delete(key)
+        self._sent = sent
+        return np.stack(found)
+
+
+def _channel():
+    return getattr(_of_thread, "channel", None)
 
 
 def gather(x):
@@ -21,6 +88,8 @@ def gather(x):
 
     `x` is a NumPy array of the same shape and dtype in all of them.
     """
+    if (channel := _channel()) is not None:
+        return channel.gather(np.asarray(x))
     return _run(_mesh(), "gather", x)
 
 
@@ -31,6 +100,8 @@ def broadcast(x, source):
     dtype is one of ints: the others are replaced by zeros, and -0.0 + 0.0 is
     0.0.
     """
+    if (channel := _channel()) is not None:
+        return channel.gather(np.asarray(x))[source]
     if jax.process_index() != source:
         x = np.zeros_like(x)
     return _run(_mesh(), "sum", x)

@@ -49,6 +49,7 @@ LEVELS = {
 # Private modules of other libraries, each with the one file that imports it.
 PRIVATE = ("keras.src", "keras_hub.src", "jax._src", "jaxlib")
 MAY_IMPORT_PRIVATE = {
+    "jax._src.distributed.global_state": "_hosts.py",
     "keras_hub.src.vllm.context.get_vllm_context": "models/attention.py",
     "keras_hub.src.vllm.context.vllm_context_scope": "models/attention.py",
     "keras.src.trainers.data_adapters.data_adapter.DataAdapter": (

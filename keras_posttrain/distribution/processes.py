@@ -7,6 +7,7 @@ devices. All processes must run the same computations on such arrays, in the
 same order.
 """
 
+import io
 import json
 import os
 import signal
@@ -161,14 +162,39 @@ def exchange(value):
     """Returns all processes' values, which JSON can encode, in their order."""
     if count() == 1:
         return [value]
-    text = np.frombuffer(json.dumps([index(), value]).encode(), np.uint8)
-    sizes = _hosts.gather(np.int32(len(text)))
+    return [json.loads(text) for text in _exchange(json.dumps(value).encode())]
+
+
+def exchange_arrays(arrays):
+    """Returns all processes' arrays, in the order of the processes.
+
+    Args:
+        arrays: dict from names to NumPy arrays of numbers or strings, whose
+            shapes may differ between processes.
+
+    Returns:
+        A list of such dicts.
+    """
+    if count() == 1:
+        return [arrays]
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    found = []
+    for data in _exchange(file.getvalue()):
+        with np.load(io.BytesIO(data)) as part:
+            found.append(dict(part))
+    return found
+
+
+def _exchange(data):
+    """Returns the bytes of all processes."""
+    data = np.frombuffer(data, np.uint8)
+    sizes = _hosts.gather(np.int32(len(data))).reshape(-1)
     # Rounded up, so that few sizes are compiled.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
-    padded[: len(text)] = text
-    texts = _hosts.gather(padded)
-    values = [json.loads(bytes(t[:n])) for t, n in zip(texts, sizes.flat)]
-    return [value for _, value in sorted(values, key=lambda x: x[0])]
+    padded[: len(data)] = data
+    every = _hosts.gather(padded)
+    return [part[:size].tobytes() for part, size in zip(every, sizes)]
 
 
 def exchange_results(function):

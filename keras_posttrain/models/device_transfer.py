@@ -60,15 +60,19 @@ def to_host(array):
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     shape, dtype = array.shape, array.dtype
-    local = {shard.device: shard.data for shard in array.addressable_shards}
-    everywhere = array.is_fully_addressable or array.is_fully_replicated
     found = np.empty(shape, dtype)
+    if array.is_fully_replicated:
+        # Where each process has one device, `addressable_shards` fails for
+        # what `device_put` has copied from one of them.
+        _fetch(array.addressable_data(0), found)
+        return found
+    local = {shard.device: shard.data for shard in array.addressable_shards}
     for index, devices in _by_index(array.sharding, shape).items():
         here = [device for device in devices if device in local]
         part = found[*(slice(*bounds) for bounds in index), ...]
         if here:
             _fetch(local[here[0]], part)
-        if not everywhere:
+        if not array.is_fully_addressable:
             part[...] = _from_process(devices[0].process_index, part)
     return found
 

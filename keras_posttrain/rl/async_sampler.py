@@ -39,8 +39,9 @@ class AsyncSampler:
     With several processes nothing is interrupted, because they could not
     agree on the token at which it was. New weights wait for the rollouts in
     flight to be scored, so that each is sampled from the weights of one
-    version, the same in all processes. Sampling and scoring exchange what
-    they need over the engine's devices.
+    version, the same in all processes. Only if an engine fails, the rest of a
+    rollout is sampled from new weights. Sampling and scoring exchange what
+    they need without the trainer's devices.
 
     Args:
         sample: function of the number of steps before to a `Round`.
@@ -92,7 +93,7 @@ class AsyncSampler:
         engine = self._engine
         self._trained += trained
         if self._waits:
-            concurrent.futures.wait(self._jobs)
+            self._settle()
         else:
             engine.interrupt()
         try:
@@ -103,6 +104,15 @@ class AsyncSampler:
             with self._changed:
                 engine.resume()
                 self._changed.notify_all()
+
+    def _settle(self):
+        """Waits until all that is in flight is scored, or needs weights.
+
+        Processes agree on both in the sampling thread: all see the same.
+        """
+        while not self._engine.needs_weights:
+            if not concurrent.futures.wait(self._jobs, POLL_SECONDS).not_done:
+                return
 
     def close(self):
         """Ends the threads; what is in flight is lost."""
@@ -127,7 +137,17 @@ class AsyncSampler:
         # In several processes all finish what they have begun.
         if self._closed and not self._waits:
             raise Closed()
+        self.take_turn()
         return generate_whole(self._engine, requests, self._wait)
+
+    def take_turn(self):
+        """Waits, before the run's own thread samples for an evaluation.
+
+        Several processes could not agree whether it or the rollout in flight
+        is the next to use the engine.
+        """
+        if self._waits and threading.current_thread() is self._owner:
+            self._settle()
 
     # The threads
 

@@ -64,7 +64,8 @@ def staleness(max_staleness, engine, rewards=()):
             "In several processes rollouts overlap with training on devices "
             "of their own: divide them by `kpt.distribution.split` and pass "
             "`compile(rollout=kpt.rollout.NativeRollout(distribution=...))`, "
-            f"or use max_staleness=0. Received: max_staleness={max_staleness},"
+            "use a server (`kpt.rollout.VLLMRollout(url=...)`), or "
+            f"max_staleness=0. Received: max_staleness={max_staleness},"
             f" {processes.count()} processes, a {type(engine).__name__} "
             "without devices of its own"
         )

@@ -281,6 +281,8 @@ class RolloutRun:
             self.activity,
             Activity("sampling", time.perf_counter(), total=episodes),
         )
+        if self.async_sampler is not None:
+            self.async_sampler.take_turn()
         try:
             with self.engine.session() as session:
                 yield session, self._count

@@ -81,8 +81,8 @@ class Rollout(keras.callbacks.Callback):
         turn: lock that is held by each call of `generate` and `score`.
         returns_routed_experts: bool, whether completions of mixtures can have
             the experts of their tokens.
-        is_apart: bool, whether it samples in the run's processes on devices
-            that the trainer does not use.
+        is_apart: bool, whether it samples without devices that the trainer
+            uses: in several processes rollouts can then overlap with training.
         takes_images: bool, whether prompts may have images.
         compile_ahead: bool or `"auto"`, whether a run compiles the programs
             of all lengths after its second rollout; `"auto"` for runs of 200
@@ -171,7 +171,11 @@ class Rollout(keras.callbacks.Callback):
         return Session(self)
 
     def scope(self):
-        """A scope in which Keras's distribution is that of the engine."""
+        """A scope for threads that sample while another one trains.
+
+        In it Keras's distribution is that of the engine, and processes
+        exchange arrays without devices that the trainer uses.
+        """
         return contextlib.nullcontext()
 
     def checked(self, requests):

@@ -61,7 +61,8 @@ class Session:
     then continues with them.
 
     With several processes each submits requests of its own, and all sample
-    those of all. They must begin and end the session together.
+    those of all, or with an engine of servers its own. They must begin and end
+    the session together.
 
     This class samples in a thread of its own by calls of `generate`, for all
     that waits at once, and so serves every engine. Engines whose requests can
@@ -82,6 +83,9 @@ class Session:
         session.release([*more, *second.token_ids])
     ```
     """
+
+    # Whether each of several processes samples its own requests.
+    _samples_alone = False
 
     def __init__(self, engine):
         self.engine = engine
@@ -202,10 +206,10 @@ class Session:
         return turns
 
     def next(self, is_busy):
-        """Returns the new turns and released conversations of all processes.
+        """Returns the new turns and released conversations.
 
-        Waits while there is nothing to do, and while the engine waits for
-        weights.
+        They are those of all processes, unless `_samples_alone`. Waits while
+        there is nothing to do, and while the engine waits for weights.
 
         Args:
             is_busy: bool, whether earlier turns are still to be sampled.
@@ -213,16 +217,17 @@ class Session:
         Returns:
             A list of `Turn`s and one of lists of ints; `None` at the end.
         """
+        alone = processes.count() == 1 or self._samples_alone
         while True:
             with self._changed:
-                if processes.count() == 1:
+                if alone:
                     self._changed.wait_for(
                         lambda: is_busy or self._submitted or self.closed
                     )
                 turns, self._submitted = self._submitted, []
                 released, self._released = self._released, []
                 closed = self.closed
-            if processes.count() > 1:
+            if not alone:
                 turns, released, closed = _of_all(turns, released, closed)
             if closed:
                 return None

@@ -332,9 +332,9 @@ class RolloutTask(Task):
                 not reproducible. A run resumed from a checkpoint samples
                 again the rollouts that were not trained on. With several
                 processes the engine needs devices of its own
-                (`kpt.distribution.split`); rollouts are then scored in turn
-                and finished with the weights that began them, and runs that
-                are not resumed are reproducible.
+                (`kpt.distribution.split`) or vLLM's servers; rollouts are
+                then scored in turn and finished with the weights that began
+                them, and runs that are not resumed are reproducible.
 
         Returns:
             A Keras `History` of the means over each epoch.

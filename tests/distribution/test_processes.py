@@ -21,14 +21,15 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 SECONDS = 1200
 
 
-def start(directory, *cases):
-    """The script in each of two processes, with eight devices in all."""
+def start(directory, *cases, module="tests.distribution.two_processes",
+          devices=4):  # fmt: skip
+    """The script in each of two processes, each with so many devices."""
     directory.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = simulated(4)
-    script = "-m", "tests.distribution.two_processes", str(directory), port
+    env = simulated(devices)
+    script = "-m", module, str(directory), port
     started = []
     for i in range(2):
         with open(directory / f"log{i}", "w") as log:
@@ -62,9 +63,9 @@ def finish(started, directory):
     ]
 
 
-def run(directory, *cases):
+def run(directory, *cases, **settings):
     """Two processes that end well; an array by name for each case."""
-    started = start(directory, *cases)
+    started = start(directory, *cases, **settings)
     for status, output in finish(started, directory):
         assert status == 0 and output.endswith("done\n"), output[-4000:]
     found = []
@@ -188,8 +189,9 @@ def test_two_processes_are_one(tmp_path):
         check_same_files(tmp_path / "one" / name, tmp_path / "two" / name)
 
 
-def test_processes_that_differ_are_refused(tmp_path):
-    run(tmp_path, "refused")
+def test_what_one_process_raises_all_raise(tmp_path):
+    """Also of processes that differ, and of the work of the first one."""
+    run(tmp_path, "refused", "vllm", "led")
 
 
 def test_a_run_survives_all_that_ends_processes(tmp_path):

@@ -5,6 +5,8 @@ other, and the first process writes what came of each to `DIRECTORY/CASE.npz`.
 The tests call `outcome` for the same in one process.
 """
 
+import collections
+import functools
 import json
 import os
 import pathlib
@@ -29,9 +31,12 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
+from keras_posttrain import _hosts  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
-from keras_posttrain.models import presets  # noqa: E402
+from keras_posttrain.distribution.led import Led  # noqa: E402
+from keras_posttrain.models import device_transfer, presets  # noqa: E402
 from keras_posttrain.models.hf.export import export  # noqa: E402
+from keras_posttrain.rollout.vllm.jobs import EngineFailure  # noqa: E402
 from tests.distribution.runs import (  # noqa: E402
     filled_adapter,
     make,
@@ -249,6 +254,107 @@ def broken(completions):
     raise KeyError("no such")
 
 
+def raised(function, *args):
+    """The class and the text of what a function raises."""
+    try:
+        function(*args)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("nothing was raised")
+
+
+def led(directory):
+    """Work of the first process, which the others help: results, errors."""
+    own, done = Led(EngineFailure), []
+    values = {"a": over_all(np.arange(8.0)), "b": over_all(np.arange(16.0))}
+
+    def arrays(names):
+        for name in names:
+            done.append(name)
+            yield name, device_transfer.to_host(values[name])
+
+    def breaks(process):
+        if processes.index() == process:
+            raise KeyError("broken")
+        return ()
+
+    own.add("arrays", arrays)
+    own.add("breaks", breaks)
+
+    def write(names, error=None):
+        found = {}
+        for name, array in own.together("arrays", names):
+            found[name] = array.tolist()
+            if error is not None:
+                raise error
+        return found
+
+    def help_from(process):
+        collections.deque(own.together("breaks", process), 0)
+        return write("a")
+
+    both = {name: list(range(n)) for name, n in (("a", 8), ("b", 16))}
+    assert own.run(lambda: write("ab")) == both
+    # The first process stops in the middle of what all gather.
+    for error, name in (
+        (EngineFailure("it has ended"), "EngineFailure"),
+        (OSError("No space left"), "OSError"),
+    ):
+        done.clear()
+        found = raised(own.run, functools.partial(write, "ab", error))
+        assert found == [name, str(error)] and done == ["a", "b"], found
+    # Of an unknown class where it is raised, named in the others.
+    for process in range(processes.count()):
+        found = raised(own.run, functools.partial(help_from, process))
+        expected = ["RuntimeError", "KeyError: 'broken'"]
+        if processes.index() == process:
+            expected = ["KeyError", "'broken'"]
+        assert found == expected, found
+    # All still take part.
+    assert own.run(lambda: write("a")) == {"a": both["a"]}
+    # Without devices.
+    channel = _hosts.Channel("of this test")
+    with channel.used():
+        big = json.dumps([processes.index()] * 1_000_000)
+        for k, text in enumerate(processes.exchange(big)):
+            assert text == json.dumps([k] * 1_000_000)
+    return {}
+
+
+def over_all(array):
+    """An array whose rows are split over the devices of all processes."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
+    layout = jax.sharding.PartitionSpec("data")
+    return jax.make_array_from_callback(
+        array.shape,
+        jax.sharding.NamedSharding(mesh, layout),
+        lambda index: array[index],
+    )
+
+
+def vllm(directory):
+    """Where vLLM cannot serve all processes, all say so."""
+    keras.distribution.set_distribution(mesh("8x1"))
+    path = REFERENCE / "models/llama3"
+    task = kpt.SFTTask.from_preset(path, sequence_length=64)
+
+    def start(**settings):
+        engine = kpt.rollout.VLLMRollout(**settings)
+        engine.set_model(task)
+        return raised(engine.start)
+
+    name, text = start()
+    assert name == "ValueError" and "pass `url`, `urls` or `python`" in text
+    urls = [f"http://127.0.0.1:{9 + processes.index()}"]
+    name, text = start(urls=urls)
+    assert "VLLMRollout(urls=...)=['http://127.0.0.1:9'] in" in text, text
+    found = start(urls=["http://127.0.0.1:9"], timeout=0.1)
+    assert found[0] == "RuntimeError", found
+    assert "vLLM did not start. No server answered at http" in found[1], found
+    assert processes.exchange(found) == processes.count() * [found]
+    return {}
+
+
 def files(directory):
     """Loads and writes a model, each process its own shards."""
     keras.distribution.set_distribution(mesh("4x2"))
@@ -282,7 +388,9 @@ def files(directory):
     return {}
 
 
-KINDS = {f.__name__: f for f in (use, resume, split, refused, files)}
+KINDS = {
+    f.__name__: f for f in (use, resume, split, refused, files, led, vllm)
+}
 
 
 def outcome(case, directory):

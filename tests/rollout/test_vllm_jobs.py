@@ -3,7 +3,9 @@
 import asyncio
 import fcntl
 import http.server
+import json
 import os
+import socket
 import socketserver
 import subprocess
 import sys
@@ -13,11 +15,14 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
+from keras_posttrain.distribution import processes
 from keras_posttrain.rollout import Request, VLLMRollout
 from keras_posttrain.rollout.vllm import (
     folder,
+    job_threads,
     jobs,
     replicas,
+    settings,
     weights,
     worker,
 )
@@ -367,3 +372,73 @@ def test_a_busy_server_gets_no_more_for_its_cache():
         chosen(engine, ids)
     with pytest.raises(jobs.EngineFailure, match="the first has ended"):
         engine.run_on_each(jobs.scoring_job(ids, None, 1.0))
+
+
+def test_processes_share_what_they_know_of_servers(monkeypatch):
+    """Keys, models, versions, and which servers one of them has lost."""
+    first = replicas_of(4)
+    first._sent("a version")
+    first._lose(first.replicas[1], jobs.EngineFailure("it has ended"))
+    first.replicas[3].server.model = "policy-adapter"
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "index", lambda: 1)
+    other = replicas_of(4)
+    other._lose(other.replicas[0], jobs.EngineFailure("no longer so"))
+    other.adopt(json.loads(json.dumps(first.state())))
+    assert other._version == "a version"
+    assert [r.server.model for r in other.replicas[2:]] == [
+        "policy", "policy-adapter"
+    ]  # fmt: skip
+    assert [r.lost is None for r in other.replicas] == [True, False] + 2 * [
+        True
+    ]
+    # Each begins with other servers.
+    prompts = np.arange(40).reshape(4, 10)
+    places = [chosen(other, ids) for ids in prompts[:3]]
+    assert places == ["http://2", "http://3", "http://0"]
+    assert chosen(first, prompts[3]) == "http://0"
+    # What another one has lost gets all weights with the next sync.
+    other._lose(other.replicas[2], jobs.EngineFailure("it samples others"))
+    first.replicas[2].server.held = "a version"
+    first.lose(json.loads(json.dumps(other.losses())))
+    assert first.used == [first.replicas[0], first.replicas[3]]
+    assert first.replicas[2].server.held is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "unix:/dev/shm/a",
+        "http://localhost:1",
+        "http://127.0.0.1",
+        "http://[::1]:8",
+    ],
+)
+def test_a_server_of_another_machine_has_another_address(url):
+    settings.check_address(url, socket.gethostname())
+    settings.check_address("http://gpu-1:8000", "another")
+    with pytest.raises(ValueError, match="serves processes of its own mach"):
+        settings.check_address(url, "another")
+
+
+def test_interrupted_jobs_end_without_their_tokens():
+    """Where a server would end the requests of other processes too."""
+    began, ended = threading.Semaphore(0), threading.Event()
+
+    def run_job(job, connections):
+        began.release()
+        # As a request whose connection is closed.
+        while not connections.closed:
+            ended.wait(0.01)
+        raise jobs.EngineFailure("closed")
+
+    work = {i: jobs.scoring_job([1, 2], None, 1.0) for i in range(3)}
+
+    def interrupted():
+        return began.acquire(timeout=60)
+
+    found = list(
+        job_threads.run(work, run_job, None, 2, None, interrupted, None)
+    )
+    assert [key for key, _ in found] == [0, 1, 2]
+    assert all(result.token_ids == [[]] for _, result in found)

@@ -1,19 +1,26 @@
 """A rollout engine that samples with vLLM from the trainer's weights."""
 
+import collections
 import copy
+import itertools
+import pathlib
 import shutil
+import socket
 import time
 import uuid
 
 import numpy as np
 
+from keras_posttrain import _hosts
+from keras_posttrain.distribution import processes
+from keras_posttrain.distribution.led import Led
 from keras_posttrain.models import guards
 from keras_posttrain.models.hf.families import family_of, has_experts
 from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.request import Completion, Scores
 from keras_posttrain.rollout.rollout import Rollout, sample_counter
+from keras_posttrain.rollout.vllm import exchange, settings, tpu
 from keras_posttrain.rollout.vllm import jobs as vllm_jobs
-from keras_posttrain.rollout.vllm import settings, tpu
 from keras_posttrain.rollout.vllm import weights as vllm_weights
 from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
@@ -25,6 +32,8 @@ from keras_posttrain.rollout.vllm.session import VLLMSession
 
 # A run ends after this many failures without a finished request in between.
 MAX_FAILURES = 3
+# Seconds in which a server answers whether it is there.
+HEALTH_SECONDS = 30
 
 
 class VLLMRollout(Rollout):
@@ -53,6 +62,15 @@ class VLLMRollout(Rollout):
     `engine_args` have a `data_parallel_size` is the other way: vLLM then
     spreads requests itself, and fails as a whole.
 
+    With several processes (`jax.distributed`) vLLM runs as a server. The
+    first process starts it, sends the weights, which all help to gather, and
+    compares. Each process sends its share of a rollout's requests, or those
+    of its conversations, to all servers itself, so that it must reach them: a
+    server that `python` starts serves processes of its own machine. All get
+    the samples that one process would get, from weights of the same version,
+    with `max_staleness` too. If a server fails one process, the others wait
+    with it for a server that has the weights; what one raises, all raise.
+
     In a process with TPUs, vLLM runs KerasHub's model with
     [tpu-inference](https://github.com/vllm-project/tpu-inference). Keras must
     have been imported with KERAS_NNX_ENABLED=true. Weights are copied from
@@ -67,7 +85,8 @@ class VLLMRollout(Rollout):
             (see below), among which requests are spread.
         python: path or `None`: the interpreter of an environment with vLLM.
             It runs a server on a socket that only this user can open, which
-            is protected by a key too and ends with this process.
+            is protected by a key too and ends with this process, the first
+            one of several.
         api_key: str or `None`, the key of the server at `url`, or of all
             servers of `urls`.
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
@@ -192,6 +211,7 @@ class VLLMRollout(Rollout):
         self._need_task()
         if self._engine is not None:
             return
+        settings.check_processes(self._is_here)
         settings.check_task(
             self.adapter,
             self._lora,
@@ -200,26 +220,16 @@ class VLLMRollout(Rollout):
         )
         settings.check_family(family_of(self.model.causal_lm))
         guards.refuse_tower(self.model.causal_lm, "vLLM as a rollout engine")
-        self._folder = Folder(self.directory)
+        self._check_equal()
         try:
-            task, dtype = self.model, self._dtype
-            write, weights = vllm_weights.write_config, vllm_weights.Weights
-            if self._on_tpu:
-                tpu.check()
-                write, weights = tpu.write_model, tpu.TPUWeights
-            write(task.causal_lm, self._folder.path / "model", dtype)
-            self._weights = weights(
-                task.causal_lm,
-                task.adapter,
-                dtype,
-                merged=not self._sends_adapter,
-            )
-            self._probe = vllm_weights.Probe(
-                task.policy, task.using_weights, self._max_length()
-            )
-            self._engine = self._make_engine()
-            self._engine.start()
-            self._weights.check(self._engine.tensors())
+            self._make_parts()
+            folder = self._led.run(self._make_folder)
+            self._channel = _hosts.Channel(folder)
+            self._engine = self._make_engine(pathlib.Path(folder))
+            state = self._led.run(self._start_engine)
+            self._adopt(state)
+            if processes.count() > 1:
+                self._check_reach(state["host"])
         except EngineFailure as error:
             self.stop()
             raise RuntimeError(f"vLLM did not start. {error}") from error
@@ -227,9 +237,35 @@ class VLLMRollout(Rollout):
             self.stop()
             raise
 
-    def _make_engine(self):
+    def _make_parts(self):
+        task, weights = self.model, vllm_weights.Weights
+        self._led = Led(EngineFailure)
+        if self._on_tpu:
+            tpu.check()
+            weights = tpu.TPUWeights
+        self._weights = weights(
+            task.causal_lm,
+            task.adapter,
+            self._dtype,
+            merged=not self._sends_adapter,
+            led=self._led,
+        )
+        self._led.add("adapter", self._save_adapter)
+        self._probe = vllm_weights.Probe(
+            task.policy, task.using_weights, self._max_length()
+        )
+
+    def _make_folder(self):
+        """Makes the folder of vLLM's files; returns its path."""
+        self._folder = Folder(self.directory)
+        write = tpu.write_model if self._on_tpu else vllm_weights.write_config
+        path = self._folder.path
+        write(self.model.causal_lm, path / "model", self._dtype)
+        return str(path)
+
+    def _make_engine(self, folder):
         arguments = settings.arguments(
-            self._folder.path / "model",
+            folder / "model",
             self._weights,
             max_length=self._max_length(),
             cache_bytes=self.cache_bytes,
@@ -243,12 +279,12 @@ class VLLMRollout(Rollout):
             arguments = tpu.arguments(arguments) | self.engine_args
             return tpu.TPUEngine(arguments, self.timeout)
         is_delta = self.push == "delta" and not self._sends_adapter
-        sender = (DeltaPush if is_delta else FullPush)(self._folder.path)
+        sender = (DeltaPush if is_delta else FullPush)(folder)
         servers = [
             ServerEngine(
                 arguments,
                 self.timeout,
-                self._folder.path,
+                folder,
                 python=self.python,
                 url=url,
                 api_key=self.api_key,
@@ -259,6 +295,73 @@ class VLLMRollout(Rollout):
         if self.urls:
             return ReplicatedEngine(servers, sender)
         return servers[0]
+
+    def _start_engine(self):
+        self._engine.start()
+        self._weights.check(self._engine.tensors())
+        return self._state()
+
+    # Several processes
+
+    @property
+    def is_apart(self):
+        return not self._is_here
+
+    def scope(self):
+        if processes.count() == 1:
+            return super().scope()
+        # The trainer may use all devices meanwhile.
+        self.start()
+        return self._channel.used()
+
+    def _check_equal(self):
+        if processes.count() > 1:
+            names = ("url", "urls", "adapter", "max_length", "push")
+            processes.check_equal(
+                {f"VLLMRollout({n}=...)": getattr(self, n) for n in names}
+            )
+
+    def _state(self):
+        """Returns what the other processes need of the first one."""
+        if processes.count() == 1:
+            return None
+        return {
+            "host": socket.gethostname(),
+            "pushed": self._pushed,
+            "restarts": self.restarts,
+            "engine": self._engine.state(),
+        }
+
+    def _adopt(self, state):
+        """Takes the `_state` of the first process."""
+        if processes.count() == 1:
+            return
+        if not processes.is_first():
+            self._pushed, self.restarts = state["pushed"], state["restarts"]
+            self._engine.adopt(state["engine"])
+
+    def _check_reach(self, host):
+        """Checks that all processes reach the servers of that on `host`."""
+
+        def check():
+            for server in self._engine.servers:
+                settings.check_address(server.url, host)
+                try:
+                    server.check_health(HEALTH_SECONDS)
+                except EngineFailure as error:
+                    raise ValueError(
+                        "Each process sends its own requests to vLLM's "
+                        f"servers. Received: no answer at {server.url}: "
+                        f"{error}"
+                    ) from error
+
+        processes.exchange_results(check)
+
+    def _lose_together(self):
+        """Lets the first process lose the servers that others have lost."""
+        if processes.count() > 1:
+            for losses in processes.exchange(self._engine.losses()):
+                self._engine.lose(losses)
 
     def stop(self):
         engine, self._engine = self._engine, None
@@ -308,9 +411,27 @@ class VLLMRollout(Rollout):
     def sync_weights(self):
         self._need_task()
         self.start()
-        started, moved = time.perf_counter(), 0
+        started = time.perf_counter()
         expected = self._probe(self._task_weights())
         version = self.weight_version + 1
+        self._lose_together()
+        sent = self._led.run(lambda: self._send(version, expected))
+        self._adopt(sent["state"])
+        self.weight_version, self._probe_logps = version, expected
+        self.needs_weights = False
+        self._metrics |= {
+            "vllm/sync_seconds": time.perf_counter() - started,
+            "vllm/sync_bytes": float(sent["bytes"]),
+            "vllm/probe_difference": sent["gap"],
+        }
+        return version
+
+    def _send(self, version, expected):
+        """Sends the task's weights and compares the engine with the trainer.
+
+        `expected` are the probe's log-probabilities.
+        """
+        moved = 0
         for failures in range(MAX_FAILURES):
             try:
                 if failures or self.needs_weights:
@@ -323,14 +444,7 @@ class VLLMRollout(Rollout):
                 failure = error
         else:
             raise _too_many_failures(failure)
-        self.weight_version, self._probe_logps = version, expected
-        self.needs_weights = False
-        self._metrics |= {
-            "vllm/sync_seconds": time.perf_counter() - started,
-            "vllm/sync_bytes": float(moved),
-            "vllm/probe_difference": gap,
-        }
-        return version
+        return {"bytes": moved, "gap": gap, "state": self._state()}
 
     def _push(self, version):
         """Sends the task's weights to the engine; returns the bytes sent."""
@@ -344,12 +458,17 @@ class VLLMRollout(Rollout):
             self._has_base = True
         if self._sends_adapter:
             folder = self._folder.path / f"adapter-{self._pushed}"
-            moved += vllm_weights.write_adapter(self.model.adapter, folder)
+            collections.deque(self._led.together("adapter", str(folder)), 0)
+            moved += vllm_weights.adapter_bytes(folder)
             engine.push_adapter(folder, self._pushed)
             if self._adapter_folder is not None:
                 shutil.rmtree(self._adapter_folder, ignore_errors=True)
             self._adapter_folder = folder
         return moved
+
+    def _save_adapter(self, folder):
+        self.model.adapter.save(folder)
+        return ()
 
     def _verify(self, expected):
         job = vllm_jobs.scoring_job(self._probe.token_ids, None, 1.0)
@@ -367,7 +486,7 @@ class VLLMRollout(Rollout):
     # Sampling
 
     def session(self):
-        return VLLMSession(self, self._sample)
+        return VLLMSession(self, self._sample, self._repeat)
 
     def checked(self, requests):
         requests = super().checked(requests)
@@ -376,22 +495,50 @@ class VLLMRollout(Rollout):
         return requests
 
     def _generate(self, requests, on_tokens, progress):
+        started = time.perf_counter()
         advance = sample_counter(progress, requests)
+        own = processes.share(len(requests))
+        here = dict(list(enumerate(requests))[own])
         stream = on_tokens and _TokenStream(requests, on_tokens)
         done = [None] * len(requests)
-        for i, samples in self._sample(dict(enumerate(requests)), stream):
+
+        def take(i, samples):
             done[i] = samples
             if advance is not None:
                 advance(len(samples))
+
+        self._sample(here, take, stream)
+        if processes.count() == 1:
+            return done
+        samples = [sample for i in here for sample in done[i]]
+        samples = iter(exchange.completions(samples))
+        for i, request in enumerate(requests):
+            found = list(itertools.islice(samples, request.num_generations))
+            if i in here:
+                continue
+            for g, sample in enumerate(found if on_tokens else ()):
+                on_tokens(i, g, sample.token_ids)
+            take(i, found)
+        self._note_speed(done, started)
         return done
 
-    def _sample(self, requests, stream=None, ends=None, more=None):
-        """Samples a dict of requests: yields `(key, completions)`.
+    def _note_speed(self, samples, started):
+        """Notes the speed of sampling lists of completions."""
+        tokens = sum(len(c.token_ids) for each in samples for c in each)
+        if tokens:
+            seconds = time.perf_counter() - started
+            self._metrics["vllm/tokens_per_second"] = tokens / seconds
+
+    def _sample(
+        self, requests, take, stream=None, ends=None, more=None, once=False
+    ):
+        """Samples a dict of requests; calls `take(key, completions)`.
 
         `ends` says whether to end samples early, besides an interruption;
         `more` returns further requests, a dict, and is called between steps.
+        `once` is whether a failure is raised, and not handled here.
         """
-        started, tokens, requests = time.perf_counter(), 0, dict(requests)
+        started, done, requests = time.perf_counter(), [], dict(requests)
 
         def jobs(new):
             return {k: vllm_jobs.sampling_job(r) for k, r in new.items()}
@@ -400,17 +547,16 @@ class VLLMRollout(Rollout):
             requests.update(new := more())
             return jobs(new)
 
-        results = self._run(
-            jobs(requests), stream, ends or self._interrupted(),
+        def take_result(key, result):
+            done.append(self._completions(key, requests.pop(key), result))
+            take(key, done[-1])
+
+        run = self._run_once if once else self._run
+        run(
+            jobs(requests), take_result, stream, ends or self._interrupted(),
             more and more_jobs,
         )  # fmt: skip
-        for key, result in results:
-            samples = self._completions(key, requests.pop(key), result)
-            tokens += sum(len(c.token_ids) for c in samples)
-            yield key, samples
-        if tokens:
-            seconds = time.perf_counter() - started
-            self._metrics["vllm/tokens_per_second"] = tokens / seconds
+        self._note_speed(done, started)
 
     def _completions(self, i, request, result):
         out = []
@@ -428,12 +574,14 @@ class VLLMRollout(Rollout):
         return out
 
     def _score(self, sequences, top_k, temperature):
+        own = processes.share(len(sequences))
         jobs = {
             i: vllm_jobs.scoring_job(ids, top_k, temperature)
-            for i, ids in enumerate(sequences)
+            for i, ids in list(enumerate(sequences))[own]
         }
         out = [None] * len(sequences)
-        for i, result in self._run(jobs):
+
+        def take(i, result):
             if result.prompt is None:
                 raise RuntimeError(
                     "vLLM has failed and needs new weights. Call "
@@ -442,49 +590,118 @@ class VLLMRollout(Rollout):
             out[i] = Scores(
                 *vllm_jobs.score_arrays(jobs[i], result.prompt, top_k)
             )
-        return out
 
-    def _run(self, jobs, stream=None, interrupted=None, more=None):
-        """Yields each job's result once, restarting an engine that fails.
+        self._run(jobs, take)
+        return exchange.scores(out[own], top_k)
 
-        `more` returns a dict of jobs that join, between steps.
+    def _run(self, jobs, take, stream=None, interrupted=None, more=None):
+        """Calls `take(key, result)` for each job, once.
+
+        An engine that fails is restarted. `more` returns a dict of jobs that
+        join, between steps.
 
         If rollouts overlap with training, the task's weights have changed and
         a restarted engine cannot get its old weights back. Then
-        `needs_weights` is set, and unfinished jobs are returned empty.
+        `needs_weights` is set, and unfinished jobs are taken empty.
         """
-        if self._probe_logps is None:
-            self.sync_weights()
         pending = dict(jobs)
+
+        def attempt():
+            self._run_once(pending, take, stream, interrupted, more)
+
+        def restarted():
+            if stream is not None:
+                stream.restart()
+
+        if self._repeat(attempt, restarted):
+            return
+        error = None
+        try:
+            for key, job in pending.items():
+                take(key, Result(job.params["n"]))
+        except Exception as e:  # Any: other processes may have none.
+            error = e
+        self._led.agree(error)
+
+    def _run_once(
+        self, pending, take, stream=None, interrupted=None, more=None
+    ):
+        """Runs jobs as `_run` does, and removes those that end from `pending`.
+
+        Raises:
+            EngineFailure: if the engine fails.
+        """
 
         def join():
             new = more()
             pending.update(new)
             return new
 
+        if not pending:
+            return
+        run = self._engine.run(
+            dict(pending), stream, interrupted, more and join
+        )
+        for key, result in run:
+            self._check_version(result)
+            del pending[key]
+            self._has_progressed = True
+            take(key, result)
+
+    def _repeat(self, attempt, restarted):
+        """Repeats an attempt with a restarted engine until none has failed.
+
+        With several processes each attempts its part, and all restart the
+        engine if it has failed one of them.
+
+        Args:
+            attempt: function without arguments that may raise an
+                `EngineFailure`.
+            restarted: function without arguments, called after a restart.
+
+        Returns:
+            Whether an attempt did not fail. If rollouts overlap with
+            training, the engine may need weights before another one.
+        """
+        if self._probe_logps is None:
+            self.sync_weights()
         if not self.overlaps:
             self._failures = 0
-        while pending and not self.needs_weights:
+        while not self.needs_weights:
+            self._has_progressed, error = False, None
             try:
                 if self._failures and not self.overlaps:
                     self._recover()
-                    if stream is not None:
-                        stream.restart()
-                run = self._engine.run(
-                    dict(pending), stream, interrupted, more and join
-                )
-                for key, result in run:
-                    self._check_version(result)
-                    del pending[key]
-                    self._failures = 0
-                    yield key, result
-            except EngineFailure as error:
-                self._failures += 1
-                if self._failures >= MAX_FAILURES:
-                    raise _too_many_failures(error) from error
-                self.needs_weights = self.overlaps
-        for key, job in pending.items():
-            yield key, Result(job.params["n"])
+                    restarted()
+                attempt()
+            except Exception as e:  # Any: other processes wait for it.
+                error = e
+            failure = self._failure_of_any(error)
+            if failure is None:
+                return True
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                raise _too_many_failures(failure) from failure
+            self.needs_weights = self.overlaps
+        return False
+
+    def _failure_of_any(self, error):
+        """Returns an `EngineFailure` of one of the processes, or `None`.
+
+        Another error is raised in all of them. A request that has ended in
+        one resets the count of failures in all.
+        """
+        failed = isinstance(error, EngineFailure)
+        self._led.agree(None if failed else error)
+        found = [(self._has_progressed, str(error) if failed else None)]
+        if processes.count() > 1:
+            found = processes.exchange(found[0])
+        if any(progressed for progressed, _ in found):
+            self._failures = 0
+        texts = [text for _, text in found if text is not None]
+        if not texts:
+            return None
+        return error if failed else EngineFailure(texts[0])
 
     def _check_version(self, result):
         if result.versions - {self._pushed}:
@@ -498,9 +715,14 @@ class VLLMRollout(Rollout):
 
         If the task's weights have changed since, it raises a `RuntimeError`.
         """
-        self._restart()
-        self._push(self.weight_version)
-        self._verify(self._probe_logps)
+
+        def recover():
+            self._restart()
+            self._push(self.weight_version)
+            self._verify(self._probe_logps)
+            return self._state()
+
+        self._adopt(self._led.run(recover))
 
     def metrics(self):
         found = {**self._metrics, "vllm/restarts": float(self.restarts)}

@@ -15,7 +15,8 @@ def run(jobs, run_job, abort, in_flight, on_tokens, interrupted, more):
     Args:
         jobs: dict of `Job`s.
         run_job: function `(job, connections) -> Result`, called in threads.
-        abort: function without arguments that makes running jobs end early.
+        abort: function without arguments that makes running jobs end early,
+            with the tokens sampled so far; `None` to end them without those.
         in_flight: int, samples at once; others wait for them.
         on_tokens: function or `None`; it gets the tokens of a sample when its
             job has ended.
@@ -39,6 +40,10 @@ def run(jobs, run_job, abort, in_flight, on_tokens, interrupted, more):
         while keys:
             if more is not None:
                 add(more())
+            if abort is None and interrupted is not None and interrupted():
+                for key, samples in keys.values():
+                    yield key, Result(samples)
+                return
             for future in _ended(list(keys), interrupted, abort):
                 key, samples = keys.pop(future)
                 if future.cancelled():
@@ -61,7 +66,7 @@ def _ended(futures, interrupted, abort):
     An interruption ends them early.
     """
     cancelled = []
-    if interrupted is not None and interrupted():
+    if abort is not None and interrupted is not None and interrupted():
         cancelled = [f for f in futures if f.cancel()]
         # A request that a server does not have yet is aborted the next time.
         abort()

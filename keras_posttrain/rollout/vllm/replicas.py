@@ -9,9 +9,10 @@ import time
 import numpy as np
 
 from keras_posttrain import _console
-from keras_posttrain.rollout.vllm import http, job_threads
+from keras_posttrain.distribution import processes
+from keras_posttrain.rollout.vllm import http
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
-from keras_posttrain.rollout.vllm.server import IN_FLIGHT
+from keras_posttrain.rollout.vllm.server import IN_FLIGHT, run_in_threads
 
 # Tokens of a block of a prompt by which its replica is found again.
 BLOCK = 64
@@ -61,6 +62,9 @@ class ReplicatedEngine:
         self._weights = self._tensors = self._version = None
         # The replica that last computed a prefix, by the prefix' digest.
         self._prefixes = {}
+        # With several processes each begins with another one.
+        first = processes.share(len(servers)).start
+        self._order = self.replicas[first:] + self.replicas[:first]
 
     @property
     def used(self):
@@ -159,6 +163,41 @@ class ReplicatedEngine:
             "weights"
         )
 
+    # Several processes
+
+    def state(self):
+        """Returns what other processes need to send requests."""
+        servers = [
+            {**r.server.state(), "lost": r.lost and str(r.lost)}
+            for r in self.replicas
+        ]
+        return {"version": self._version, "servers": servers}
+
+    def adopt(self, state):
+        """Sends requests as the process whose `state` this is."""
+        for replica, own in zip(self.replicas, state["servers"]):
+            replica.server.adopt(own)
+            lost = own["lost"]
+            replica.lost = None if lost is None else EngineFailure(lost)
+        self._sent(state["version"])
+
+    @property
+    def servers(self):
+        return [replica.server for replica in self.replicas]
+
+    def losses(self):
+        """Returns what `lose` takes in another process."""
+        lost = enumerate(r.lost for r in self.replicas)
+        return [(i, str(error)) for i, error in lost if error is not None]
+
+    def lose(self, losses):
+        """Does not use replicas that another process has lost.
+
+        They get all weights with the next sync.
+        """
+        for i, text in losses:
+            self._lose(self.replicas[i], EngineFailure(text))
+
     # Weights
 
     def push(self, weights, version):
@@ -199,9 +238,8 @@ class ReplicatedEngine:
 
     def run(self, jobs, on_tokens=None, interrupted=None, more=None):
         """Runs jobs as `ServerEngine.run` does."""
-        in_flight = IN_FLIGHT * len(self.used)
-        return job_threads.run(
-            jobs, self.run_job, self.abort, in_flight, on_tokens, interrupted,
+        return run_in_threads(
+            self, IN_FLIGHT * len(self.used), jobs, on_tokens, interrupted,
             more,
         )  # fmt: skip
 
@@ -238,7 +276,7 @@ class ReplicatedEngine:
     def _begin(self, digests, samples):
         """Returns the replica for a prompt, with its samples counted."""
         with self._lock:
-            used = self.used
+            used = [r for r in self._order if r.lost is None]
             if not used:
                 raise EngineFailure(
                     f"No server of `urls` is left, the last with: "

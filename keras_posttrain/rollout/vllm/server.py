@@ -11,6 +11,7 @@ import weakref
 
 import jax
 
+from keras_posttrain.distribution import processes
 from keras_posttrain.rollout.vllm import http, job_threads, worker
 from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm.folder import Folder
@@ -23,7 +24,7 @@ from keras_posttrain.rollout.vllm.pushes import FullPush
 START_SECONDS = 900
 # The longest path of a socket, in bytes, on Linux and macOS.
 MAX_SOCKET_PATH = 103
-# Samples that the server has at once; more wait in this process.
+# Samples that the server has at once; more wait in the trainer's processes.
 IN_FLIGHT = 256
 
 
@@ -168,6 +169,28 @@ class ServerEngine:
         self.stop()
         self.start()
 
+    # Several processes
+
+    def state(self):
+        """Returns what other processes need to send requests."""
+        return {"url": self.url, "key": self.api_key, "model": self.model}
+
+    def adopt(self, state):
+        """Sends requests as the process whose `state` this is."""
+        self.url, self.api_key = state["url"], state["key"]
+        self.model = state["model"]
+
+    @property
+    def servers(self):
+        return [self]
+
+    def losses(self):
+        """Returns what `lose` takes in another process."""
+        return []
+
+    def lose(self, losses):
+        """Takes the `losses` of another process; here a failure is raised."""
+
     # Weights
 
     def tensors(self):
@@ -243,12 +266,12 @@ class ServerEngine:
     def run(self, jobs, on_tokens=None, interrupted=None, more=None):
         """Runs jobs as `LocalEngine.run` does.
 
-        `on_tokens` gets the tokens of a sample when its job has ended.
+        `on_tokens` gets the tokens of a sample when its job has ended. With
+        several processes an interrupted job has no tokens.
         """
-        return job_threads.run(
-            jobs, self.run_job, self.abort, IN_FLIGHT, on_tokens, interrupted,
-            more,
-        )  # fmt: skip
+        return run_in_threads(
+            self, IN_FLIGHT, jobs, on_tokens, interrupted, more
+        )
 
     def run_on_each(self, job):
         """Runs a job on each of the server's engines; returns the results."""
@@ -305,6 +328,20 @@ class ServerEngine:
     def _rpc(self, method, *args):
         body = {"method": method, "args": args, "timeout": self.timeout}
         return self._call("POST", "/collective_rpc", body)["results"]
+
+
+def run_in_threads(engine, in_flight, jobs, on_tokens, interrupted, more):
+    """Runs jobs by `engine.run_job`, as `job_threads.run` does.
+
+    The `in_flight` samples are those of all processes of the run.
+    """
+    abort, count = engine.abort, processes.count()
+    if count > 1:
+        # A server would end the requests of the other processes too.
+        abort, in_flight = None, max(1, in_flight // count)
+    return job_threads.run(
+        jobs, engine.run_job, abort, in_flight, on_tokens, interrupted, more
+    )
 
 
 def _on_each(servers, f):

@@ -2,6 +2,8 @@
 
 import numbers
 import pathlib
+import socket
+import urllib.parse
 
 import jax
 
@@ -14,6 +16,8 @@ from keras_posttrain.rollout.vllm.weights import (
 )
 
 SCHEMES = "http://", "https://", "unix:/"
+# Names of a machine for itself.
+LOOPBACK = "localhost", "127.0.0.1", "::1"
 # Sequences for which the cache has room, if memory allows.
 CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
@@ -102,12 +106,6 @@ def check_push(push, is_server):
 
 def check_task(adapter, lora, on_tpu, is_mixture):
     """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
-    if jax.process_count() > 1:
-        raise ValueError(
-            "`VLLMRollout` serves one process; with several use "
-            "`NativeRollout`. Received: jax.process_count()="
-            f"{jax.process_count()}"
-        )
     if adapter is True and on_tpu:
         raise ValueError(
             "In a process with TPUs vLLM's KerasHub model takes no adapter: "
@@ -124,6 +122,38 @@ def check_task(adapter, lora, on_tpu, is_mixture):
         raise ValueError(
             "`adapter=True` needs a task with a LoRA adapter of rank "
             f"{RANKS[-1]} at most. Received: lora={lora!r}"
+        )
+
+
+def check_processes(is_here):
+    """Checks that vLLM can sample for all processes of the run.
+
+    `is_here` is whether it runs in the trainer's process.
+    """
+    if is_here and jax.process_count() > 1:
+        raise ValueError(
+            "For several processes vLLM runs as a server: pass `url`, `urls` "
+            "or `python`, or use `kpt.rollout.NativeRollout()`. Received: "
+            f"{jax.process_count()} processes, none of these arguments"
+        )
+
+
+def check_address(url, host):
+    """Checks that an address means the same server here as on a host.
+
+    `url` is the address of a server, and `host` the name of the machine of
+    the first process.
+    """
+    parts = urllib.parse.urlsplit(url)
+    is_local = parts.scheme == "unix" or parts.hostname in LOOPBACK
+    if is_local and host != socket.gethostname():
+        raise ValueError(
+            "Each process sends its own requests, so that all must reach the "
+            "same server. One that `python=` starts, or whose address is a "
+            "socket or that of the loopback interface, serves processes of "
+            "its own machine. Start it by hand with `--host`, and pass "
+            f"`url=` with the machine's name. Received: {url!r} on "
+            f"{host!r}, a process on {socket.gethostname()!r}"
         )
 
 

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.data.batches.assembly import Segment
+from keras_posttrain.distribution import processes
+from keras_posttrain.distribution.led import Led
+from keras_posttrain.models import sharding
 from keras_posttrain.models.hf import checkpoint_files
 from keras_posttrain.models.hf.adapter_files import WEIGHTS_FILE
 from keras_posttrain.models.hf.export import hf_config
@@ -32,14 +35,17 @@ class Weights:
     """The weights of a model as Hugging Face tensors, computed one at a time.
 
     `dtype` is the engine's. If `merged`, the adapter is added to the kernels;
-    else they are those of the base.
+    else they are those of the base. With several processes all compute them,
+    in work of `led`.
     """
 
-    def __init__(self, causal_lm, adapter, dtype, merged):
+    def __init__(self, causal_lm, adapter, dtype, merged, led=None):
         self.causal_lm, self.adapter = causal_lm, adapter
         self.dtype, self.merged = dtype, merged
         self.table = {t.name: t for t in model_tensors(causal_lm)}
         self.is_tied = HEAD not in self.table
+        self._led = led or Led()
+        self._led.add("weights", self._arrays)
 
     def shapes(self):
         """Returns a dict from names to shapes (lists of ints)."""
@@ -65,7 +71,13 @@ class Weights:
         return lambda variable: base.get(id(variable), variable.value)
 
     def arrays(self, names=None):
-        """Yields `(name, array)`, numpy arrays in the engine's dtype."""
+        """Yields `(name, array)`, numpy arrays in the engine's dtype.
+
+        `names` is a list of tensors, by default of all.
+        """
+        return self._led.together("weights", names)
+
+    def _arrays(self, names):
         dtype = jnp.dtype(self.dtype)
         wanted = self.table if names is None else names
         tensors = (self.table[name] for name in wanted)
@@ -124,11 +136,9 @@ def write_config(causal_lm, directory, dtype):
     checkpoint_files.write_json(directory / checkpoint_files.CONFIG, config)
 
 
-def write_adapter(adapter, directory):
-    """Writes an adapter in PEFT's format; returns the bytes of its weights."""
-    directory = pathlib.Path(directory)
-    adapter.save(directory)
-    return (directory / WEIGHTS_FILE).stat().st_size
+def adapter_bytes(directory):
+    """Returns the bytes of the weights of an adapter in PEFT's format."""
+    return (pathlib.Path(directory) / WEIGHTS_FILE).stat().st_size
 
 
 def room_for_rank(rank):
@@ -148,7 +158,11 @@ class Probe:
         rng = np.random.default_rng(20)
         count = max(2, min(PROBE_LENGTH, length))
         self.token_ids = rng.integers(0, vocabulary, count).tolist()
-        self._run = jax.jit(self._logps, static_argnums=0)
+        self._run = jax.jit(
+            self._logps,
+            static_argnums=0,
+            out_shardings=sharding.of_results(),
+        )
 
     def __call__(self, weights):
         """Computes the trainer's log-probabilities, float32 `(tokens,)`.
@@ -160,7 +174,7 @@ class Probe:
             [[Segment(self.token_ids)]], length, Placement(1).shards
         )
         adapted = adapter is not None and not adapter.is_merged
-        return np.asarray(self._run(adapted, weights, batch))[0]
+        return processes.fetch(self._run(adapted, weights, batch))[0]
 
     def _logps(self, adapted, weights, batch):
         with using(self.policy, self._using_weights, adapted, weights):
