@@ -1,6 +1,7 @@
 """Adapters on models that Keras has quantized."""
 
 import contextlib
+import gc
 
 import jax
 import keras
@@ -31,6 +32,15 @@ pytestmark = [
         "Invalid quantization mode",
     )
 ]
+
+
+@pytest.fixture(autouse=True)
+def collected_later(monkeypatch):
+    """Keras collects garbage for each weight that it replaces by codes.
+
+    With the modules of all tests in memory that took most of their time.
+    """
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)
 
 
 def _calibrated(causal_lm, mode, bits=4, reordered=False):
