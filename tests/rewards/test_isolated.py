@@ -1,7 +1,6 @@
 """Rewards in worker processes: what hangs, grows or dies costs itself only."""
 
 import copy
-import multiprocessing.connection
 import os
 import pathlib
 import signal
@@ -18,14 +17,11 @@ import keras_posttrain as kpt
 from keras_posttrain.rewards import run_rewards
 from keras_posttrain.rewards.reward import arguments, name
 from keras_posttrain.workers.pool import Failure, Workers
+from tests.rewards.isolated_functions import evaluated, intruding, pid_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Python computes it without ever giving the interpreter to another thread.
 BOMB = "9**9**9**9"
-
-
-def evaluated(completions):
-    return [float(eval(completions[0]))]
 
 
 def score(reward, completions, **columns):
@@ -88,15 +84,6 @@ def test_what_costs_a_completion_its_own_reward_only():
     ]
     # All is well again.
     assert score(reward, ["1", "2"]) == [1, 2]
-
-
-def intruding(completions):
-    """Writes to the trainer what is no answer, as code under test could."""
-    for data in filter(None, completions):
-        connection = multiprocessing.connection.Connection(int(sys.argv[1]))
-        connection.send_bytes(data.encode())
-        time.sleep(60)
-    return [1.0]
 
 
 def test_an_answer_that_cannot_be_read_costs_its_completion():
@@ -203,10 +190,6 @@ def test_a_function_that_a_new_process_cannot_import(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("raise OSError('moved')\n")
     with pytest.raises(RuntimeError, match="could not load.*OSError: moved"):
         score(other, ["a"])
-
-
-def pid_of(completions):
-    return [os.getpid()]
 
 
 def test_processes_are_started_once_and_end_with_their_owner():
