@@ -147,7 +147,9 @@ def test_hidden_states_and_their_gradients_survive_rematerialisation(models):
     want = gradients(Policy(causal_lm))
     assert all(np.abs(g).max() > 0 for g in want)
     for a, b in zip(gradients(Policy(causal_lm, remat="full")), want):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+        # Their sums round by the size of the largest terms.
+        atol = 2e-6 * np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(
