@@ -22,12 +22,15 @@ quickstart: .venv/.installed
 vllm: $(VLLM_ENV)/.installed
 	$(VLLM_PIP) install -q --no-deps -e .
 
-test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
 
-# Programs are compiled as users compile them, which `make test` does not do.
+# What trains for long is compiled as users compile it, the rest quickly.
+test: lint
+	$(PYTEST) -m "not full and not learning and not guides"
+	XLA_FLAGS="$(XLA_FLAGS)" $(PYTEST) -m "not full and (learning or guides)"
+
 test-full: lint
-	XLA_FLAGS="$(XLA_FLAGS)" $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30 -m ""
+	XLA_FLAGS="$(XLA_FLAGS)" $(PYTEST) -m ""
 
 # With a real vLLM, in an environment of its own (some GB). vLLM keeps beside
 # it what it finds out about a kind of model in a process made for that. Here
