@@ -11,21 +11,15 @@ import keras_posttrain as kpt
 from keras_posttrain.models import attention, window_key_values
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.window_key_values import with_window
-from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout import Request
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.samples import Samples
 from tests.models.tiny_checkpoints import GEMMA4_E2B, make_checkpoint
+from tests.rollout.test_prefill_chunk import check_same, engine_of
 from tests.support import REFERENCE
 
 # The columns of a ring for the window of the reference model, of 8 tokens.
 RING = 64
-
-
-def engine_of(task, *args, **kwargs):
-    engine = NativeRollout(*args, **kwargs)
-    engine.set_model(task)
-    engine.sync_weights()
-    return engine
 
 
 def make():
@@ -57,15 +51,6 @@ def requests():
         Request(ids, count, max_tokens=40 + 30 * (i % 2), seed=i)
         for i, (ids, count) in enumerate(prompts)
     ]
-
-
-def check_same(found, expected):
-    for group, others in zip(found, expected, strict=True):
-        for ours, theirs in zip(group, others, strict=True):
-            assert ours.token_ids == theirs.token_ids
-            np.testing.assert_allclose(
-                ours.per_token_logps, theirs.per_token_logps, atol=2e-5
-            )
 
 
 def check_trainers(engine, samples, atol=2e-5):
