@@ -24,11 +24,10 @@ vllm: $(VLLM_ENV)/.installed
 
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
 
-# What trains for long is compiled as users compile it, the rest quickly.
 test: lint
-	$(PYTEST) -m "not full and not learning and not guides"
-	XLA_FLAGS="$(XLA_FLAGS)" $(PYTEST) -m "not full and (learning or guides)"
+	$(PYTEST)
 
+# Programs are compiled as users compile them, which `make test` does not do.
 test-full: lint
 	XLA_FLAGS="$(XLA_FLAGS)" $(PYTEST) -m ""
 

@@ -16,8 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KERAS_POSTTRAIN_CACHE"] = "off"
 # Compiling programs that run once or twice is most of the time of a first run
 # of the tests. Without LLVM's optimizations, and with XLA's older code for
-# fused operations, it takes a quarter. `make test` sets `XLA_FLAGS` itself for
-# what trains for long, and `make test-full` for all tests.
+# fused operations, it takes a quarter. `make test-full` compiles as users do.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
