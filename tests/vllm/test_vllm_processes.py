@@ -32,7 +32,6 @@ def test_two_processes_sample_and_train_as_one(tmp_path):
     )
 
 
-@pytest.mark.full
 def test_a_server_of_the_first_process_is_killed(tmp_path):
     """All get the address and the key of the one that takes its place."""
     check_same_in_both(tmp_path, "killed")

@@ -1,4 +1,4 @@
-"""A user's script that samples with vLLM, as it is started on every host.
+"""A user's script that samples with vLLM, for each process of a run.
 
 `two_trainers.py DIRECTORY PORT INDEX CASE...`: runs the cases one after the
 other, and the first process writes what came of each to `DIRECTORY/CASE.npz`.

@@ -279,7 +279,7 @@ class Schedule:
 
         The state of a recurrent layer is that after all tokens of its slot,
         and a layer with a sliding window has the last ones of a long slot: if
-        `tokens` go on in another way, none of them are counted.
+        `tokens` continue differently, none of them are counted.
         """
         found = self._shared(tokens)
         usable = (found == self.lengths) | (
