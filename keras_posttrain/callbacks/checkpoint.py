@@ -1,6 +1,5 @@
 import hashlib
 import json
-import os
 import signal
 import threading
 import warnings
@@ -21,8 +20,8 @@ from keras_posttrain.callbacks.checkpoint_files import (
     handlers,
 )
 from keras_posttrain.callbacks.directories import (
+    Folder,
     advice,
-    as_path,
     lock,
     make_directory,
     unlock,
@@ -32,6 +31,9 @@ from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.intervals import Interval
 from keras_posttrain.callbacks.retention import Retention
 from keras_posttrain.distribution import processes
+
+# The folder with a folder for each step.
+NAME = "checkpoints"
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -59,7 +61,12 @@ class Checkpoint(keras.callbacks.Callback):
     before it are saved too.
 
     Args:
-        directory: str or path, created if missing.
+        directory: str or path, created if missing; or an address, such as
+            `"gs://bucket/run"` or `"s3://bucket/run"`. Checkpoints are then
+            written to this machine's temporary folder first, which needs room
+            for those that are kept, and a run that resumes reads them from
+            the address. Of several processes each writes its part to `gs://`
+            at once; other addresses are for one process.
         every: int, steps between two checkpoints; or str, the time between
             them, such as `"10min"` (units are `s`, `min` and `h`). The end
             of training is saved too.
@@ -80,8 +87,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Attributes:
         best: the folder of the checkpoint at which `monitor` was best, a
-            `pathlib.Path`, or `None`. `Loop.load_state` reads it, and
-            `from_step` with its name, a step, goes back to it.
+            `pathlib.Path` or address, or `None`. `Loop.load_state` reads it,
+            and `from_step` with its name, a step, goes back to it.
 
     Raises:
         ValueError: at the start of training, if the directory cannot be
@@ -121,7 +128,12 @@ class Checkpoint(keras.callbacks.Callback):
         self.override = tuple(override)
         self._interval = Interval(every)
         checks.positive("from_step", from_step or 1)
-        self.directory = as_path(directory).absolute() / "checkpoints"
+        # What is in it is locked.
+        self._folder = Folder(directory, is_locked=False)
+        self.directory = self._folder.path.absolute() / NAME
+        self._name = str(self.directory)
+        if self._folder.is_remote:
+            self._name = f"{self._folder.name}/{NAME}"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._retention = Retention(keep, keep_every, monitor, mode)
         self.best = None
@@ -129,10 +141,10 @@ class Checkpoint(keras.callbacks.Callback):
         self._is_locked = self._terminated = False
 
     def on_train_begin(self, logs=None):
-        make_directory(self.directory)
-        lock(self.directory)
-        self._is_locked = True
-        self._manager = _manager(self.directory, self._retention)
+        self._open()
+        self._manager = _manager(
+            self.directory, self._retention, self._folder.push
+        )
         self._saved = None
         self._terminated = self._stopped_in_epoch = False
         self._signal = signal.SIGTERM
@@ -151,6 +163,16 @@ class Checkpoint(keras.callbacks.Callback):
             for number in signals:
                 old = signal.signal(number, self._on_signal)
                 self._old_handlers[number] = old
+
+    def _open(self):
+        """Makes the directory, or copies what is at an address."""
+        if self._folder.is_remote and processes.count() > 1:
+            self.directory = _shared(self._name)
+            return
+        self._folder.begin(NAME)
+        make_directory(self.directory)
+        lock(self.directory)
+        self._is_locked = True
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -207,12 +229,23 @@ class Checkpoint(keras.callbacks.Callback):
             try:
                 self._checked(manager.wait_until_finished)
                 step = self._retention.best_step(manager)
-                self.best = None if step is None else self.directory / step
+                if step is None:
+                    self.best = None
+                elif self._folder.is_remote:
+                    self.best = f"{self._name}/{step}"
+                else:
+                    self.best = self.directory / step
             finally:
                 manager.close()
         if self._is_locked:
             self._is_locked = False
             unlock(self.directory)
+        if not self._folder.end():
+            raise OSError(
+                f"Checkpoints could not be copied to {self._name!r}. They are "
+                f"in {str(self.directory)!r}: copy them, and run the script "
+                "again to resume from them."
+            )
         if self._terminated and processes.count() == 1:
             # A run that a signal has interrupted ends by it.
             self._end()
@@ -282,8 +315,8 @@ class Checkpoint(keras.callbacks.Callback):
             last = f"step {good[-1]}" if good else "none"
             raise OSError(
                 f"A checkpoint could not be written to "
-                f"{str(self.directory)!r}; the last good one is {last}. "
-                f"{advice(e, self.directory)} and run the script again to "
+                f"{self._name!r}; the last good one is {last}. "
+                f"{advice(e, self._name)} and run the script again to "
                 "resume from it. "
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
@@ -358,7 +391,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._is_before_branch(step, meta):
                 later.append(step)
                 continue
-            changed = run.check(meta, self.directory, self.override)
+            changed = run.check(meta, self._name, self.override)
             best = {name: expected["trainable"] for name in meta["best"]}
             wanted = jax.tree.map(abstract, {**expected, "best": best})
             arrays, error = self._try(
@@ -395,7 +428,7 @@ class Checkpoint(keras.callbacks.Callback):
         done = self.model.run.state.initial_epoch
         if done >= epochs and processes.is_first():
             _console.say(
-                f"The run in {str(self.directory)!r} is finished, at step "
+                f"The run in {self._name!r} is finished, at step "
                 f"{self._saved}: nothing is trained. To train further, use "
                 f"more epochs than {epochs}, or another directory."
             )
@@ -439,7 +472,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _delete_later(self, later, steps):
         if later and self._saved is None:
             raise ValueError(
-                f"No checkpoint in {str(self.directory)!r} is from step "
+                f"No checkpoint in {self._name!r} is from step "
                 f"{self.from_step} or before; the steps of those found are "
                 f"{sorted(steps)}. Received: from_step={self.from_step}"
             )
@@ -457,7 +490,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._saved is None:
             step, error = failures[0]
             raise ValueError(
-                f"No checkpoint in {str(self.directory)!r} can be read "
+                f"No checkpoint in {self._name!r} can be read "
                 f"(step {step}: {error}). Remove the directory to start again."
             )
         for step, error in failures:
@@ -472,7 +505,22 @@ class Checkpoint(keras.callbacks.Callback):
             self._manager.delete(step)
 
 
-def _manager(directory, retention):
+def _shared(name):
+    """Returns the path of an address that several processes write to."""
+    if not name.startswith("gs://"):
+        raise ValueError(
+            "Several processes write checkpoints to gs:// or to a directory "
+            "that all machines have, such as a mounted bucket. Received: "
+            f"directory={name.removesuffix('/' + NAME)!r} and "
+            f"{processes.count()} processes"
+        )
+    # Orbax writes to Google's storage through it.
+    from etils import epath
+
+    return epath.Path(name)
+
+
+def _manager(directory, retention, after_save):
     # Imported late, as only runs with checkpoints need it.
     import orbax.checkpoint as ocp
 
@@ -490,6 +538,9 @@ def _manager(directory, retention):
             best_fn=retention.value if retention.monitor else None,
             best_mode=retention.mode or "max",
             enable_async_checkpointing=True,
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=after_save
+            ),
             cleanup_tmp_directories=True,
         ),
     )
@@ -512,5 +563,5 @@ def _checksum(meta):
 
 
 def _complete_steps(directory):
-    names = os.listdir(directory) if directory.exists() else []
-    return sorted(int(n) for n in names if n.isdigit())
+    paths = directory.iterdir() if directory.exists() else []
+    return sorted(int(p.name) for p in paths if p.name.isdigit())

@@ -11,12 +11,9 @@ import numpy as np
 
 from keras_posttrain import _console
 from keras_posttrain.callbacks.directories import (
-    as_path,
-    lock,
+    Folder,
     logged_lines,
-    make_directory,
     not_written,
-    unlock,
 )
 from keras_posttrain.distribution import processes
 
@@ -42,7 +39,8 @@ class CompletionsLog(keras.callbacks.Callback):
     first one writes.
 
     Args:
-        directory: str or path, created if missing.
+        directory: str or path, created if missing; or an address, such as
+            `"gs://bucket/run"`.
         every: int, steps between two rollouts that are written and shown.
         num_rows: int, completions to show in the terminal, 0 for none. With
             `verbose=0` none is shown.
@@ -82,29 +80,27 @@ class CompletionsLog(keras.callbacks.Callback):
                 'CompletionsLog(format="parquet") needs pyarrow. Install it, '
                 '`pip install pyarrow`, or use format="jsonl".'
             )
-        directory = as_path(directory)
-        make_directory(directory)
+        self._folder = Folder(directory)
         kind = {"jsonl": _Lines, "parquet": _Files}[format]
         self.every, self.num_rows = every, num_rows
-        self._store, self._directory = kind(directory), directory
+        self._store = kind(self._folder.path)
         self._seen = self._steps = None
-        self._is_locked = False
 
     def on_train_begin(self, logs=None):
         self.close()
-        make_directory(self._directory)
-        lock(self._directory)
-        self._is_locked = True
+        self._folder.begin(self._store.path.name)
         self._seen = self._steps = None
 
     def on_train_end(self, logs=None):
         self.close()
 
+    def flush(self):
+        """Copies what was written to an address."""
+        self._folder.push()
+
     def close(self):
         """Releases the directory, so that other runs may write to it."""
-        if self._is_locked:
-            self._is_locked = False
-            unlock(self._directory)
+        self._folder.end()
 
     def on_train_batch_begin(self, batch, logs=None):
         # Before the step, so that no checkpoint is ahead of this log.

@@ -1,10 +1,14 @@
 """The directories of callbacks: locked while a run writes, and its errors."""
 
 import errno
+import hashlib
 import json
 import os
 import pathlib
+import shutil
 import tempfile
+import threading
+import warnings
 
 try:
     import fcntl
@@ -12,21 +16,153 @@ except ImportError:
     # Windows has no such locks.
     fcntl = None
 
+from keras_posttrain import _remote
 from keras_posttrain.distribution import processes
 
+# Seconds between two copies of what a run has written to its address.
+SECONDS = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # By directory, its descriptor and how many callbacks of this process use it.
 _locks = {}
+# By address, the folder of this machine for it.
+_copied = {}
 
 
-def as_path(directory):
-    """Returns the `pathlib.Path` of what a user passed as `directory`."""
+class Folder:
+    """The directory of a callback, on this machine or at an address.
+
+    Files for an address are written to a temporary folder, and copied twice
+    a minute, at every checkpoint and at the end of a run. Of several
+    processes, the first one copies.
+
+    Args:
+        directory: str or path, such as `"run/"` or `"gs://bucket/run"`.
+        is_locked: bool, whether other processes may not use it meanwhile.
+
+    Attributes:
+        name: str, `directory`.
+        is_remote: bool, whether it is an address.
+        path: `pathlib.Path` of this machine.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+
+    def __init__(self, directory, is_locked=True):
+        self.name = check_name(directory)
+        self._is_locked, self._is_used = is_locked, False
+        self.is_remote = _remote.is_address(directory)
+        if self.is_remote:
+            self.name = self.name.rstrip("/")
+            digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+            name = f"keras_posttrain-{os.getpid()}-{digest}"
+            self.path = pathlib.Path(tempfile.gettempdir(), name)
+            _check_address(self.name)
+        else:
+            self.path = pathlib.Path(directory)
+            make_directory(self.path)
+
+    def begin(self, *names):
+        """Locks the directory; with an address copies files of these names."""
+        make_directory(self.path)
+        if self._is_locked:
+            lock(self.path)
+        self._is_used = True
+        if self.is_remote and processes.is_first():
+            if self.name not in _copied:
+                _copied[self.name] = _Copied(self.name, self.path)
+            _copied[self.name].begin(names)
+
+    def push(self):
+        """Copies what was written to the address, if it is one."""
+        if self._is_used and self.name in _copied:
+            _copied[self.name].push()
+
+    def end(self):
+        """Copies what was written to the address, and unlocks.
+
+        Returns:
+            bool, whether all was copied.
+        """
+        if not self._is_used:
+            return True
+        self._is_used = False
+        is_copied = True
+        if self.name in _copied:
+            is_copied, is_last = _copied[self.name].end()
+            if is_last:
+                del _copied[self.name]
+        if self._is_locked:
+            unlock(self.path)
+        return is_copied
+
+
+class _Copied:
+    """A temporary folder that callbacks of a run share, and its address."""
+
+    def __init__(self, address, folder):
+        self._mirror = _remote.Mirror(address, folder)
+        self._users, self._ended = 0, threading.Event()
+        self._has_warned = False
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def begin(self, names):
+        self._users += 1
+        self._mirror.pull(*names)
+
+    def push(self):
+        """Copies; a log that cannot be copied does not end a run."""
+        try:
+            self._mirror.push()
+        except Exception as error:  # noqa: BLE001 - whatever the store raises
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"Files could not be copied to {self._mirror.address!r}; "
+                    f"they are in {str(self._mirror.folder)!r}, and are "
+                    f"copied later. ({type(error).__name__}: "
+                    f"{str(error)[:500]})",
+                    stacklevel=4,
+                )
+            return False
+        self._has_warned = False
+        return True
+
+    def end(self):
+        """Copies for one user.
+
+        Returns:
+            bools, whether all was copied, and whether it was the last user.
+        """
+        is_copied = self.push()
+        self._users -= 1
+        is_last = not self._users
+        if is_last:
+            self._ended.set()
+            if is_copied:
+                shutil.rmtree(self._mirror.folder, ignore_errors=True)
+        return is_copied, is_last
+
+    def _tick(self):
+        while not self._ended.wait(SECONDS):
+            self.push()
+
+
+def _check_address(address):
+    try:
+        _remote.Mirror(address, None).check()
+    except Exception as error:
+        raise _remote.not_writable(address, error) from error
+
+
+def check_name(directory):
+    """Returns the string of what a user passed as `directory`."""
     if not isinstance(directory, (str, os.PathLike)) or not str(directory):
         raise ValueError(
             "`directory` must be the path of a folder. "
             f"Received: directory={directory!r}"
         )
-    return pathlib.Path(directory)
+    return os.fspath(directory)
 
 
 def make_directory(directory):
@@ -88,6 +224,8 @@ def unlock(directory):
 
 def advice(error, directory):
     """Returns what to do about an `OSError` of a file in a directory."""
+    if _remote.is_address(str(directory)):
+        return "Look after the storage"
     if not os.path.isdir(directory):
         return "The directory is gone; make it, or mount it again,"
     if getattr(error, "errno", None) in NO_ROOM:

@@ -8,12 +8,9 @@ import keras
 
 from keras_posttrain._spans import span
 from keras_posttrain.callbacks.directories import (
-    as_path,
-    lock,
+    Folder,
     logged_lines,
-    make_directory,
     not_written,
-    unlock,
 )
 from keras_posttrain.distribution import processes
 
@@ -32,7 +29,8 @@ class MetricsLog(keras.callbacks.Callback):
     repeats. Of several processes, the first one writes.
 
     Args:
-        directory: str or path, created if missing.
+        directory: str or path, created if missing; or an address, such as
+            `"gs://bucket/run"`.
 
     Example:
 
@@ -46,9 +44,9 @@ class MetricsLog(keras.callbacks.Callback):
 
     def __init__(self, directory):
         super().__init__()
-        self.path = as_path(directory) / "metrics.jsonl"
-        make_directory(self.path.parent)
-        self._file, self._is_locked = None, False
+        self._folder = Folder(directory)
+        self.path = self._folder.path / "metrics.jsonl"
+        self._file = None
         self._pending = None
         self._start = self._last_step = None
         self._num_tokens = 0
@@ -56,9 +54,7 @@ class MetricsLog(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self.close()
-        make_directory(self.path.parent)
-        lock(self.path.parent)
-        self._is_locked = True
+        self._folder.begin(self.path.name)
         self._start = None
 
     def on_train_batch_end(self, batch, logs=None):
@@ -75,7 +71,7 @@ class MetricsLog(keras.callbacks.Callback):
         self._pending = (task.step, task.step_logs)
 
     def on_test_begin(self, logs=None):
-        self.flush()
+        self._write()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._clock = time.perf_counter()
@@ -89,6 +85,7 @@ class MetricsLog(keras.callbacks.Callback):
     def flush(self):
         """Writes the lines of all steps that are done."""
         self._write()
+        self._folder.push()
 
     def close(self):
         """Writes the last line and closes the file."""
@@ -97,13 +94,11 @@ class MetricsLog(keras.callbacks.Callback):
             self._write()
         finally:
             self._file = self._pending = None
-            if self._is_locked:
-                self._is_locked = False
-                unlock(self.path.parent)
             if file is not None:
                 # An error of a full disk was raised already.
                 with contextlib.suppress(OSError):
                     file.close()
+            self._folder.end()
 
     def _write(self):
         if self._pending is None:

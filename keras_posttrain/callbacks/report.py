@@ -12,12 +12,7 @@ import keras
 
 from keras_posttrain import _spans
 from keras_posttrain.callbacks.checks import positive
-from keras_posttrain.callbacks.directories import (
-    as_path,
-    lock,
-    make_directory,
-    unlock,
-)
+from keras_posttrain.callbacks.directories import Folder
 from keras_posttrain.distribution import processes
 from keras_posttrain.reports import environment, page
 from keras_posttrain.reports.record import Record
@@ -69,7 +64,8 @@ class Report(keras.callbacks.Callback):
     processes, the first one writes.
 
     Args:
-        directory: str or path, created if missing.
+        directory: str or path, created if missing; or an address, such as
+            `"gs://bucket/run"`.
         every: float, seconds between two versions of the file.
         num_groups: int, groups of completions (rows, in other tasks) that are
             kept of a rollout.
@@ -90,19 +86,16 @@ class Report(keras.callbacks.Callback):
         super().__init__()
         self.every = positive("every", every, float)
         self.num_groups = positive("num_groups", num_groups, int)
-        self.path = as_path(directory).absolute() / NAME
-        make_directory(self.path.parent)
+        self._folder = Folder(directory)
+        self.path = self._folder.path.absolute() / NAME
         self.seconds = 0.0
         self._record = self._ended = None
-        self._is_locked = False
         # Held while the record changes, and while it is read.
         self._lock = threading.RLock()
 
     def on_train_begin(self, logs=None):
         self.close()
-        make_directory(self.path.parent)
-        lock(self.path.parent)
-        self._is_locked = True
+        self._folder.begin(NAME)
         # Of an earlier error, which is not the run's.
         self._handled = sys.exception()
         self.seconds, self._warned = 0.0, False
@@ -272,6 +265,7 @@ class Report(keras.callbacks.Callback):
         """Writes the page, so that no checkpoint is ahead of it."""
         if self._record is not None and self._is_open:
             self._flush()
+            self._folder.push()
 
     @harmless
     def _flush(self):
@@ -291,9 +285,7 @@ class Report(keras.callbacks.Callback):
                 self._note_error()
         finally:
             self._record = self._ended = self._seen = None
-            if self._is_locked:
-                self._is_locked = False
-                unlock(self.path.parent)
+            self._folder.end()
 
     @harmless
     def _end(self):

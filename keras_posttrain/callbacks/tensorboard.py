@@ -1,4 +1,4 @@
-from keras_posttrain.callbacks.directories import as_path, make_directory
+from keras_posttrain.callbacks.directories import Folder
 from keras_posttrain.callbacks.tracker import Tracker
 
 
@@ -11,8 +11,8 @@ class TensorBoard(Tracker):
     it warns and the run continues.
 
     Args:
-        directory: str or path, that of `tensorboard --logdir`; created if
-            missing.
+        directory: str, path or address, that of `tensorboard --logdir`;
+            created if missing.
 
     Example:
 
@@ -25,13 +25,14 @@ class TensorBoard(Tracker):
 
     def __init__(self, directory):
         super().__init__()
-        self.directory = as_path(directory)
-        make_directory(self.directory)
+        self._folder = Folder(directory, is_locked=False)
+        self.directory = self._folder.path
 
     def _open(self, settings, step):
         # An optional dependency.
         import tensorboardX
 
+        self._folder.begin()
         self._writer = tensorboardX.SummaryWriter(
             str(self.directory), purge_step=step + 1 if step else None
         )
@@ -45,3 +46,4 @@ class TensorBoard(Tracker):
 
     def _finish(self, status):
         self._writer.close()
+        self._folder.end()

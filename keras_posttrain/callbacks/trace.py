@@ -9,7 +9,7 @@ import jax
 import keras
 
 from keras_posttrain import _spans
-from keras_posttrain.callbacks.directories import as_path, make_directory
+from keras_posttrain.callbacks.directories import Folder, make_directory
 from keras_posttrain.callbacks.harmless import Harmless, harmless
 from keras_posttrain.distribution import processes
 
@@ -37,7 +37,8 @@ class Trace(Harmless, keras.callbacks.Callback):
     processes the first one records.
 
     Args:
-        directory: str or path, created if missing.
+        directory: str or path, created if missing; or an address, such as
+            `"gs://bucket/run"`.
         steps: pair of ints, the first and the last step; they count from 1.
         profile: bool, whether JAX's profile is recorded as well.
 
@@ -57,7 +58,8 @@ class Trace(Harmless, keras.callbacks.Callback):
             raise ValueError(
                 f"`profile` must be True or False. Received: {profile!r}"
             )
-        self.directory = as_path(directory).absolute() / "trace"
+        self._folder = Folder(directory, is_locked=False)
+        self.directory = self._folder.path.absolute() / "trace"
         make_directory(self.directory)
         self._spans = None
         self._is_profiling = False
@@ -88,6 +90,7 @@ class Trace(Harmless, keras.callbacks.Callback):
         first, last = self.steps
         if self._spans is not None or not first - 1 <= self._model.step < last:
             return
+        self._folder.begin()
         self._spans = []
         self._from = self._model.step + 1
         _spans.listen(self._add)
@@ -122,6 +125,7 @@ class Trace(Harmless, keras.callbacks.Callback):
             jax.profiler.save_device_memory_profile(
                 os.fspath(self.directory / f"{name}.memory.prof")
             )
+        self._folder.end()
 
     def _stop_profile(self):
         if self._is_profiling:
@@ -141,6 +145,7 @@ class Trace(Harmless, keras.callbacks.Callback):
         self._spans = None
         with contextlib.suppress(Exception):
             self._stop_profile()
+            self._folder.end()
 
     @harmless
     def _close(self):

@@ -4,6 +4,7 @@ import numbers
 
 import numpy as np
 
+from keras_posttrain import _remote
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.distill.step import parts
 from keras_posttrain.losses import (
@@ -114,6 +115,7 @@ def teacher_settings(given, teacher_weights, column, top_k, cache):
             "weights. Leave one of `teacher_column` and `teacher_weights` "
             "out."
         )
+    _remote.need_local("teacher_cache", cache)
     kept = cache is not None or given.engine is not None
     if kept and top_k is None:
         raise ValueError(

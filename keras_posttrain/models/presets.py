@@ -43,6 +43,7 @@ def load_causal_lm(
     vision=False,
 ):
     """Loads what `hf/loading.py` does, and what `save_to_preset` wrote."""
+    preset = directories.on_this_machine(preset)
     own = _own_folder(preset)
     kwargs = {
         "dtype": dtype,
@@ -63,6 +64,7 @@ def load_companion(preset, dtype, **kwargs):
     A preset that Keras has quantized keeps its own. `kwargs` are those of
     `load_causal_lm`.
     """
+    preset = directories.on_this_machine(preset)
     if _own_folder(preset) is None and loading.keeps_dtype(preset):
         dtype = None
     return load_causal_lm(preset, dtype=dtype, **kwargs)
@@ -70,6 +72,7 @@ def load_companion(preset, dtype, **kwargs):
 
 def load_tokenizer(preset):
     """Loads a preset's `Tokenizer` or converts KerasHub's; `None` without."""
+    preset = directories.on_this_machine(preset)
     own = _own_folder(preset)
     directory = own or directories.resolve(preset)
     if directory is not None:
@@ -109,6 +112,7 @@ def as_tokenizer(value, name="tokenizer"):
     error = None
     if isinstance(value, (str, os.PathLike)) and os.fspath(value):
         try:
+            value = directories.on_this_machine(value)
             path = pathlib.Path(value).expanduser()
             # A model's directory has a config too.
             alone = path.is_dir() and not (path / CONFIG).is_file()

@@ -1,10 +1,12 @@
 """One page on several runs."""
 
 import collections.abc
+import contextlib
 import json
 import os
 import pathlib
 
+from keras_posttrain import _remote
 from keras_posttrain.reports import page
 from keras_posttrain.reports.curves import Curves
 from keras_posttrain.reports.diagnoses import Diagnoses
@@ -17,7 +19,7 @@ def report(runs, path):
     """Writes a page on one or several runs, with their curves in one plot.
 
     Args:
-        runs: list of directories that runs wrote to with
+        runs: list of directories or addresses that runs wrote to with
             `kpt.callbacks.Report`, or else with `kpt.callbacks.MetricsLog`
             (the page then has curves and diagnoses alone), or of pages; a
             dict of these by name; or one of them.
@@ -42,17 +44,16 @@ def report(runs, path):
     if isinstance(runs, (str, os.PathLike)):
         runs = [runs]
     if not isinstance(runs, collections.abc.Mapping):
-        paths = [pathlib.Path(run) for run in runs]
-        names = [str(run) for run in paths]
-        runs = dict(zip(names, paths))
+        runs = {_name(run): run for run in runs}
     if not runs:
         raise ValueError(
             "`runs` must name at least one run. Received: runs=[]"
         )
     found = []
     for name, run in runs.items():
-        for data in _read(pathlib.Path(run)):
+        for data in _read(_found(run)):
             found.append(encode(data | {"name": data.get("name") or name}))
+    _remote.need_local("path", path)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     page.write(path, page.render(found))
@@ -64,10 +65,32 @@ def has_run(folder):
     return any((pathlib.Path(folder) / name).exists() for name in (PAGE, LOG))
 
 
+def _name(run):
+    return (
+        os.fspath(run) if _remote.is_address(run) else str(pathlib.Path(run))
+    )
+
+
+def _found(run):
+    """Returns the path of a page or of a run's directory."""
+    if not _remote.is_address(run):
+        return pathlib.Path(run)
+    address = os.fspath(run).rstrip("/")
+    for file in (address, f"{address}/{PAGE}", f"{address}/{LOG}"):
+        # Of a directory nothing else is copied.
+        if file.endswith((".html", LOG)):
+            with contextlib.suppress(FileNotFoundError):
+                return _remote.local_copy(file)
+    raise ValueError(
+        f"A run's directory must have a {PAGE!r} of `kpt.callbacks.Report` or "
+        f"a {LOG!r} of `kpt.callbacks.MetricsLog`. Received: {address!r}"
+    )
+
+
 def _read(path):
     """Returns the runs of a page or of a directory, a list of dicts."""
     if path.is_file():
-        return page.read(path)
+        return [_of_log(path)] if path.name == LOG else page.read(path)
     if (path / PAGE).exists():
         return page.read(path / PAGE)
     if (path / LOG).exists():

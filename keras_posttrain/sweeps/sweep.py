@@ -4,15 +4,16 @@ import collections.abc
 import gc
 import json
 import math
+import pathlib
 import shutil
 import traceback
 
 import jax
 import keras
 
-from keras_posttrain import _console
+from keras_posttrain import _console, _remote
 from keras_posttrain.callbacks.directories import (
-    as_path,
+    check_name,
     lock,
     make_directory,
     unlock,
@@ -101,7 +102,8 @@ def sweep(function, grid, directory, *, num_samples=None, seed=0, verbose=1):
     checks.seed(seed)
     points = grids.make_points(grid, num_samples, seed)
     grids.check_function(function, list(grid))
-    directory = as_path(directory).absolute()
+    _remote.need_local("directory", check_name(directory))
+    directory = pathlib.Path(directory).absolute()
     if processes.count() > 1:
         raise ValueError(
             "A sweep is run by one process. Received: "

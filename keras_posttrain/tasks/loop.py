@@ -1,6 +1,7 @@
 """A training loop of the user's own, from the pieces that `fit` runs."""
 
 import contextlib
+import pathlib
 import random
 
 import jax
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_posttrain import optimizers
+from keras_posttrain import _remote, optimizers
 from keras_posttrain.callbacks import checkpoint_files
 from keras_posttrain.callbacks.checks import positive
-from keras_posttrain.callbacks.directories import as_path
+from keras_posttrain.callbacks.directories import check_name
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import FunctionLoss, Loss
 from keras_posttrain.models import quantized, sharding
@@ -297,10 +298,11 @@ class Loop:
         """Saves weights, optimizer, step and random state, to resume from.
 
         Args:
-            directory: str or path of the folder to write, as
+            directory: str, path or address of the folder to write, as
                 `kpt.callbacks.Checkpoint` writes one for each of its steps.
         """
         self._check_open("save_state")
+        check_name(directory)
         if self._calls:
             raise ValueError(
                 "Gradients are not saved. Call `optim_step` before "
@@ -314,22 +316,27 @@ class Loop:
             "random": random.getstate(),
             "np_random": [kind, keys.tolist(), place, has_gauss, gauss],
         }
-        checkpoint_files.write(
-            as_path(directory), self._saved().arrays(), meta
-        )
+        arrays = self._saved().arrays()
+        with _remote.written(directory) as path:
+            checkpoint_files.write(pathlib.Path(path), arrays, meta)
 
     def load_state(self, directory):
         """Continues from a state that `save_state` or `Checkpoint` wrote.
 
         Args:
-            directory: str or path, such as `"run/checkpoints/500"`.
+            directory: str, path or address, such as
+                `"run/checkpoints/500"`.
 
         Raises:
             ValueError: for a folder of another model, adapter, loss or
                 optimizer, or that cannot be read.
         """
         self._check_open("load_state")
-        path = as_path(directory)
+        check_name(directory)
+        with _remote.read(directory) as path:
+            self._load_state(pathlib.Path(path))
+
+    def _load_state(self, path):
         if not isinstance(self.task, RolloutTask):
             # Its reference or teachers, which a first call would make.
             self.task.begin_run([[], []], 1, ())

@@ -2,6 +2,7 @@ import tempfile
 
 import jax
 
+from keras_posttrain import _remote
 from keras_posttrain.losses import BradleyTerryLoss
 from keras_posttrain.models import (
     device_transfer,
@@ -138,28 +139,32 @@ class RewardTask(PreferenceTask):
 
     def save_adapter(self, path):
         """Writes the adapter and the head in PEFT's format."""
-        super().save_adapter(path)
-        tensor = self.score_head.tensor()
-        device_transfer.on_first(
-            lambda: score_head.add_to_adapter(path, tensor)
-        )
+        with _remote.written(path) as path:
+            super().save_adapter(path)
+            tensor = self.score_head.tensor()
+            device_transfer.on_first(
+                lambda: score_head.add_to_adapter(path, tensor)
+            )
 
     def load_adapter(self, path):
         """Loads a PEFT adapter directory, and its head if present."""
         checks.path("path", path)
-        with tempfile.TemporaryDirectory() as without:
-            tensor = score_head.split_adapter(path, without)
-            super().load_adapter(without)
-        if tensor is not None:
-            self.score_head.take(tensor, path)
+        with _remote.read(path) as path:
+            with tempfile.TemporaryDirectory() as without:
+                tensor = score_head.split_adapter(path, without)
+                super().load_adapter(without)
+            if tensor is not None:
+                self.score_head.take(tensor, path)
 
     def export(self, path, **kwargs):
         """Exports a sequence classification model, as `kpt.SFTTask.export`."""
-        super().export(path, **kwargs)
-        tensor = self.score_head.tensor()
-        device_transfer.on_first(
-            lambda: score_head.add_to_export(path, tensor)
-        )
+        checks.path("path", path)
+        with _remote.written(path, read=["config.json"]) as path:
+            super().export(path, **kwargs)
+            tensor = self.score_head.tensor()
+            device_transfer.on_first(
+                lambda: score_head.add_to_export(path, tensor)
+            )
 
     def save_to_preset(self, path):
         raise ValueError(

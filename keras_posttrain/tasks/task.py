@@ -5,7 +5,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain import _console, optimizers
+from keras_posttrain import _console, _remote, optimizers
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.examples import Example
@@ -223,7 +223,8 @@ class Task(keras.Model):
 
         Args:
             preset: what KerasHub's `from_preset` takes: a preset name, an
-                `hf://` or `kaggle://` handle, or a local directory of
+                `hf://` or `kaggle://` handle, or a directory (or its
+                address, such as `"gs://bucket/model"`) of
                 KerasHub's or Hugging Face's format. A Hugging Face
                 directory's own config and tokenizer are honoured.
             tokenizer: as in the class, or `None` for the preset's own.
@@ -1254,7 +1255,8 @@ class Task(keras.Model):
         checks.path("path", path)
         checks.need_adapter(self.adapter, "save_adapter")
         checks.own_adapter(self.policy)
-        self.adapter.save(path, base_name=self.preset)
+        with _remote.written(path) as path:
+            self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
         """Loads the weights of a PEFT adapter directory.
@@ -1263,30 +1265,31 @@ class Task(keras.Model):
         the file.
         """
         checks.path("path", path)
-        if self.adapter is None:
-            if self.compiled:
-                raise ValueError(
-                    "This task was compiled to train all weights. Load the "
-                    "adapter before `compile`, or make the task with "
-                    "`lora=kpt.LoRA(...)`."
+        with _remote.read(path) as path:
+            if self.adapter is None:
+                if self.compiled:
+                    raise ValueError(
+                        "This task was compiled to train all weights. Load "
+                        "the adapter before `compile`, or make the task with "
+                        "`lora=kpt.LoRA(...)`."
+                    )
+                lora = lora_from_config(read_config(path), path)
+                adapter = Adapter(self.causal_lm, lora)
+                try:
+                    adapter.load(path)
+                except ValueError:
+                    adapter.detach(self.causal_lm)
+                    raise
+                self.adapter = adapter
+                self.policy = Policy(
+                    self.causal_lm,
+                    adapter,
+                    self.policy.remat,
+                    self.policy.chunk_size,
+                    choose_remat=recomputation.choose,
                 )
-            lora = lora_from_config(read_config(path), path)
-            adapter = Adapter(self.causal_lm, lora)
-            try:
-                adapter.load(path)
-            except ValueError:
-                adapter.detach(self.causal_lm)
-                raise
-            self.adapter = adapter
-            self.policy = Policy(
-                self.causal_lm,
-                adapter,
-                self.policy.remat,
-                self.policy.chunk_size,
-                choose_remat=recomputation.choose,
-            )
-            return
-        self.adapter.load(path)
+                return
+            self.adapter.load(path)
 
     def merge_adapter(self):
         """Adds the adapter to the weights, until `unmerge_adapter`.
@@ -1311,7 +1314,8 @@ class Task(keras.Model):
         """Exports a Hugging Face checkpoint with the adapter merged.
 
         Args:
-            path: str or path of a new directory or an earlier export.
+            path: str, path or address of a new directory or an earlier
+                export.
             dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `None` for the
                 dtype of the weights.
             max_shard_bytes: int, the maximum size of a safetensors file.
@@ -1320,22 +1324,24 @@ class Task(keras.Model):
         checks.positive_int("max_shard_bytes", max_shard_bytes)
         checks.own_adapter(self.policy)
         values = self.adapter.merged_values() if self.adapter else None
-        export.export(
-            self.causal_lm,
-            path,
-            dtype=dtype,
-            max_shard_bytes=max_shard_bytes,
-            values=values,
-            tokenizer=self.tokenizer,
-        )
+        with _remote.written(path, read=["config.json"]) as path:
+            export.export(
+                self.causal_lm,
+                path,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                values=values,
+                tokenizer=self.tokenizer,
+            )
 
     def save_to_preset(self, path):
         """Writes a KerasHub preset, adapter merged, to a new directory."""
         checks.path("path", path)
         checks.own_adapter(self.policy)
-        presets.save_to_preset(
-            self.causal_lm, path, self.adapter, self.tokenizer
-        )
+        with _remote.written(path) as path:
+            presets.save_to_preset(
+                self.causal_lm, path, self.adapter, self.tokenizer
+            )
 
 
 def show_report(report, verbose):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+from keras_posttrain import _remote
 from keras_posttrain.data.batches.packing import fine_lengths
 from keras_posttrain.data.batches.preference import row_length
 from keras_posttrain.data.rows.datasets import is_stream
@@ -144,6 +145,7 @@ def reference_cache(directory, loss):
             "`reference_cache` must be the path of a directory, or None. "
             f"Received: reference_cache={directory!r}"
         )
+    _remote.need_local("reference_cache", directory)
     if "ref_per_token_logps" not in loss.needs:
         raise ValueError(
             "The loss compares with no reference: there is nothing to keep. "

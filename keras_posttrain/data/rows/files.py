@@ -13,6 +13,7 @@ import os
 import pathlib
 import zlib
 
+from keras_posttrain import _remote
 from keras_posttrain.data.rows.lines import LineRows
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -50,8 +51,9 @@ def read_files(paths, name):
     """Reads the rows of files, one after the other.
 
     Args:
-        paths: a path, or a list of paths, each of a file or with the
-            wildcards `*`, `?`, `[...]` and `**`, whose files are sorted.
+        paths: a path or address, or a list of them, each of a file or with
+            the wildcards `*`, `?`, `[...]` and `**`, whose files are sorted.
+            Files at addresses are copied to the user's cache.
         name: string, the dataset's name in errors.
 
     Returns:
@@ -63,9 +65,7 @@ def read_files(paths, name):
         ImportError: it needs a package that is not installed.
     """
     paths = [paths] if is_path(paths) else list(paths)
-    found = [
-        file for path in paths for file in _files(pathlib.Path(path), name)
-    ]
+    found = [file for path in paths for file in _files(path, name)]
     if _stay_on_disk(found):
         return LineRows(found, functools.partial(_parse_line, name))
     return [row for file in found for row in _read(file, name)]
@@ -86,8 +86,27 @@ def _compression(path):
     return next((magic for magic in MAGIC if first.startswith(magic)), None)
 
 
+def _copies(address, name):
+    try:
+        found = [_remote.local_copy(x) for x in _remote.matches(address)]
+    except (OSError, ImportError) as error:
+        raise ValueError(
+            f"`{name}` could not be read from {address!r}. "
+            f"({type(error).__name__}: {str(error)[:500]})"
+        ) from error
+    if not found:
+        raise ValueError(
+            f"`{name}` must be an existing file, or a pattern such as "
+            f"'gs://bucket/rows-*.jsonl'. Received: {name}={address!r}, where "
+            "there is no file."
+        )
+    return found
+
+
 def _files(path, name):
-    path = path.expanduser()
+    if _remote.is_address(path):
+        return _copies(os.fspath(path), name)
+    path = pathlib.Path(path).expanduser()
     if path.is_file():
         return [path]
     found = sorted(glob.glob(str(path), recursive=True))

@@ -6,7 +6,11 @@ import pathlib
 
 import keras_hub
 
+from keras_posttrain import _remote
 from keras_posttrain.models.hf.checkpoint_files import CONFIG, read_json
+
+# Handles that are no addresses of files.
+HANDLES = ("hf://", "kaggle://")
 
 # The files to download. Some repositories have the weights a second time in
 # other safetensors files.
@@ -19,13 +23,21 @@ PATTERNS = [
 ]
 
 
+def on_this_machine(preset):
+    """Returns a preset, copied to this machine if it is an address."""
+    if not _remote.is_address(preset) or os.fspath(preset).startswith(HANDLES):
+        return preset
+    with _remote.read(preset) as path:
+        return path
+
+
 def resolve(preset):
     """Returns the directory of a Hugging Face preset, downloaded if needed.
 
-    `preset` is a directory, `hf://owner/name` (downloaded), `kaggle://...` or
-    the name of a KerasHub preset; if there is none, it raises a `ValueError`.
-    The result is `None` for a preset of KerasHub, which has no Hugging Face
-    `config.json` (with a `model_type`).
+    `preset` is a directory or its address, `hf://owner/name` (downloaded),
+    `kaggle://...` or the name of a KerasHub preset; if there is none, it
+    raises a `ValueError`. The result is `None` for a preset of KerasHub, which
+    has no Hugging Face `config.json` (with a `model_type`).
     """
     if not isinstance(preset, (str, os.PathLike)) or not os.fspath(preset):
         raise ValueError(
@@ -33,7 +45,7 @@ def resolve(preset):
             "model that you hold is the first argument of the task's class: "
             f"`kpt.SFTTask(causal_lm)`. Received: preset={preset!r}"
         )
-    preset = os.fspath(preset)
+    preset = os.fspath(on_this_machine(preset))
     if preset.startswith("hf://"):
         return _download(preset)
     # KerasHub looks through all of its classes for the names, which takes as
