@@ -150,7 +150,8 @@ print(tokenizer.decode(examples[0].token_ids, skip_special_tokens=False))
 `fit`, `evaluate` and `prepare` take a list of dicts or the path of a file: one
 JSON object a line in a `.jsonl`, a list in a `.json`, or a `.csv` or
 `.parquet`. Files may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A list of
-paths, or a pattern such as `"data/*.jsonl"`, is read as one dataset.
+paths, or a pattern such as `"data/*.jsonl"`, is read as one dataset. Addresses
+such as `"gs://bucket/rows-*.jsonl"` are copied to the cache first.
 """
 
 rows = [

@@ -15,6 +15,11 @@ def directory():
     setting = os.environ.get(VARIABLE, "")
     if setting.lower() in ("0", "off", "false", "no"):
         return None
+    if "://" in setting:
+        raise ValueError(
+            f"`{VARIABLE}` must name a folder of this machine, which is read "
+            f"by memory map. Received: {VARIABLE}={setting}"
+        )
     if setting:
         return pathlib.Path(setting).expanduser()
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

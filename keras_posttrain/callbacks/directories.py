@@ -64,11 +64,13 @@ class Folder:
 
     def begin(self, *names):
         """Locks the directory; with an address copies files of these names."""
+        if self.is_remote and not processes.is_first():
+            return
         make_directory(self.path)
         if self._is_locked:
             lock(self.path)
         self._is_used = True
-        if self.is_remote and processes.is_first():
+        if self.is_remote:
             if self.name not in _copied:
                 _copied[self.name] = _Copied(self.name, self.path)
             _copied[self.name].begin(names)

@@ -60,7 +60,6 @@ class Trace(Harmless, keras.callbacks.Callback):
             )
         self._folder = Folder(directory, is_locked=False)
         self.directory = self._folder.path.absolute() / "trace"
-        make_directory(self.directory)
         self._spans = None
         self._is_profiling = False
 
@@ -91,6 +90,7 @@ class Trace(Harmless, keras.callbacks.Callback):
         if self._spans is not None or not first - 1 <= self._model.step < last:
             return
         self._folder.begin()
+        make_directory(self.directory)
         self._spans = []
         self._from = self._model.step + 1
         _spans.listen(self._add)

@@ -472,8 +472,9 @@ class Task(keras.Model):
                 `DataLoader`, a `tf.data.Dataset`, a torch dataset, a
                 `keras.utils.PyDataset`, any iterable of dicts or a function
                 that returns one, or the path (or paths, or a pattern such as
-                `"data/*.jsonl"`) of `.jsonl`, `.json`, `.csv` or `.parquet`
-                files. `kpt.data.mix` makes one of several.
+                `"data/*.jsonl"`, or addresses such as `"gs://bucket/a.jsonl"`)
+                of `.jsonl`, `.json`, `.csv` or `.parquet` files.
+                `kpt.data.mix` makes one of several.
             batch_size: int, rows of one optimizer step; packed rows where
                 `packing`.
             epochs: int.
