@@ -18,6 +18,7 @@ from keras_posttrain.callbacks.checkpoint_files import (
     contents,
     detached,
     handlers,
+    waiting,
 )
 from keras_posttrain.callbacks.directories import (
     Folder,
@@ -168,6 +169,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Makes the directory, or copies what is at an address."""
         if self._folder.is_remote and processes.count() > 1:
             self.directory = _shared(self._name)
+            self.directory.mkdir(parents=True, exist_ok=True)
             return
         self._folder.begin(NAME)
         make_directory(self.directory)
@@ -542,6 +544,9 @@ def _manager(directory, retention, after_save):
                 post_finalization_callback=after_save
             ),
             cleanup_tmp_directories=True,
+            # Made before.
+            create=False,
+            multiprocessing_options=waiting(),
         ),
     )
 

@@ -79,7 +79,8 @@ def _checkpointer():
     import orbax.checkpoint as ocp
 
     return ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(handler_registry=handlers())
+        ocp.CompositeCheckpointHandler(handler_registry=handlers()),
+        multiprocessing_options=waiting(),
     )
 
 
@@ -103,10 +104,28 @@ def handlers():
     import orbax.checkpoint as ocp
 
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+    arrays = ocp.PyTreeCheckpointHandler(
+        use_compression=False, multiprocessing_options=waiting()
+    )
     registry.add("state", ocp.args.PyTreeSave, arrays)
     registry.add("meta", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
     return registry
+
+
+def waiting():
+    """Returns Orbax's options of how processes wait for each other.
+
+    By default they wait in a program on all devices. Those of a sampler run
+    programs of another thread meanwhile, and if not all processes began them
+    in the same order, none would ever end.
+    """
+    # Imported late, as only runs with checkpoints need it.
+    import orbax.checkpoint as ocp
+
+    count = processes.count()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)) if count > 1 else None
+    )
 
 
 def detached(arrays):
