@@ -25,11 +25,17 @@ os.environ.setdefault(
 import jax
 import keras
 import pytest
+from jax._src import compiler
 
 # The CPU as eight devices, in this process alone: the processes that tests
 # start have one device each, as a user's script has. A model is placed on the
 # first device unless a test sets a distribution.
 DEVICES = 8
+# XLA's defaults of the flags above.
+DEFAULTS = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_use_fusion_emitters": True,
+}
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 REFERENCE = pathlib.Path(__file__).parent / "reference"
@@ -104,6 +110,24 @@ def freed_programs():
     yield
     gc.collect()
     jax.clear_caches()
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+    """Compiles programs as users do, for a test that executes them for long.
+
+    In the processes that it starts too.
+    """
+    flags = os.environ["XLA_FLAGS"].split()
+    rest = [f for f in flags if f[2:].split("=")[0] not in DEFAULTS]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(rest))
+    options = compiler.get_compile_options
+
+    def as_users(*args, env_options_overrides=None, **kwargs):
+        overrides = DEFAULTS | (env_options_overrides or {})
+        return options(*args, env_options_overrides=overrides, **kwargs)
+
+    monkeypatch.setattr(compiler, "get_compile_options", as_users)
 
 
 @pytest.fixture

@@ -206,6 +206,7 @@ def test_the_readmes_code_runs(tmp_path):
     assert len(completions.splitlines()) == 8
 
 
+@pytest.mark.usefixtures("optimized")
 def test_quickstart(tmp_path):
     folder, _ = run_alone("quickstart", tmp_path)
     for name in ("tiny", "adder", "german_adder"):
@@ -372,6 +373,7 @@ def test_grpo_arithmetic(run, is_short):
         assert log[0]["reward"] < 0.4 and last > 0.75
 
 
+@pytest.mark.usefixtures("optimized")
 def test_tool_use(run):
     folder, text = run("tool_use", is_short=True)
     assert '"name": "calculator"' in text
@@ -391,6 +393,7 @@ def test_black_box_agent(run):
     assert "of those that fork: 0.0" in text
 
 
+@pytest.mark.usefixtures("optimized")
 def test_multi_turn_game(run):
     folder, text = run("multi_turn_game", is_short=True)
     assert "84 boards" in text
@@ -402,6 +405,7 @@ def test_multi_turn_game(run):
     assert [line["step"] for line in read_log(folder / "guess")] == [1]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_self_play(run):
     folder, text = run("self_play", is_short=True)
     assert "user:\na b c\nd e f\ng h i\n" in text
@@ -474,6 +478,7 @@ def check_preferences(results, text):
         assert int(right[2]) > int(right[1]) + 15
 
 
+@pytest.mark.usefixtures("optimized")
 @LONG
 def test_reward_model(run, is_short):
     some = kpt.RewardTask, kpt.GRPOTask

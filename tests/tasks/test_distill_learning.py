@@ -176,6 +176,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_teacher_helps(name):
     check_most(CHECKS[name], (0, 1, 2))

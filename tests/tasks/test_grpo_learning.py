@@ -128,6 +128,7 @@ def check(seed, name="grpo", least=0.8, **settings):
     assert after >= least
 
 
+@pytest.mark.usefixtures("optimized")
 def test_it_learns():
     check_most(check, SEEDS)
 
