@@ -158,7 +158,7 @@ class LocalCheckpoints:
         """Starts to write the parts that this process holds."""
         self._finish()
         parts = local_files.own_parts(arrays)
-        self.saved = self._pending = step
+        self.saved, self._pending, self._error = step, step, None
         self.interval.begin(step)
         self._thread = threading.Thread(
             target=self._write, args=(step, parts, meta)
@@ -173,7 +173,7 @@ class LocalCheckpoints:
 
     def _finish(self):
         """Waits for all processes, and deletes what is then redundant."""
-        error, step = self._joined(), self._pending
+        error, step = self.wait(), self._pending
         if step is None:
             return
         self._pending = None
@@ -186,12 +186,12 @@ class LocalCheckpoints:
         self._complete = step
         self._delete_until(step - 1)
 
-    def _joined(self):
-        """Waits for this process, and returns its error or `None`."""
+    def wait(self):
+        """Waits for the file of this process; returns its error or `None`."""
         if self._thread is not None:
             self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        return error
+            self._thread = None
+        return self._error
 
     def _warn(self, step, error, process):
         """Warns once a run, where `process` is `None` in this process alone.
@@ -221,7 +221,7 @@ class LocalCheckpoints:
             stored: int or `None`, the newest step that is complete in the
                 directory of the run.
         """
-        error = self._joined()
+        error = self.wait()
         if self._folder is None:
             return
         if error is not None:
@@ -246,6 +246,7 @@ class _Reader:
 
     def __init__(self, files):
         self._files = {name: file for file in files for name in file.sizes}
+        self._opened = {}
         self._last = None, None
         self.error = None
 
@@ -256,12 +257,18 @@ class _Reader:
     def __call__(self, part):
         # Parts that are sent in several pieces are read once.
         if self._last[0] != part.name:
-            read = self._files[part.name].read
-            data, error = _tried(lambda: read(part.name))
+            data, error = _tried(lambda: self._read(part.name))
             if error is not None:
                 self.error, data = error, np.zeros(part.size, np.uint8)
             self._last = part.name, data
         return self._last[1]
+
+    def _read(self, name):
+        file = self._files[name]
+        if file.path not in self._opened:
+            # Once, as a header may name thousands of parts.
+            self._opened[file.path] = file.open()
+        return self._opened[file.path].get_tensor(name)
 
 
 def _collected(parts, held, read):

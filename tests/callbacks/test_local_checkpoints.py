@@ -61,7 +61,6 @@ def begun(tmp_path, run="run"):
 def saved(tmp_path, *steps):
     """Writes the steps; the newest two are left."""
     local = begun(tmp_path)
-    assert local.find() == []
     for step in steps:
         arrays = state(step)
         local.save(step, arrays, meta_of(step, arrays))
@@ -126,6 +125,13 @@ def test_at_most_two_are_kept_until_they_are_redundant(tmp_path):
     process = ".process-0.safetensors"
     assert names(tmp_path) == [f"step-2{process}", f"step-3{process}"]
     local.close(2)
+    assert names(tmp_path) == [f"step-3{process}"]
+    # A resumed run keeps the step from which it continues.
+    saved(tmp_path, 5)
+    local = begun(tmp_path)
+    keys = local.find()
+    assert [step for step, _ in keys] == [5, 3]
+    local.keep_only(keys[1], 3)
     assert names(tmp_path) == [f"step-3{process}"]
     local.close(3)
     assert list((tmp_path / "local").iterdir()) == []
