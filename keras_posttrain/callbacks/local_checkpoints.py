@@ -7,6 +7,7 @@ import re
 import threading
 import uuid
 import warnings
+import zlib
 
 import numpy as np
 
@@ -242,24 +243,36 @@ class LocalCheckpoints:
 
 
 class _Reader:
-    """Reads parts of files; an error is noted, and zeros are read."""
+    """Reads parts of files; an error is noted, and zeros are read.
+
+    Attributes:
+        error: str or `None`, the last error.
+    """
 
     def __init__(self, files):
-        self._files = {name: file for file in files for name in file.sizes}
+        self._files = {name: file for file in files for name in file.parts}
         self._opened = {}
         self._last = None, None
         self.error = None
 
     def has(self, part):
         file = self._files.get(part.name)
-        return file is not None and file.sizes[part.name] == part.size
+        return file is not None and file.parts[part.name][0] == part.size
+
+    def checksum(self, part):
+        return self._files[part.name].parts[part.name][1]
+
+    def check(self, part, data, checksum):
+        if self.error is None and zlib.crc32(data) != checksum:
+            self.error = f"Checksum: that of {part.name} differs"
 
     def __call__(self, part):
         # Parts that are sent in several pieces are read once.
         if self._last[0] != part.name:
             data, error = _tried(lambda: self._read(part.name))
             if error is not None:
-                self.error, data = error, np.zeros(part.size, np.uint8)
+                data = np.zeros(part.size, np.uint8)
+                self.error = error
             self._last = part.name, data
         return self._last[1]
 
@@ -277,15 +290,14 @@ def _collected(parts, held, read):
     Args:
         parts: list of `Part`s.
         held: bool array of shape `(processes, parts)`.
-        read: function from a part of this process to its bytes.
+        read: `_Reader` of the files of this process.
     """
     here = processes.index()
-    found = {
-        part.name: read(part)
-        for part, is_held in zip(parts, held[here])
-        if is_held and here in part.needed_by
-    }
-    sent = {}
+    found, sent = {}, {}
+    for part, is_held in zip(parts, held[here]):
+        if is_held and here in part.needed_by:
+            found[part.name] = read(part)
+            read.check(part, found[part.name], read.checksum(part))
     for i, part in enumerate(parts):
         if not all(held[process, i] for process in part.needed_by):
             # The first process that has it.
@@ -307,18 +319,30 @@ def _sent(parts, needed, source, read):
         for part in parts
         if part.name in needed
     }
+    is_source = processes.index() == source
+    sums = [read.checksum(part) if is_source else 0 for part in parts]
+    sums = _broadcast(np.array(sums, "uint32").view("uint8"), source)
     for pieces in _pieces(parts):
         ends = np.cumsum([stop - start for _, start, stop in pieces])
-        # Rounded up, so that few sizes are compiled.
-        data = np.zeros(1 << int(ends[-1] - 1).bit_length(), np.uint8)
-        if processes.index() == source:
+        data = np.zeros(ends[-1], np.uint8)
+        if is_source:
             for end, (part, start, stop) in zip(ends, pieces):
                 data[end - stop + start : end] = read(part)[start:stop]
-        data = _hosts.broadcast(data, source)
+        data = _broadcast(data, source)
         for end, (part, start, stop) in zip(ends, pieces):
             if part.name in found:
                 found[part.name][start:stop] = data[end - stop + start : end]
+    for part, checksum in zip(parts, sums.view("uint32").tolist()):
+        if part.name in found:
+            read.check(part, found[part.name], checksum)
     return found
+
+
+def _broadcast(data, source):
+    # Rounded up, so that few sizes are compiled.
+    padded = np.zeros(1 << (len(data) - 1).bit_length(), np.uint8)
+    padded[: len(data)] = data
+    return _hosts.broadcast(padded, source)[: len(data)]
 
 
 def _pieces(parts):

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import zlib
 
 import jax
 import numpy as np
@@ -41,7 +42,8 @@ class File:
         run: str, what distinguishes the `fit` that wrote it from others of
             the same run; empty if the file is damaged.
         meta: dict, the metadata of the checkpoint.
-        sizes: dict from the names of parts to their numbers of bytes.
+        parts: dict from the names of parts to `(size, checksum)`, the number
+            of bytes and their CRC-32.
         error: str or `None`, how the file is damaged.
     """
 
@@ -50,7 +52,7 @@ class File:
     process: int
     run: str = ""
     meta: dict | None = None
-    sizes: dict = dataclasses.field(default_factory=dict)
+    parts: dict = dataclasses.field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -81,8 +83,12 @@ def _file(path, step, process):
             meta = json.loads(header["meta"])
             if meta["checksum"] != meta_checksum(meta):
                 raise ValueError("the checksum of its metadata differs")
-            sizes = {k: file.get_slice(k).get_shape()[0] for k in file.keys()}
-        return File(path, step, process, header["run"], meta, sizes)
+            sums = json.loads(header["sums"])
+            parts = {
+                name: (file.get_slice(name).get_shape()[0], sums[name])
+                for name in file.keys()
+            }
+        return File(path, step, process, header["run"], meta, parts)
     except Exception as e:  # noqa: BLE001 - damage can raise any error
         error = f"{type(e).__name__}: {str(e)[:200]}"
         return File(path, step, process, error=error)
@@ -104,7 +110,13 @@ def write(path, parts, run, meta):
     path.parent.mkdir(parents=True, exist_ok=True)
     incomplete = path.with_suffix(".tmp")
     try:
-        header = {"run": run, "meta": json.dumps(meta)}
+        # Those of whole arrays, in `meta`, do not see a damaged replica.
+        sums = {name: zlib.crc32(part) for name, part in data.items()}
+        header = {
+            "run": run,
+            "meta": json.dumps(meta),
+            "sums": json.dumps(sums),
+        }
         save_file(data, incomplete, metadata=header)
         _sync(incomplete)
         os.replace(incomplete, path)

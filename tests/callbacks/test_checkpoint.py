@@ -689,7 +689,7 @@ def test_a_damaged_local_checkpoint_is_skipped(
     with pytest.warns(UserWarning) as warned:
         fit(task, tmp_path, **LOCAL)
     texts = local_warnings(warned)
-    first = "The local checkpoint of step 8 cannot be used (Checksum: 1 of "
+    first = "The local checkpoint of step 8 cannot be used (Checksum: that "
     assert texts[0].startswith(first)
     end = "training starts from the beginning."
     end = end if all_of_them else "resuming from step 6."
@@ -704,13 +704,23 @@ def test_a_full_local_disk_is_a_warning(straight, tmp_path):
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     seen = []
 
+    def written(task):
+        """The local files, once none is being written."""
+        [saver] = (
+            x
+            for x in task.run.callbacks
+            if isinstance(x, kpt.callbacks.Checkpoint)
+        )
+        saver._local.wait()
+        return local_files(tmp_path)
+
     def fill(task):
-        size = local_files(tmp_path)[-1].stat().st_size
+        size = written(task)[-1].stat().st_size
         assert (tmp_path / "metrics.jsonl").stat().st_size < size // 2
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
 
     def make_room(task):
-        seen.extend(path.name for path in local_files(tmp_path))
+        seen.extend(path.name for path in written(task))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     callbacks = [At(3, fill), At(7, make_room), At(12, interrupt)]

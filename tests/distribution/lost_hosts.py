@@ -3,11 +3,14 @@
 import shutil
 import warnings
 
+import jax
 import keras
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_posttrain as kpt
 from keras_posttrain.callbacks import local_checkpoints
+from keras_posttrain.callbacks.checkpoint_files import abstract, meta_checksum
 from keras_posttrain.distribution import processes
 from tests.distribution.runs import make, mesh
 from tests.support import random_rows, read_log
@@ -140,7 +143,32 @@ def check(directory):
         check_same(lose(folder), straight, folder)
         # What was local is in `directory`.
         assert not [*folder.glob("host*/*/*")]
+    check_damaged(directory)
     check_refused(directory)
+
+
+def check_damaged(directory):
+    """All have the same; that of one process is damaged."""
+    (directory / "damaged").mkdir(exist_ok=True)
+    local = local_checkpoints.LocalCheckpoints(
+        directory / f"host{processes.index()}", 1
+    )
+    local.begin(directory / "damaged")
+    sharding = NamedSharding(jax.make_mesh((8,), "data"), PartitionSpec())
+    array = jax.make_array_from_callback(
+        (99,), sharding, lambda _: np.arange(99.0)
+    )
+    meta = {"step": 1}
+    local.save(1, [array], meta | {"checksum": meta_checksum(meta)})
+    local.close(None)
+    if processes.index() == 1:
+        [path] = (directory / "host1").rglob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    [key] = local.find()
+    arrays, error = local.read_arrays(key, [abstract(array)])
+    assert arrays is None and error.startswith("Checksum: that of [0]"), error
 
 
 def check_refused(directory):
