@@ -29,10 +29,7 @@ from keras_posttrain.callbacks.directories import (
 from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.intervals import Interval
-from keras_posttrain.callbacks.local_checkpoints import (
-    LocalCheckpoints,
-    check,
-)
+from keras_posttrain.callbacks.local_checkpoints import LocalCheckpoints
 from keras_posttrain.callbacks.retention import Retention
 from keras_posttrain.distribution import processes
 
@@ -62,15 +59,15 @@ class Checkpoint(keras.callbacks.Callback):
     before it are saved too.
 
     With `local_directory`, each process also writes the parts of the state
-    that its own devices hold to its own machine, often, without sending
-    anything. The run then resumes from the newest step of which the machines
-    together have all parts, or from the newest checkpoint in `directory`.
-    What a lost or replaced machine had is sent by one whose devices hold the
-    same parts (`data_parallel`, `hybrid`, other replicas); where none does,
-    or the devices of the run are others, a warning names the step and the
-    checkpoint that is used. From the first one on, the machines together have
-    one complete step, and at most one that is being written. A local write
-    that fails is a warning. When training ends, local files are deleted if a
+    that its own devices hold to its own machine; no array is sent. The run
+    then resumes from the newest step of which the machines together have all
+    parts, or from the newest checkpoint in `directory`. What a lost or
+    replaced machine had is sent by one whose devices hold the same parts
+    (`data_parallel`, `hybrid`, other replicas); where none does, or the
+    devices of the run are others, a warning names the step and the checkpoint
+    that is used. From the first one on, the machines together have one
+    complete step, and at most one that is being written. A local write that
+    fails is a warning. When training ends, local files are deleted if a
     checkpoint in `directory` is as new. They are used by their own run alone,
     whose random name is in `directory` (`checkpoints/run_id`): those of a run
     whose `directory` was deleted are never used, and remain.
@@ -148,11 +145,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = as_path(directory).absolute() / "checkpoints"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._retention = Retention(keep, keep_every, monitor, mode)
-        check(local_directory, local_every)
+        self._local = LocalCheckpoints.of(local_directory, local_every)
         self.local_directory, self.local_every = local_directory, local_every
-        self._local = None
-        if local_directory is not None:
-            self._local = LocalCheckpoints(local_directory, local_every)
         self.best = None
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False

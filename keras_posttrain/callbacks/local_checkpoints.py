@@ -7,37 +7,16 @@ import re
 import threading
 import uuid
 import warnings
-import zlib
 
 import numpy as np
 
-from keras_posttrain import _hosts
 from keras_posttrain.callbacks import local_files
 from keras_posttrain.callbacks.directories import make_directory
 from keras_posttrain.callbacks.intervals import Interval
+from keras_posttrain.callbacks.part_exchange import Reader, collected, tried
 from keras_posttrain.distribution import processes
 
-# The most bytes of parts that a process sends to the others at once.
-CHUNK = 2**25
 ID = re.compile(r"[0-9a-f]{32}")
-
-
-def check(directory, every):
-    """Raises a `ValueError` for arguments that do not fit each other."""
-    if (directory is None) != (every is None):
-        raise ValueError(
-            "`local_directory` and `local_every` must be given together, such "
-            'as local_directory="/dev/shm/run", local_every=20. Received: '
-            f"local_directory={directory!r}, local_every={every!r}"
-        )
-    if directory is None:
-        return
-    is_path = isinstance(directory, (str, os.PathLike)) and str(directory)
-    if not is_path or "://" in str(directory):
-        raise ValueError(
-            "`local_directory` must be the path of a folder of each machine. "
-            f"Received: local_directory={directory!r}"
-        )
 
 
 class LocalCheckpoints:
@@ -55,6 +34,30 @@ class LocalCheckpoints:
         interval: `Interval` since the last step that was saved or resumed.
         saved: int or `None`, the last step whose writing began.
     """
+
+    @classmethod
+    def of(cls, directory, every):
+        """Checks the arguments, and returns `None` if there are none.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
+        if (directory is None) != (every is None):
+            raise ValueError(
+                "`local_directory` and `local_every` must be given together, "
+                'such as local_directory="/dev/shm/run", local_every=20. '
+                f"Received: local_directory={directory!r}, "
+                f"local_every={every!r}"
+            )
+        if directory is None:
+            return None
+        is_path = isinstance(directory, (str, os.PathLike)) and str(directory)
+        if not is_path or "://" in str(directory):
+            raise ValueError(
+                "`local_directory` must be the path of a folder of each "
+                f"machine. Received: local_directory={directory!r}"
+            )
+        return cls(directory, every)
 
     def __init__(self, directory, every):
         self.interval = Interval(every, "local_every")
@@ -75,11 +78,11 @@ class LocalCheckpoints:
         """
         self._reset()
         first = processes.is_first()
-        name, error = _tried(lambda: run_id(directory) if first else None)
+        name, error = tried(lambda: run_id(directory) if first else None)
         name, self._run = processes.from_first([name, uuid.uuid4().hex])
         if error is None and name is not None:
             self._folder = self.directory / name
-            _, error = _tried(lambda: make_directory(self._folder))
+            _, error = tried(lambda: make_directory(self._folder))
         errors = [x for x in processes.exchange(error) if x is not None]
         if errors:
             raise ValueError(errors[0])
@@ -122,7 +125,7 @@ class LocalCheckpoints:
             wanted: tree of `jax.ShapeDtypeStruct`s.
         """
         parts = local_files.parts_of(wanted)
-        reader = _Reader(self._of(key))
+        reader = Reader(self._of(key))
         own = np.array([reader.has(part) for part in parts], bool)
         held = processes.exchange_arrays({"held": np.packbits(own)})
         held = np.stack([x["held"] for x in held])
@@ -133,7 +136,7 @@ class LocalCheckpoints:
                 f"{missing} of {len(parts)} parts that the devices of this "
                 "run need are on no machine"
             )
-        found = _collected(parts, held, reader)
+        found = collected(parts, held, reader)
         errors = processes.exchange(reader.error)
         errors = [error for error in errors if error is not None]
         if errors:
@@ -168,7 +171,7 @@ class LocalCheckpoints:
 
     def _write(self, step, parts, meta):
         path = local_files.path_of(self._folder, step)
-        _, self._error = _tried(
+        _, self._error = tried(
             lambda: local_files.write(path, parts, self._run, meta)
         )
 
@@ -242,126 +245,6 @@ class LocalCheckpoints:
                     _delete(path)
 
 
-class _Reader:
-    """Reads parts of files; an error is noted, and zeros are read.
-
-    Attributes:
-        error: str or `None`, the last error.
-    """
-
-    def __init__(self, files):
-        self._files = {name: file for file in files for name in file.parts}
-        self._opened = {}
-        self._last = None, None
-        self.error = None
-
-    def has(self, part):
-        file = self._files.get(part.name)
-        return file is not None and file.parts[part.name][0] == part.size
-
-    def checksum(self, part):
-        return self._files[part.name].parts[part.name][1]
-
-    def check(self, part, data, checksum):
-        if self.error is None and zlib.crc32(data) != checksum:
-            self.error = f"Checksum: that of {part.name} differs"
-
-    def __call__(self, part):
-        # Parts that are sent in several pieces are read once.
-        if self._last[0] != part.name:
-            data, error = _tried(lambda: self._read(part.name))
-            if error is not None:
-                data = np.zeros(part.size, np.uint8)
-                self.error = error
-            self._last = part.name, data
-        return self._last[1]
-
-    def _read(self, name):
-        file = self._files[name]
-        if file.path not in self._opened:
-            # Once, as a header may name thousands of parts.
-            self._opened[file.path] = file.open()
-        return self._opened[file.path].get_tensor(name)
-
-
-def _collected(parts, held, read):
-    """Returns the parts that this process needs, by name.
-
-    Args:
-        parts: list of `Part`s.
-        held: bool array of shape `(processes, parts)`.
-        read: `_Reader` of the files of this process.
-    """
-    here = processes.index()
-    found, sent = {}, {}
-    for part, is_held in zip(parts, held[here]):
-        if is_held and here in part.needed_by:
-            found[part.name] = read(part)
-            read.check(part, found[part.name], read.checksum(part))
-    for i, part in enumerate(parts):
-        if not all(held[process, i] for process in part.needed_by):
-            # The first process that has it.
-            sent.setdefault(int(held[:, i].argmax()), []).append(part)
-    for source in sorted(sent):
-        needed = {
-            part.name
-            for part in sent[source]
-            if here in part.needed_by and part.name not in found
-        }
-        found |= _sent(sent[source], needed, source, read)
-    return found
-
-
-def _sent(parts, needed, source, read):
-    """Returns the parts named in `needed` of those that `source` sends."""
-    found = {
-        part.name: np.empty(part.size, np.uint8)
-        for part in parts
-        if part.name in needed
-    }
-    is_source = processes.index() == source
-    sums = [read.checksum(part) if is_source else 0 for part in parts]
-    sums = _broadcast(np.array(sums, "uint32").view("uint8"), source)
-    for pieces in _pieces(parts):
-        ends = np.cumsum([stop - start for _, start, stop in pieces])
-        data = np.zeros(ends[-1], np.uint8)
-        if is_source:
-            for end, (part, start, stop) in zip(ends, pieces):
-                data[end - stop + start : end] = read(part)[start:stop]
-        data = _broadcast(data, source)
-        for end, (part, start, stop) in zip(ends, pieces):
-            if part.name in found:
-                found[part.name][start:stop] = data[end - stop + start : end]
-    for part, checksum in zip(parts, sums.view("uint32").tolist()):
-        if part.name in found:
-            read.check(part, found[part.name], checksum)
-    return found
-
-
-def _broadcast(data, source):
-    # Rounded up, so that few sizes are compiled.
-    padded = np.zeros(1 << (len(data) - 1).bit_length(), np.uint8)
-    padded[: len(data)] = data
-    return _hosts.broadcast(padded, source)[: len(data)]
-
-
-def _pieces(parts):
-    """Yields lists of `(part, start, stop)` of at most `CHUNK` bytes each."""
-    pieces, room = [], CHUNK
-    for part in parts:
-        start = 0
-        while start < part.size:
-            stop = min(part.size, start + room)
-            pieces.append((part, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield pieces
-                pieces, room = [], CHUNK
-    if pieces:
-        yield pieces
-
-
 def run_id(directory):
     """Returns the random name of a run, which is in a file of its directory.
 
@@ -373,17 +256,6 @@ def run_id(directory):
         found = uuid.uuid4().hex
         path.write_text(found)
     return found
-
-
-def _tried(function):
-    """Returns `(value, None)`, or `(None, error)` as text."""
-    try:
-        return function(), None
-    except Exception as e:  # noqa: BLE001 - the others wait for this process
-        text = str(e)[:500]
-        return None, text if type(e) is ValueError else (
-            f"{type(e).__name__}: {text}"
-        )
 
 
 def _delete(path):

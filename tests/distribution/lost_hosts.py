@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_posttrain as kpt
-from keras_posttrain.callbacks import local_checkpoints
+from keras_posttrain.callbacks import part_exchange
 from keras_posttrain.callbacks.checkpoint_files import abstract, meta_checksum
+from keras_posttrain.callbacks.local_checkpoints import LocalCheckpoints
 from keras_posttrain.distribution import processes
 from tests.distribution.runs import make, mesh
 from tests.support import random_rows, read_log
@@ -135,7 +136,7 @@ def shards(directory):
 
 def check(directory):
     # Parts are sent in several pieces.
-    local_checkpoints.CHUNK = 2**14
+    part_exchange.CHUNK = 2**14
     for layout, lose in (("2x4x1", slices), ("8x1", shards)):
         keras.distribution.set_distribution(mesh(layout))
         folder = directory / lose.__name__
@@ -150,9 +151,7 @@ def check(directory):
 def check_damaged(directory):
     """All have the same; that of one process is damaged."""
     (directory / "damaged").mkdir(exist_ok=True)
-    local = local_checkpoints.LocalCheckpoints(
-        directory / f"host{processes.index()}", 1
-    )
+    local = LocalCheckpoints(directory / f"host{processes.index()}", 1)
     local.begin(directory / "damaged")
     sharding = NamedSharding(jax.make_mesh((8,), "data"), PartitionSpec())
     array = jax.make_array_from_callback(
