@@ -5,8 +5,9 @@
 
 All weights of a model are trained with AdamW, so that a checkpoint holds three
 floats a weight. Compared in one process are saves by
-`kpt.callbacks.Checkpoint` and by Orbax's `CheckpointManager` with its
-defaults, of copies of the arrays, since the next step takes over their memory.
+`kpt.callbacks.Checkpoint`, its local ones too, and by Orbax's
+`CheckpointManager` with its defaults, of copies of the arrays, since the next
+step takes over their memory.
 Printed are medians of `--saves` saves after a first one: the time before
 training continues, the next step over the median step, the peak of resident
 memory over that before the save, and the processor time of all. Tables and
@@ -93,7 +94,7 @@ class Saves(keras.callbacks.Callback):
 
 
 class Ours(kpt.callbacks.Checkpoint):
-    """Saves only where `Saves` calls `_save`."""
+    """Saves only where `Saves` asks for it."""
 
     def _is_due(self):
         return False
@@ -101,12 +102,22 @@ class Ours(kpt.callbacks.Checkpoint):
 
 def measure(task, rows, steps, memory, kind, folder):
     """Returns a list of what each save took."""
-    if kind == "ours":
-        saver = Ours(folder, every=10**9)
+    if kind.startswith("ours"):
+        saver = Ours(
+            folder,
+            every=10**9,
+            local_directory=folder / "local",
+            local_every=10**9,
+        )
+        is_local = kind == "ours, local"
         saves = Saves(
             memory,
-            lambda task: saver._save(),
-            lambda: saver._manager.wait_until_finished(),
+            lambda task: saver._save(None, not is_local, is_local),
+            lambda: (
+                saver._local.wait()
+                if is_local
+                else saver._manager.wait_until_finished()
+            ),
         )
         callbacks = [saver, saves]
     else:
@@ -153,7 +164,7 @@ def main():
         )
         task = kpt.SFTTask.from_preset(folder / "preset", sequence_length=64)
         task.compile(keras.optimizers.AdamW(1e-5))
-        for kind in ("orbax", "ours"):
+        for kind in ("orbax", "ours", "ours, local"):
             found[kind] = measure(
                 task, rows, len(rows), memory, kind, folder / kind
             )

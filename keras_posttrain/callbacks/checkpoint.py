@@ -1,5 +1,3 @@
-import hashlib
-import json
 import signal
 import threading
 import warnings
@@ -18,6 +16,7 @@ from keras_posttrain.callbacks.checkpoint_files import (
     contents,
     detached,
     handlers,
+    meta_checksum,
     waiting,
 )
 from keras_posttrain.callbacks.directories import (
@@ -30,6 +29,7 @@ from keras_posttrain.callbacks.directories import (
 from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.evaluate import Evaluate
 from keras_posttrain.callbacks.intervals import Interval
+from keras_posttrain.callbacks.local_checkpoints import LocalCheckpoints
 from keras_posttrain.callbacks.retention import Retention
 from keras_posttrain.distribution import processes
 
@@ -61,6 +61,20 @@ class Checkpoint(keras.callbacks.Callback):
     saves and ends all. If a rollout engine or a reward fails, the steps
     before it are saved too.
 
+    With `local_directory`, each process also writes the parts of the state
+    that its own devices hold to its own machine; no array is sent. The run
+    then resumes from the newest step of which the machines together have all
+    parts, or from the newest checkpoint in `directory`. What a lost or
+    replaced machine had is sent by one whose devices hold the same parts
+    (`data_parallel`, `hybrid`, other replicas); where none does, or the
+    devices of the run are others, a warning names the step and the checkpoint
+    that is used. From the first one on, the machines together have one
+    complete step, and at most one that is being written. A local write that
+    fails is a warning. When training ends, local files are deleted if a
+    checkpoint in `directory` is as new. They are used by their own run alone,
+    whose random name is in `directory` (`checkpoints/run_id`): those of a run
+    whose `directory` was deleted are never used, and remain.
+
     Args:
         directory: str or path, created if missing; or an address, such as
             `"gs://bucket/run"` or `"s3://bucket/run"`. Checkpoints are then
@@ -85,16 +99,23 @@ class Checkpoint(keras.callbacks.Callback):
         override: names of settings of the optimizer, such as
             `["learning_rate"]`, that may differ from those of the saved run:
             the run continues with those of `compile`, and prints the change.
+        local_directory: str, path or `None`: a folder on the disk (SSD) or in
+            the memory (such as `"/dev/shm/run"`) of each machine. It may
+            differ between processes, and two processes may share it.
+        local_every: as `every`, between two local checkpoints; needed with
+            `local_directory`, and the same in all processes.
 
     Attributes:
+        location: str, the path or address of the folder with a folder for
+            each step.
         best: the folder of the checkpoint at which `monitor` was best, a
             `pathlib.Path` or address, or `None`. `Loop.load_state` reads it,
             and `from_step` with its name, a step, goes back to it.
 
     Raises:
-        ValueError: at the start of training, if the directory cannot be
-            written to or contains a run of another model, adapter shape,
-            optimizer or data.
+        ValueError: at the start of training, if a directory cannot be
+            written to, or `directory` contains a run of another model,
+            adapter shape, optimizer or data.
 
     Example:
 
@@ -116,6 +137,8 @@ class Checkpoint(keras.callbacks.Callback):
         keep_every=None,
         monitor=None,
         mode=None,
+        local_directory=None,
+        local_every=None,
     ):
         super().__init__()
         if isinstance(override, str) or not all(
@@ -132,17 +155,20 @@ class Checkpoint(keras.callbacks.Callback):
         # What is in it is locked.
         self._folder = Folder(directory, is_locked=False)
         self.directory = self._folder.path.absolute() / NAME
-        self._name = str(self.directory)
+        self.location = str(self.directory)
         if self._folder.is_remote:
-            self._name = f"{self._folder.name}/{NAME}"
+            self.location = f"{self._folder.name}/{NAME}"
         self.every, self.keep, self.from_step = every, keep, from_step
         self._retention = Retention(keep, keep_every, monitor, mode)
+        self._local = LocalCheckpoints.of(local_directory, local_every)
+        self.local_directory, self.local_every = local_directory, local_every
         self.best = None
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False
 
     def on_train_begin(self, logs=None):
         self._open()
+        self._begin_local()
         self._manager = _manager(
             self.directory, self._retention, self._folder.push
         )
@@ -168,7 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _open(self):
         """Makes the directory, or copies what is at an address."""
         if self._folder.is_remote and processes.count() > 1:
-            self.directory = _shared(self._name)
+            self.directory = _shared(self.location)
             self.directory.mkdir(parents=True, exist_ok=True)
             return
         self._folder.begin(NAME)
@@ -193,8 +219,9 @@ class Checkpoint(keras.callbacks.Callback):
         # so its last step is saved after them.
         if not self._model.run.at_rest:
             return
-        if self._is_due() and not self._is_epoch_over():
-            self._save()
+        is_due, is_local_due = self._is_due(), self._is_local_due()
+        if (is_due or is_local_due) and not self._is_epoch_over():
+            self._save(is_due=is_due, is_local_due=is_local_due)
             self._end_if_terminated()
 
     def on_epoch_end(self, epoch, logs=None):
@@ -205,8 +232,9 @@ class Checkpoint(keras.callbacks.Callback):
         is_last = self._epoch == self.params["epochs"]
         # Before `on_train_end`, where EarlyStopping restores its best
         # weights: a run with more epochs resumes from the last ones.
-        if self._is_due() or is_last:
-            self._save(epoch_logs=logs or {})
+        is_due, is_local_due = self._is_due(), self._is_local_due()
+        if is_due or is_local_due or is_last:
+            self._save(logs or {}, is_due or is_last, is_local_due)
         self._end_if_terminated()
 
     def on_train_end(self, logs=None):
@@ -228,23 +256,26 @@ class Checkpoint(keras.callbacks.Callback):
         self._restore_handlers()
         manager, self._manager = self._manager, None
         if manager is not None:
+            stored = None
             try:
                 self._checked(manager.wait_until_finished)
                 step = self._retention.best_step(manager)
                 if step is None:
                     self.best = None
                 elif self._folder.is_remote:
-                    self.best = f"{self._name}/{step}"
+                    self.best = f"{self.location}/{step}"
                 else:
                     self.best = self.directory / step
+                stored = self._saved
             finally:
+                self._close_local(stored)
                 manager.close()
         if self._is_locked:
             self._is_locked = False
             unlock(self.directory)
         if not self._folder.end():
             raise OSError(
-                f"Checkpoints could not be copied to {self._name!r}. They are "
+                f"Checkpoints could not be copied to {self.location!r}. They are "
                 f"in {str(self.directory)!r}: copy them, and run the script "
                 "again to resume from them."
             )
@@ -255,16 +286,21 @@ class Checkpoint(keras.callbacks.Callback):
     def _is_due(self):
         if self._terminated or self._model.stop_training:
             return True
-        if not self._interval.is_over(self._model.step):
+        return self._is_over(self._interval)
+
+    def _is_local_due(self):
+        return self._local is not None and self._is_over(self._local.interval)
+
+    def _is_over(self, interval):
+        """Returns whether an interval is over, with steps that are good."""
+        if not interval.is_over(self._model.step):
             return False
         guards = [
             callback
             for callback in self.model.run.callbacks
             if isinstance(callback, Divergence)
         ]
-        return not any(
-            guard.lost_since(self._interval.step) for guard in guards
-        )
+        return not any(guard.lost_since(interval.step) for guard in guards)
 
     def _is_epoch_over(self):
         if self._model.run.at_epoch_end():
@@ -317,45 +353,63 @@ class Checkpoint(keras.callbacks.Callback):
             last = f"step {good[-1]}" if good else "none"
             raise OSError(
                 f"A checkpoint could not be written to "
-                f"{self._name!r}; the last good one is {last}. "
-                f"{advice(e, self._name)} and run the script again to "
+                f"{self.location!r}; the last good one is {last}. "
+                f"{advice(e, self.location)} and run the script again to "
                 "resume from it. "
                 f"({type(e).__name__}: {str(e)[:500]})"
             ) from e
 
-    def _save(self, epoch_logs=None):
-        """Saves the present step; `epoch_logs` are those of its end, if so."""
-        task, run = self.model, self.model.run
-        if self._saved == task.step:
+    def _save(self, epoch_logs=None, is_due=True, is_local_due=False):
+        """Saves the present step.
+
+        `epoch_logs` are those of the end of an epoch, if it is one; `is_due`
+        and `is_local_due` say where it is saved.
+        """
+        step = self.model.step
+        is_due = is_due and self._saved != step
+        is_local_due = is_local_due and self._local.saved != step
+        if not is_due and not is_local_due:
             return
+        arrays, meta = self._state(in_epoch=epoch_logs is None)
+        metrics = self._retention.metrics(
+            self._logs(epoch_logs), epoch_ended=epoch_logs is not None
+        )
+        with span("checkpoint"):
+            arrays = detached(arrays)
+            meta["sums"] = checksums(arrays)
+            meta["checksum"] = meta_checksum(meta)
+            if is_local_due:
+                self._local.save(step, arrays, meta)
+            if is_due:
+                self._store(step, arrays, meta, metrics)
+
+    def _state(self, in_epoch):
+        """Returns the arrays and the metadata of the present step."""
+        task, run = self.model, self.model.run
         for callback in run.callbacks:
             if hasattr(callback, "flush"):
                 callback.flush()
         arrays, meta = run.training_state()
         arrays["best"] = callback_state.best_weights(run.callbacks, task)
-        in_epoch = epoch_logs is None
         meta["epoch"], meta["in_epoch"] = self._epoch, in_epoch
         stopped = task.stop_training and not self._stopped_in_epoch
         meta["stopped"] = bool(stopped)
         meta["callbacks"] = callback_state.counters(run.callbacks)
         meta["best"] = list(arrays["best"])
         meta["from_step"] = self.from_step
-        metrics = self._retention.metrics(
-            self._logs(epoch_logs), epoch_ended=not in_epoch
+        return arrays, meta
+
+    def _store(self, step, arrays, meta, metrics):
+        """Starts to write a state to `directory`."""
+        self._checked(
+            self._manager.save,
+            step,
+            args=contents(arrays, meta),
+            metrics=metrics,
+            force=True,
         )
-        with span("checkpoint"):
-            arrays = detached(arrays)
-            meta["sums"] = checksums(arrays)
-            meta["checksum"] = _checksum(meta)
-            self._checked(
-                self._manager.save,
-                task.step,
-                args=contents(arrays, meta),
-                metrics=metrics,
-                force=True,
-            )
-        self._saved = task.step
-        self._interval.begin(task.step)
+        self._saved = step
+        self._interval.begin(step)
 
     def _logs(self, epoch_logs):
         """Returns logs without evaluations of an earlier step."""
@@ -369,68 +423,119 @@ class Checkpoint(keras.callbacks.Callback):
         return {k: v for k, v in logs.items() if not k.startswith(old)}
 
     def _restore(self):
-        # Imported late, as only runs with checkpoints need it.
-        import orbax.checkpoint as ocp
-
-        task, run = self.model, self.model.run
+        run = self.model.run
         expected, _ = run.training_state()
         failures, later = [], []
-        steps = processes.from_first(sorted(self._manager.all_steps()))
-        for step in reversed(steps):
-            # The manager would wait for all processes after reading, even if
-            # one fails; its handlers do not.
-            folder = self.directory / str(step)
-            meta, error = self._try(
-                ocp.JsonCheckpointHandler(),
-                folder / "meta",
-                ocp.args.JsonRestore(),
-            )
-            if error is None and meta.get("checksum") != _checksum(meta):
-                error = "Checksum: that of its metadata differs"
+        candidates = self._candidates()
+        for step, local in candidates:
+            meta, error = self._read_meta(step, local)
             if error is not None:
-                failures.append((step, error))
+                failures.append((step, local, error))
                 continue
             if self._is_before_branch(step, meta):
-                later.append(step)
+                later.append((step, local))
                 continue
-            changed = run.check(meta, self._name, self.override)
-            best = {name: expected["trainable"] for name in meta["best"]}
-            wanted = jax.tree.map(abstract, {**expected, "best": best})
-            arrays, error = self._try(
-                ocp.StandardCheckpointHandler(),
-                folder / "state",
-                ocp.args.StandardRestore(wanted),
-            )
+            changed = run.check(meta, self.location, self.override)
+            arrays, error = self._read_arrays(step, local, expected, meta)
             if error is None:
                 error = _different(arrays, meta)
             if error is not None:
-                failures.append((step, error))
+                failures.append((step, local, error))
                 continue
-            run.restore(arrays, meta)
-            callback_state.set_counters(run.callbacks, meta["callbacks"])
-            callback_state.set_best_weights(
-                run.callbacks, task, arrays["best"]
-            )
-            if meta["in_epoch"]:
-                self._scalars = [
-                    (v, np.array(v.value))
-                    for v in task.optimizer.variables
-                    if not v.shape
-                ]
-            self._epoch = meta["epoch"]
-            self._saved = step
+            self._resume(step, arrays, meta)
             self._override(changed)
             self._say_if_finished()
             break
-        self._delete_later(later, steps)
-        self._delete_damaged(failures)
+        else:
+            local = None
+        self._delete_later(later, [step for step, _ in candidates])
+        self._delete_damaged([(s, e) for s, key, e in failures if not key])
+        if self._local is not None:
+            self._warn_of_lost([(s, e) for s, key, e in failures if key])
+            self._local.keep_only(local, self.model.step)
+        if local is not None:
+            if processes.is_first():
+                _console.say(
+                    "Resuming from the local checkpoint of step "
+                    f"{self._saved}."
+                )
+            # What only the machines of the run have may be lost with one.
+            self._store(self._saved, detached(arrays), meta, metrics=None)
+
+    def _candidates(self):
+        """Returns the steps that are saved, the newest first.
+
+        Returns:
+            A list of `(step, local)`; `local` is `None` for a checkpoint in
+            `directory`, which comes first of two of one step, and the key of
+            a local one.
+        """
+        steps = processes.from_first(sorted(self._manager.all_steps()))
+        local = [] if self._local is None else self._local.find()
+        found = [(step, None) for step in reversed(steps)]
+        found += [(key[0], key) for key in local]
+        return sorted(found, key=lambda x: x[0], reverse=True)
+
+    def _read_meta(self, step, local):
+        """Returns `(meta, None)` or `(None, error)`, in all processes."""
+        if local is not None:
+            return self._local.read_meta(local)
+        # Imported late, as only runs with checkpoints need it.
+        import orbax.checkpoint as ocp
+
+        # The manager would wait for all processes after reading, even if one
+        # fails; its handlers do not.
+        meta, error = self._try(
+            ocp.JsonCheckpointHandler(),
+            self.directory / str(step) / "meta",
+            ocp.args.JsonRestore(),
+        )
+        if error is None and meta.get("checksum") != meta_checksum(meta):
+            error = "Checksum: that of its metadata differs"
+        return meta, error
+
+    def _read_arrays(self, step, local, expected, meta):
+        """Returns `(arrays, None)` or `(None, error)`, in all processes."""
+        wanted = jax.tree.map(abstract, expected)
+        best = wanted["trainable"]
+        if local is not None:
+            # Each process has written the whole of the best weights.
+            best = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), best
+            )
+        wanted["best"] = {name: best for name in meta["best"]}
+        if local is not None:
+            return self._local.read_arrays(local, wanted)
+        # Imported late, as only runs with checkpoints need it.
+        import orbax.checkpoint as ocp
+
+        return self._try(
+            ocp.StandardCheckpointHandler(),
+            self.directory / str(step) / "state",
+            ocp.args.StandardRestore(wanted),
+        )
+
+    def _resume(self, step, arrays, meta):
+        """Continues from a state that was read."""
+        task, run = self.model, self.model.run
+        run.restore(arrays, meta)
+        callback_state.set_counters(run.callbacks, meta["callbacks"])
+        callback_state.set_best_weights(run.callbacks, task, arrays["best"])
+        if meta["in_epoch"]:
+            self._scalars = [
+                (v, np.array(v.value))
+                for v in task.optimizer.variables
+                if not v.shape
+            ]
+        self._epoch = meta["epoch"]
+        self._saved = step
 
     def _say_if_finished(self):
         epochs = self.params["epochs"]
         done = self.model.run.state.initial_epoch
         if done >= epochs and processes.is_first():
             _console.say(
-                f"The run in {self._name!r} is finished, at step "
+                f"The run in {self.location!r} is finished, at step "
                 f"{self._saved}: nothing is trained. To train further, use "
                 f"more epochs than {epochs}, or another directory."
             )
@@ -474,16 +579,17 @@ class Checkpoint(keras.callbacks.Callback):
     def _delete_later(self, later, steps):
         if later and self._saved is None:
             raise ValueError(
-                f"No checkpoint in {self._name!r} is from step "
+                f"No checkpoint in {self.location!r} is from step "
                 f"{self.from_step} or before; the steps of those found are "
-                f"{sorted(steps)}. Received: from_step={self.from_step}"
+                f"{sorted(set(steps))}. Received: from_step={self.from_step}"
             )
-        for step in later:
-            self._manager.delete(step)
+        for step, local in later:
+            if local is None:
+                self._manager.delete(step)
         if later and processes.is_first():
             _console.say(
                 f"Resuming from step {self._saved}; removed the checkpoints "
-                f"of steps {sorted(later)}."
+                f"of steps {sorted({step for step, _ in later})}."
             )
 
     def _delete_damaged(self, failures):
@@ -492,7 +598,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._saved is None:
             step, error = failures[0]
             raise ValueError(
-                f"No checkpoint in {self._name!r} can be read "
+                f"No checkpoint in {self.location!r} can be read "
                 f"(step {step}: {error}). Remove the directory to start again."
             )
         for step, error in failures:
@@ -505,6 +611,32 @@ class Checkpoint(keras.callbacks.Callback):
                     stacklevel=2,
                 )
             self._manager.delete(step)
+
+    def _begin_local(self):
+        # Also where this process has none and another one has.
+        if processes.count() > 1:
+            name = "Checkpoint(local_every=...)"
+            processes.check_equal({name: self.local_every})
+        if self._local is not None:
+            self._local.begin(self.directory)
+
+    def _close_local(self, stored):
+        if self._local is not None:
+            self._local.close(stored)
+
+    def _warn_of_lost(self, failures):
+        if not processes.is_first():
+            return
+        after = "training starts from the beginning"
+        if self._saved is not None:
+            after = f"resuming from step {self._saved}"
+        for step, error in failures:
+            # Also where `verbose` is 0: steps are lost.
+            warnings.warn(
+                f"The local checkpoint of step {step} cannot be used "
+                f"({error}); {after}.",
+                stacklevel=2,
+            )
 
 
 def _shared(name):
@@ -558,13 +690,6 @@ def _different(arrays, meta):
     except ValueError as e:
         return f"Checksum: {e}"
     return None
-
-
-def _checksum(meta):
-    """Returns the SHA-256 sum of all other entries of `meta`, as JSON."""
-    others = {k: v for k, v in meta.items() if k != "checksum"}
-    text = json.dumps(others, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _complete_steps(directory):

@@ -1,5 +1,7 @@
 """The folder of one step of a checkpoint: how it is written and read."""
 
+import hashlib
+import json
 import shutil
 
 import jax
@@ -143,7 +145,7 @@ def detached(arrays):
 def _copy(array):
     if not isinstance(array, jax.Array):
         return np.array(array)
-    if _is_of_one_process(array):
+    if is_of_one_process(array):
         # Orbax does not write the arrays of one process among several.
         return np.array(array)
     # In the background, and without a program for each shape.
@@ -172,7 +174,7 @@ def checksums(arrays):
 
 def _sum_of_words(array):
     """Sums up the words that this process adds to those of the others."""
-    if isinstance(array, jax.Array) and not _is_of_one_process(array):
+    if isinstance(array, jax.Array) and not is_of_one_process(array):
         shards = array.addressable_shards
         parts = [shard.data for shard in shards if shard.replica_id == 0]
     else:
@@ -185,7 +187,8 @@ def _sum_of_words(array):
     return int(total)
 
 
-def _is_of_one_process(array):
+def is_of_one_process(array):
+    """Returns `True` for an array of one process among several."""
     return processes.count() > 1 and array.is_fully_addressable
 
 
@@ -207,6 +210,13 @@ def check_sums(arrays, meta):
             f"{len(different)} of {len(found)} arrays have another checksum "
             f"than when they were written, the first is {different[0]}"
         )
+
+
+def meta_checksum(meta):
+    """Returns the SHA-256 sum of all other entries of `meta`, as JSON."""
+    others = {k: v for k, v in meta.items() if k != "checksum"}
+    text = json.dumps(others, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def abstract(array):

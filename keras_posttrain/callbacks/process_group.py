@@ -33,14 +33,14 @@ class ProcessGroup(keras.callbacks.Callback):
         digest = zlib.crc32(json.dumps(shapes).encode())
         processes.check_equal({"shapes of variables (checksum)": digest})
         processes.check_equal(task.run.agreement())
-        directories = [
-            str(c.directory)
+        found = [
+            (c.location, c.local_directory is not None)
             for c in task.run.callbacks
             if isinstance(c, Checkpoint)
         ]
         self._exit_message = ExitMessage(
             f"Process {processes.index()} of {processes.count()}",
-            *directories[:1],
+            *(found[0] if found else ()),
         )
         self._exit_message.update(task.step)
 

@@ -20,10 +20,15 @@ class ExitMessage:
     Args:
         process: str, the name of this process in the message.
         directory: str, where checkpoints are stored, or `None`.
+        local: bool, whether machines have local checkpoints too.
     """
 
-    def __init__(self, process, directory=None):
-        self._fields = {"process": process, "directory": directory}
+    def __init__(self, process, directory=None, local=False):
+        self._fields = {
+            "process": process,
+            "directory": directory,
+            "local": local,
+        }
         # A session of its own, so that a signal to the process group does
         # not reach the child.
         self._child = subprocess.Popen(
@@ -50,12 +55,14 @@ class ExitMessage:
             pass  # The child has ended, and training continues without it.
 
 
-def message(process, step, directory):
+def message(process, step, directory, local=False):
     """Returns the text that `ExitMessage` prints."""
     steps = []
     if directory is not None and os.path.isdir(directory):
         steps = [int(n) for n in os.listdir(directory) if n.isdigit()]
-    if steps:
+    if directory is not None and "://" in directory:
+        restart = "it resumes from its last checkpoint"
+    elif steps:
         restart = f"it resumes from the checkpoint of step {max(steps)}"
     elif directory is not None:
         restart = "it starts from the beginning, as no checkpoint was saved"
@@ -63,6 +70,11 @@ def message(process, step, directory):
         restart = (
             "it starts from the beginning; with "
             "`kpt.callbacks.Checkpoint(directory)` it would resume"
+        )
+    if local:
+        restart += (
+            ", or from a newer local checkpoint if the machines that then run "
+            "it have all of its parts"
         )
     return (
         f"{process} ended at step {step}. It was killed or ran out of "

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -636,6 +637,121 @@ def test_damage_everywhere_is_an_error(damage, tmp_path):
     assert steps_saved(tmp_path) == [6, 8]
 
 
+# Local checkpoints
+
+
+LOCAL = {"every": 100, "local_every": 2}
+
+
+def local_files(directory):
+    return sorted((directory / "local").rglob("*.safetensors"))
+
+
+def local_warnings(warned):
+    texts = [str(w.message) for w in warned]
+    return [text for text in texts if text.startswith("The local checkpoint")]
+
+
+def interrupted_with_local_files(directory, **settings):
+    """A run that has saved steps 6 and 8 on its machine alone."""
+    with pytest.raises(Interrupted):
+        fit(fresh_task(), directory, [At(9, interrupt)], **LOCAL, **settings)
+    assert steps_saved(directory) == []
+    names = [path.name.split(".")[0] for path in local_files(directory)]
+    assert names == ["step-6", "step-8"]
+
+
+def test_a_run_resumes_from_a_local_checkpoint(straight, tmp_path, capsys):
+    """With the best weights of an epoch; none is left at the end."""
+    interrupted_with_local_files(tmp_path, best=True)
+    task = fresh_task()
+    fit(task, tmp_path, best=True, **LOCAL)
+    assert "the local checkpoint of step 8." in capsys.readouterr().out
+    assert steps_saved(tmp_path) == [8, 18]
+    assert list((tmp_path / "local").iterdir()) == []
+    expected = straight("lora-unpacked", best=True)
+    assert_same_run(tmp_path, weights(task), expected)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_damaged_local_checkpoint_is_skipped(
+    all_of_them, straight, tmp_path
+):
+    """One with a flipped byte; or all, of which one was cut off."""
+    interrupted_with_local_files(tmp_path)
+    before, newest = local_files(tmp_path)
+    content = bytearray(newest.read_bytes())
+    content[-1000] ^= 1
+    newest.write_bytes(content)
+    if all_of_them:
+        before.write_bytes(before.read_bytes()[:-40])
+    task = fresh_task()
+    with pytest.warns(UserWarning) as warned:
+        fit(task, tmp_path, **LOCAL)
+    texts = local_warnings(warned)
+    first = "The local checkpoint of step 8 cannot be used (Checksum: that "
+    assert texts[0].startswith(first)
+    end = "training starts from the beginning."
+    end = end if all_of_them else "resuming from step 6."
+    assert all(text.endswith(f"; {end}") for text in texts)
+    assert len(texts) == 1 + all_of_them
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+def test_a_full_local_disk_is_a_warning(straight, tmp_path):
+    """The last complete one stays, and those after it are written again."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    seen = []
+
+    def written(task):
+        """The local files, once none is being written."""
+        [saver] = (
+            x
+            for x in task.run.callbacks
+            if isinstance(x, kpt.callbacks.Checkpoint)
+        )
+        saver._local.wait()
+        return local_files(tmp_path)
+
+    def fill(task):
+        size = written(task)[-1].stat().st_size
+        assert (tmp_path / "metrics.jsonl").stat().st_size < size // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+
+    def make_room(task):
+        seen.extend(path.name for path in written(task))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    callbacks = [At(3, fill), At(7, make_room), At(12, interrupt)]
+    try:
+        # Those of steps 4 and 6 are not written.
+        with pytest.warns(UserWarning) as warned, pytest.raises(Interrupted):
+            fit(fresh_task(), tmp_path, callbacks, **LOCAL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    [text] = local_warnings(warned)
+    for part in (
+        "The local checkpoint of step 4 could not be written to",
+        str(tmp_path / "local"),
+        "File too large",
+        "that of step 2 is complete. Training continues",
+    ):
+        assert part in text, text
+    assert [name.split(".")[0] for name in seen] == ["step-2"]
+    task = fresh_task()
+    fit(task, tmp_path, **LOCAL)
+    assert steps_saved(tmp_path) == [10, 18]
+    assert_same_run(tmp_path, weights(task), straight("lora-unpacked"))
+
+
+def test_a_local_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "local").write_text("")
+    with pytest.raises(ValueError, match="must be writable; nothing.*local"):
+        fit(fresh_task(), tmp_path, **LOCAL)
+
+
 # SIGTERM
 
 
@@ -762,12 +878,17 @@ def straight_process(tmp_path_factory):
 
 
 def killed_runs(kind, kills, seed, directory, straight_process):
+    """The last kill leaves nothing but local checkpoints of its steps."""
     rng = random.Random(seed)
     done = 0
     while done < kills:
         # Of 16 or 18 steps; saved steps are not repeated.
         ahead = lines_in(directory) + rng.randint(0, 5)
         run = KINDS[kind] | {"every": rng.randint(1, 3), "pause": 0.05}
+        if done == kills - 1:
+            # Complete when the second step after it is logged.
+            ahead = lines_in(directory) + rng.randint(2, 5)
+            run |= {"every": 100, "local_every": 1}
         process = start(directory, **run)
         killed = kill_when(
             process,
@@ -781,7 +902,8 @@ def killed_runs(kind, kills, seed, directory, straight_process):
                 directory, final_of(directory), straight_process(kind)
             )
             shutil.rmtree(directory)
-    finish(start(directory, **KINDS[kind]))
+    output = finish(start(directory, local_every=1, **KINDS[kind]))
+    assert "Resuming from the local checkpoint of step" in output
     assert_same_run(directory, final_of(directory), straight_process(kind))
 
 

@@ -25,11 +25,25 @@ def first_task():
     return task
 
 
-def run(directory, *, keep=5, from_step=None, skip_steps=(), stop_at=None):
+def run(
+    directory,
+    *,
+    every=2,
+    keep=5,
+    from_step=None,
+    skip_steps=(),
+    stop_at=None,
+    local=None,
+):
     task = first_task()
     callbacks = [
         kpt.callbacks.Checkpoint(
-            directory, every=2, keep=keep, from_step=from_step
+            directory,
+            every=every,
+            keep=keep,
+            from_step=from_step,
+            local_directory=local and directory / "local",
+            local_every=local,
         ),
         kpt.callbacks.MetricsLog(directory),
     ]
@@ -73,3 +87,26 @@ def test_there_must_be_a_checkpoint_that_early(tmp_path):
     run(tmp_path, keep=1)
     with pytest.raises(ValueError, match="No checkpoint .* step 2 or before"):
         run(tmp_path, from_step=2)
+
+
+def test_local_checkpoints_after_it_are_removed(tmp_path, capsys):
+    straight, _ = run(tmp_path / "straight", from_step=4)
+    with pytest.raises(RuntimeError, match="crash"):
+        run(tmp_path / "again", every=4, stop_at=8, local=1)
+    branch = dict(every=100, from_step=4, local=1)
+    with pytest.raises(RuntimeError, match="crash"):
+        run(tmp_path / "again", stop_at=7, **branch)
+    found = capsys.readouterr().out
+    assert "removed the checkpoints of steps [6, 7]" in found
+    # Those of the new branch are used.
+    again, _ = run(tmp_path / "again", **branch)
+    assert "the local checkpoint of step 6." in capsys.readouterr().out
+    for key, value in straight.items():
+        np.testing.assert_array_equal(value, again[key])
+
+
+def test_there_must_be_a_local_checkpoint_that_early(tmp_path):
+    with pytest.raises(RuntimeError, match="crash"):
+        run(tmp_path, every=100, stop_at=4, local=1)
+    with pytest.raises(ValueError, match=r"step 1 or before.* \[2, 3\]"):
+        run(tmp_path, every=100, from_step=1, local=1)

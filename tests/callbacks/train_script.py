@@ -1,8 +1,8 @@
 """A user's script, run and killed by the tests: `train_script.py settings`.
 
 Settings are JSON: see `DEFAULTS`. It writes to `directory` the log, the
-checkpoints, the logs of each epoch (`epoch-0.json` and so on) and, when it is
-done, the weights (`final.npz`).
+checkpoints, local ones to `local` in it, the logs of each epoch
+(`epoch-0.json` and so on) and, when it is done, the weights (`final.npz`).
 """
 
 import json
@@ -28,6 +28,7 @@ DEFAULTS = {
     "epochs": 3,
     "every": 1,
     "keep": 2,
+    "local_every": None,
     "patience": 50,
     "best": False,
     "min_delta": 0.0,
@@ -68,6 +69,7 @@ def make_task(lora=True, family="llama3", learning_rate=1e-2, **kwargs):
 def fit(task, directory, callbacks=(), **settings):
     settings = DEFAULTS | settings
     directory = pathlib.Path(directory)
+    local = settings["local_every"]
     rows = random_rows(22, seed=5)
     if settings["stream"]:
         rows = grain.MapDataset.source(rows).to_iter_dataset()
@@ -83,7 +85,11 @@ def fit(task, directory, callbacks=(), **settings):
         callbacks=[
             kpt.callbacks.MetricsLog(directory),
             kpt.callbacks.Checkpoint(
-                directory, every=settings["every"], keep=settings["keep"]
+                directory,
+                every=settings["every"],
+                keep=settings["keep"],
+                local_directory=local and directory / "local",
+                local_every=local,
             ),
             keras.callbacks.LearningRateScheduler(lambda e, lr: lr * 0.8),
             keras.callbacks.EarlyStopping(

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from keras_posttrain.distribution.exit_message import message
 from tests.distribution.two_processes import outcome
 from tests.support import REFERENCE, read_log, simulated
 
@@ -190,8 +191,19 @@ def test_two_processes_are_one(tmp_path):
 
 
 def test_what_one_process_raises_all_raise(tmp_path):
-    """Also of processes that differ, and of the work of the first one."""
-    run(tmp_path, "refused", "vllm", "led")
+    """Also of processes that differ, and of the work of the first one.
+
+    Then their machines lose local checkpoints.
+    """
+    run(tmp_path, "refused", "vllm", "led", "lost")
+
+
+def test_the_message_of_a_process_names_local_checkpoints(tmp_path):
+    (tmp_path / "6").mkdir()
+    text = message("Process 1 of 2", 9, str(tmp_path), local=True)
+    expected = "of step 6, or from a newer local checkpoint if the machines"
+    assert expected in text
+    assert "local" not in message("Process 1 of 2", 9, str(tmp_path))
 
 
 def test_a_run_survives_all_that_ends_processes(tmp_path):

@@ -39,6 +39,7 @@ from keras_posttrain.distribution.led import Led  # noqa: E402
 from keras_posttrain.models import device_transfer, presets  # noqa: E402
 from keras_posttrain.models.hf.export import export  # noqa: E402
 from keras_posttrain.rollout.vllm.jobs import EngineFailure  # noqa: E402
+from tests.distribution import lost_hosts  # noqa: E402
 from tests.distribution.runs import (  # noqa: E402
     filled_adapter,
     make,
@@ -344,6 +345,11 @@ def over_all(array):
     )
 
 
+def lost(directory):
+    lost_hosts.check(directory)
+    return {}
+
+
 def vllm(directory):
     """Where vLLM cannot serve all processes, all say so."""
     keras.distribution.set_distribution(mesh("8x1"))
@@ -401,7 +407,8 @@ def files(directory):
 
 
 KINDS = {
-    f.__name__: f for f in (use, resume, split, refused, files, led, vllm)
+    f.__name__: f
+    for f in (use, resume, split, refused, files, led, lost, vllm)
 }
 
 
