@@ -169,6 +169,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._open()
         self._begin_local()
+        # The run's name is there before local checkpoints have it.
+        self._folder.push()
         self._manager = _manager(
             self.directory, self._retention, self._folder.push
         )
@@ -255,33 +257,45 @@ class Checkpoint(keras.callbacks.Callback):
         """Waits for the last checkpoint and restores the signal handlers."""
         self._restore_handlers()
         manager, self._manager = self._manager, None
-        if manager is not None:
-            stored = None
-            try:
-                self._checked(manager.wait_until_finished)
-                step = self._retention.best_step(manager)
-                if step is None:
-                    self.best = None
-                elif self._folder.is_remote:
-                    self.best = f"{self.location}/{step}"
-                else:
-                    self.best = self.directory / step
-                stored = self._saved
-            finally:
-                self._close_local(stored)
-                manager.close()
-        if self._is_locked:
-            self._is_locked = False
-            unlock(self.directory)
-        if not self._folder.end():
+        stored = None
+        try:
+            if manager is not None:
+                stored = self._finish(manager)
+        finally:
+            is_copied = self._release()
+            if manager is not None:
+                self._close_local(stored if is_copied else None)
+        if not is_copied:
             raise OSError(
-                f"Checkpoints could not be copied to {self.location!r}. They are "
-                f"in {str(self.directory)!r}: copy them, and run the script "
-                "again to resume from them."
+                f"Checkpoints could not be copied to {self.location!r}. They "
+                f"are in {str(self.directory)!r}: copy them, and run the "
+                "script again to resume from them."
             )
         if self._terminated and processes.count() == 1:
             # A run that a signal has interrupted ends by it.
             self._end()
+
+    def _finish(self, manager):
+        """Waits for the last checkpoint, and returns its step."""
+        try:
+            self._checked(manager.wait_until_finished)
+            step = self._retention.best_step(manager)
+        finally:
+            manager.close()
+        if step is None:
+            self.best = None
+        elif self._folder.is_remote:
+            self.best = f"{self.location}/{step}"
+        else:
+            self.best = self.directory / step
+        return self._saved
+
+    def _release(self):
+        """Unlocks the directory; returns whether all is at its address."""
+        if self._is_locked:
+            self._is_locked = False
+            unlock(self.directory)
+        return self._folder.end()
 
     def _is_due(self):
         if self._terminated or self._model.stop_training:
