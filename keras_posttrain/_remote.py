@@ -100,7 +100,7 @@ def matches(address):
     An address of the web is no pattern.
     """
     fs, path = _opened(address)
-    if ADDRESS.match(address)[1] in ("http", "https"):
+    if _is_of_the_web(address):
         return [address]
     fs.invalidate_cache()
     found = fs.glob(path, detail=True)
@@ -109,6 +109,10 @@ def matches(address):
         for name in sorted(found)
         if found[name]["type"] == "file"
     ]
+
+
+def _is_of_the_web(address):
+    return os.fspath(address).startswith(("http://", "https://"))
 
 
 def local_copy(address):
@@ -135,7 +139,11 @@ def local_copy(address):
         (k, sorted(map(str, v.items()))) for k, v in files.items()
     )
     folder = versions / _digest(repr(content))
-    copy = folder / path.rstrip("/").rsplit("/", 1)[-1]
+    name = path.rstrip("/").rsplit("/", 1)[-1]
+    if _is_of_the_web(address):
+        # Without what follows the name, such as a signature.
+        name = name.split("?")[0].split("#")[0]
+    copy = folder / (name or "file")
     if not folder.exists():
         versions.mkdir(parents=True, exist_ok=True)
         _copy(fs, path, files, copy, versions)

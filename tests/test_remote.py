@@ -3,7 +3,10 @@
 import json
 import os
 import pathlib
+import socket
 
+import gcp_storage_emulator.server as gcs
+import gcsfs
 import keras
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from moto.server import ThreadedMotoServer
 import keras_posttrain as kpt
 from keras_posttrain import _cache, _remote
 from keras_posttrain.callbacks import checkpoint, directories
+from tests.distribution.test_processes import finish, start
 from tests.support import REFERENCE, weights
 
 
@@ -85,6 +89,38 @@ def callbacks(directory, **settings):
     ]
 
 
+class Response(gcs.Response):
+    """One with a header that Google's storage sends, and TensorStore needs."""
+
+    def __init__(self, handler):
+        super().__init__(handler)
+        self["x-goog-generation"] = "1"
+
+
+@pytest.fixture
+def google(monkeypatch):
+    """The address of a bucket on a server of Google's protocol."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(gcs, "Response", Response)
+    server = gcs.create_server(
+        "127.0.0.1", port, in_memory=True, default_bucket="bucket"
+    )
+    server.start()
+    for name, value in {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+        "GOOGLE_CLOUD_PROJECT": "project",
+        "NO_GCE_CHECK": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    yield "gs://bucket"
+    server.stop()
+
+
 def lines(data):
     found = [json.loads(line) for line in data.splitlines()]
     for line in found:
@@ -132,6 +168,19 @@ def test_a_run_resumes_on_another_machine(bucket, tmp_path):
     # Of steps that were removed nothing is left.
     steps = {name.split("/")[1] for name in found if name[:5] == "check"}
     assert steps == {"10", "12"}
+
+
+def test_several_processes_resume_from_googles_storage(google, tmp_path):
+    module = "tests.distribution.on_storage"
+    run = f"{google}/run"
+    started = start(tmp_path / "run", run, module=module, devices=2)
+    for status, output in finish(started, tmp_path / "run"):
+        assert status == 0 and output.endswith("done\n"), output[-4000:]
+    found = there(run)
+    steps = {name.split("/")[1] for name in found if name[:5] == "check"}
+    assert steps == {"6", "8"}
+    expected = (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert lines(found["metrics.jsonl"]) == lines(expected)
 
 
 def test_a_checkpoint_that_was_not_copied_whole_is_none(bucket, tmp_path):
@@ -233,6 +282,10 @@ def test_rows(bucket, task, monkeypatch):
     assert len(copied) == 3
     with pytest.raises(ValueError, match="where there is no file"):
         task.log_probs(f"{bucket}/none-*.jsonl")
+    # As a page of the web, with a signature.
+    signed = _remote._opened(bucket)[0].sign(f"{bucket}/rows-1.jsonl")
+    assert "?" in signed
+    assert len(task.log_probs(signed)) == len(ROWS)
 
 
 def test_reports_of_several_runs(bucket, tmp_path):
