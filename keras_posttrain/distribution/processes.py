@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from keras_posttrain import _hosts
+from keras_posttrain.data.rows import sharing
 
 # Seconds in which processes that raise the same error report it themselves.
 GRACE_SECONDS = 5.0
@@ -195,6 +196,15 @@ def _exchange(data):
     padded[: len(data)] = data
     every = _hosts.gather(padded)
     return [part[:size].tobytes() for part, size in zip(every, sizes)]
+
+
+def shared_rows():
+    """Returns a scope in which each process tokenizes a share of the rows.
+
+    All processes must prepare the same datasets in it.
+    """
+    share = sharing.Share(index(), count(), _exchange)
+    return sharing.shared(share if count() > 1 else None)
 
 
 def exchange_results(function):

@@ -365,7 +365,7 @@ class RolloutTask(Task):
             max_staleness=max_staleness,
             micro_batch_size=self.micro_batch_size,
         )
-        with _console.silenced(settings.verbose == 0):
+        with processes.shared_rows(), _console.silenced(settings.verbose == 0):
             prompts, self.data_report = self.prepare_prompts(dataset)
         streamed = is_stream(prompts)
         check_epochs(prompts, epochs)
@@ -379,7 +379,10 @@ class RolloutTask(Task):
         settings.show(padding.describe(self.micro_batch_size, *filled))
         held_out = None
         if validation_data is not None:
-            with _console.silenced(settings.verbose == 0):
+            with (
+                processes.shared_rows(),
+                _console.silenced(settings.verbose == 0),
+            ):
                 held_out, report = self.prepare_prompts(
                     validation_data, "validation_data"
                 )

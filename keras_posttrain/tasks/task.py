@@ -515,11 +515,14 @@ class Task(keras.Model):
             skip_steps=skip_steps,
             micro_batch_size=self.micro_batch_size,
         )
-        with _console.silenced(settings.verbose == 0):
+        with processes.shared_rows(), _console.silenced(settings.verbose == 0):
             examples, self.data_report = self.prepare(dataset)
         held_out = []
         if validation_data is not None:
-            with _console.silenced(settings.verbose == 0):
+            with (
+                processes.shared_rows(),
+                _console.silenced(settings.verbose == 0),
+            ):
                 held_out, report = self.prepare(
                     validation_data, "validation_data"
                 )

@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
 from unittest import mock
@@ -34,6 +35,8 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain import _hosts  # noqa: E402
+from keras_posttrain.data.rows import parallel  # noqa: E402
+from keras_posttrain.data.rows import prepare as preparing  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
 from keras_posttrain.distribution.led import Led  # noqa: E402
 from keras_posttrain.models import device_transfer, presets  # noqa: E402
@@ -263,6 +266,54 @@ def refused(directory):
     return {}
 
 
+def shares(directory):
+    """Each process tokenizes a share of the rows, and has all of them."""
+    cache = directory / f"cache{processes.index()}"
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/llama3", sequence_length=48, truncation="drop"
+    )
+    rows = [{"text": f"{i} and {i} make {2 * i}."} for i in range(3000)]
+    rows[2800] = {"text": 100 * "long "}
+    read, prepared = [], parallel._answers
+
+    def answers(parts, *args):
+        for part in prepared(parts, *args):
+            read.append([part[0], len(part[1])])
+            yield part
+
+    def prepare():
+        read.clear()
+        with processes.shared_rows():
+            return task.prepare(rows)
+
+    is_shared = processes.count() > 1
+    with (
+        mock.patch.dict(os.environ, {"KERAS_POSTTRAIN_CACHE": str(cache)}),
+        mock.patch.object(parallel, "_answers", answers),
+        # One process stores them however soon they are prepared.
+        mock.patch.object(preparing, "PATIENCE", 0),
+    ):
+        examples, report = prepare()
+        found = processes.exchange(read)
+        if is_shared:
+            assert [len(some) for some in found] == [6, 6]
+            starts = range(0, 3000, 256)
+            every = [[start, min(256, 3000 - start)] for start in starts]
+            assert sorted(sum(found, [])) == every
+        again, report_again = prepare()
+        assert not read and again.digest == examples.digest
+        assert report_again.counts() == report.counts()
+        # One process that lacks them is not left alone with them.
+        if processes.index() == 1:
+            shutil.rmtree(cache)
+        again, _ = prepare()
+        assert len(read) == 6 * is_shared and again.digest == examples.digest
+        rows[2900] = {"text": 5}
+        raises("row 2900 of `dataset`", prepare)
+    tokens = np.concatenate([x.token_ids for x in examples])
+    return {"tokens": tokens, "report": json.dumps(report.counts())}
+
+
 def broken(completions):
     raise KeyError("no such")
 
@@ -408,7 +459,7 @@ def files(directory):
 
 KINDS = {
     f.__name__: f
-    for f in (use, resume, split, refused, files, led, lost, vllm)
+    for f in (use, resume, split, refused, files, led, lost, shares, vllm)
 }
 
 

@@ -89,6 +89,7 @@ class Entry:
 
     def new_path(self):
         """Returns the path of a file that `keep` makes the entry's."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f"{uuid.uuid4().hex}.new")
 
     def keep(self, path):

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import pathlib
@@ -17,6 +18,8 @@ PACKAGE = pathlib.Path(__file__).parents[2]
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 # The rows of a call, the time that it may take and the memory.
 SIZE = 256
+# The calls of a process between two exchanges with other processes.
+ROUND = 4
 SECONDS = 600.0
 MAX_BYTES = 4 * 2**30
 UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
@@ -51,18 +54,53 @@ def prepare_in_workers(rows, preparation, start, filtered):
         `(rows, part)`: how many rows were read, and the `Part` of their
         examples.
     """
-    parts = reading.parts(rows, start, SIZE)
-    for read, answer in _answers(parts, preparation, start, filtered):
+    parts = _parts(rows, range(start, len(rows), SIZE))
+    for start, read, answer in _answers(parts, preparation, filtered):
         part = _part(preparation, answer)
         if part is None:
             found = prepare_part(preparation, start, read, filtered)
             part = Part.of(found)
-        start += len(read)
         yield len(read), part
 
 
-def _answers(parts, preparation, start, filtered):
-    """Yields `(rows, answer)`; the answer is `None` where there is none."""
+def prepare_together(rows, preparation, filtered, share):
+    """Prepares rows, each of several processes a share of them.
+
+    Args:
+        share: `Share` of this process. All processes must have the same rows.
+
+    Yields:
+        As `prepare_in_workers`, of all rows, in all processes.
+    """
+    starts = range(0, len(rows), SIZE)
+    own = _parts(rows, starts[share.index :: share.count])
+    answers = _answers(own, preparation, filtered)
+    with contextlib.closing(answers):
+        for first in range(0, len(starts), ROUND * share.count):
+            some = starts[first : first + ROUND * share.count]
+            number = len(some[share.index :: share.count])
+            found = [a for *_, a in itertools.islice(answers, number)]
+            found = share.exchange(pickle.dumps(found))
+            found = [pickle.loads(data) for data in found]
+            for i, start in enumerate(some):
+                stop = min(start + SIZE, len(rows))
+                answer = found[i % share.count][i // share.count]
+                part = _part(preparation, answer)
+                if part is None:
+                    read = reading.read(rows, start, stop)
+                    here = prepare_part(preparation, start, read, filtered)
+                    part = Part.of(here)
+                yield stop - start, part
+
+
+def _parts(rows, starts):
+    """Yields `(start, rows)`, `SIZE` rows or those that are left."""
+    for start in starts:
+        yield start, reading.read(rows, start, min(start + SIZE, len(rows)))
+
+
+def _answers(parts, preparation, filtered):
+    """Yields `(start, rows, answer)`; an answer may be `None`."""
     count = num_workers()
     try:
         data = pickle.dumps(preparation)
@@ -70,40 +108,40 @@ def _answers(parts, preparation, start, filtered):
         # Such as a function among the variables of a template.
         count = 1
     if count == 1:
-        yield from ((read, None) for read in parts)
+        yield from ((start, read, None) for start, read in parts)
         return
     function = str(WORKER), "tokenizer_of_rows", str(PACKAGE), data
     workers = Workers(function, SECONDS, MAX_BYTES, count)
     threads = concurrent.futures.ThreadPoolExecutor(count)
     waiting = collections.deque()
 
-    def submit(read):
-        nonlocal start
+    def submit(part):
+        start, read = part
         call = threads.submit(
             workers.call, start=start, rows=read, filtered=filtered
         )
-        waiting.append((read, call))
-        start += len(read)
+        waiting.append((part, call))
 
+    part = None
     try:
-        for read in itertools.islice(parts, 2 * count + 1):
-            submit(read)
+        for part in itertools.islice(parts, 2 * count + 1):
+            submit(part)
         while waiting:
-            read, call = waiting.popleft()
+            part, call = waiting.popleft()
             try:
-                yield read, _result(call)
+                yield *part, _result(call)
             except RuntimeError:
                 # No worker can be started.
                 break
-            if (read := next(parts, None)) is not None:
-                submit(read)
+            if (part := next(parts, None)) is not None:
+                submit(part)
     finally:
         workers.close()
         threads.shutdown(cancel_futures=True)
-    if waiting or read is not None:
-        yield read, None
-    yield from ((read, None) for read, _ in waiting)
-    yield from ((read, None) for read in parts)
+    if part is not None:
+        yield *part, None
+    yield from ((*part, None) for part, _ in waiting)
+    yield from ((*part, None) for part in parts)
 
 
 def _result(call):

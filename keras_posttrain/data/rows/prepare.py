@@ -1,13 +1,17 @@
 """Prepares all rows of a dataset, or finds them prepared."""
 
 import contextlib
+import json
 import time
 import warnings
 
 from keras_posttrain import _console
-from keras_posttrain.data.rows import datasets, reading
+from keras_posttrain.data.rows import datasets, reading, sharing
 from keras_posttrain.data.rows.cache import Entry
-from keras_posttrain.data.rows.parallel import prepare_in_workers
+from keras_posttrain.data.rows.parallel import (
+    prepare_in_workers,
+    prepare_together,
+)
 from keras_posttrain.data.rows.preparation import prepare_part
 from keras_posttrain.data.rows.records import Part
 from keras_posttrain.data.rows.store import StoredExamples, StoreWriter
@@ -17,6 +21,8 @@ from keras_posttrain.data.rows.store import StoredExamples, StoreWriter
 PATIENCE = 1.0
 # Rows that are prepared before the time is read.
 SIZE = 32
+# Rows from which each of several processes tokenizes a share.
+SHARED = 2048
 # Seconds until the first line on progress, and between two of them.
 FIRST_LINE, NEXT_LINE = 5.0, 15.0
 
@@ -37,8 +43,37 @@ def prepare_rows(dataset, prepare):
         return examples.filter(lambda example: example is not None), report
     entry = Entry.of(rows, prepare)
     examples = _read(entry, rows, prepare)
-    if examples is not None:
-        return examples, report
+    share = sharing.current()
+    if share is not None and _all_lack_some(share, rows, examples):
+        report.clear()
+        examples = _prepare_together(rows, prepare, entry, share)
+    elif examples is None:
+        examples = _prepare(rows, prepare, entry)
+    if not examples:
+        raise ValueError(
+            prepare.messages.none_left.format(name=report.name, report=report)
+        )
+    return examples, report
+
+
+def _all_lack_some(share, rows, examples):
+    """Returns, in all processes, whether they prepare many rows together.
+
+    They do unless each has all examples stored, or they have other rows,
+    which is an error later.
+    """
+    own = [len(rows), examples is not None]
+    found = [json.loads(x) for x in share.exchange(json.dumps(own).encode())]
+    counts = {count for count, _ in found}
+    return (
+        len(counts) == 1
+        and min(counts) >= SHARED
+        and not all(has_all for _, has_all in found)
+    )
+
+
+def _prepare(rows, prepare, entry):
+    """Returns the examples of rows that this process prepares."""
     # A Grain dataset gives `None` for a row that it has filtered.
     filtered = datasets.is_filtered(rows)
     begin, examples, done = time.monotonic(), [], 0
@@ -49,11 +84,24 @@ def prepare_rows(dataset, prepare):
             break
     if done < len(rows):
         examples = _prepare_many(rows, prepare, entry, examples, done)
-    if not examples:
-        raise ValueError(
-            prepare.messages.none_left.format(name=report.name, report=report)
-        )
-    return examples, report
+    return examples
+
+
+def _prepare_together(rows, prepare, entry, share):
+    """Returns the examples of rows, of which each process prepares a share.
+
+    Each stores all of them: processes of one machine do not wait here for
+    each other's files, as they wait for each other's rows.
+    """
+    filtered = datasets.is_filtered(rows)
+    found = _Found(entry, prepare.restorer(rows), [])
+    with contextlib.closing(found):
+        progress = _Progress(prepare.report.name, 0, len(rows))
+        for count, part in prepare_together(rows, prepare, filtered, share):
+            found.add(part)
+            if share.index == 0:
+                progress.add(count)
+        return found.finish(prepare.report)
 
 
 def _read(entry, rows, prepare):
