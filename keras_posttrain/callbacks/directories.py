@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import threading
@@ -225,14 +226,21 @@ def unlock(directory):
 
 
 def advice(error, directory):
-    """Returns what to do about an `OSError` of a file in a directory."""
+    """Returns what to do about an error of a file in a directory."""
     if _remote.is_address(str(directory)):
         return "Look after the storage"
     if not os.path.isdir(directory):
         return "The directory is gone; make it, or mount it again,"
-    if getattr(error, "errno", None) in NO_ROOM:
+    if _error_number(error) in NO_ROOM:
         return "Make room"
     return "Look after the disk"
+
+
+def _error_number(error):
+    """Returns the system's number of an error, which TensorStore writes."""
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return int(found[1])
+    return getattr(error, "errno", None)
 
 
 def not_written(error, what, path):

@@ -1,10 +1,12 @@
 """Directories of runs: locked, and read whatever is in them."""
 
 import json
+import resource
 import subprocess
 import sys
 
 import pytest
+import tensorstore
 
 import keras_posttrain as kpt
 from keras_posttrain.callbacks.directories import advice
@@ -79,3 +81,15 @@ def test_a_finished_run_says_so(tmp_path, capsys):
 def test_a_directory_that_is_gone_is_called_so(tmp_path):
     assert "is gone" in advice(OSError(), tmp_path / "no")
     assert advice(OSError(28, "full"), tmp_path) == "Make room"
+
+
+def test_a_full_disk_is_known_from_what_tensorstore_says(tmp_path):
+    store = tensorstore.KvStore.open(f"file://{tmp_path}/").result()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(ValueError) as error:
+            store.write("array", bytes(4096)).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert advice(error.value, tmp_path) == "Make room"
