@@ -240,31 +240,52 @@ class Mirror:
     def push(self):
         """Copies what has changed to the address, and removes what is gone."""
         with self._lock:
-            found = {}
-            for path in sorted(self.folder.rglob("*")):
+            while True:
+                found = self._found()
+                try:
+                    self._copy(found)
+                    break
+                except FileNotFoundError:
+                    # A checkpoint may be removed while it is copied.
+                    if all((self.folder / name).exists() for name in found):
+                        raise
+            self._remove(found)
+
+    def _found(self):
+        """Returns the states of the files that are complete, by name."""
+        found = {}
+        # It passes over folders that are removed meanwhile.
+        for top, _, names in os.walk(self.folder):
+            for path in (pathlib.Path(top, name) for name in names):
                 relative = path.relative_to(self.folder).as_posix()
                 if any(part in relative for part in UNFINISHED):
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    if path.is_file():
-                        found[relative] = _state(path)
-            changed = [n for n in found if found[n] != self._known.get(n)]
-            for last in (False, True):
-                these = [n for n in changed if n.endswith(LAST) == last]
-                if these:
-                    self._fs.put(
-                        [str(self.folder / name) for name in these],
-                        [f"{self._path}/{name}" for name in these],
-                    )
-                self._known |= {name: found[name] for name in these}
-            gone = sorted(
-                set(self._known) - set(found),
-                key=lambda name: not name.endswith(LAST),
-            )
-            for name in gone:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{self._path}/{name}")
-                del self._known[name]
+                    found[relative] = _state(path)
+        return dict(sorted(found.items()))
+
+    def _copy(self, found):
+        changed = [n for n in found if found[n] != self._known.get(n)]
+        for last in (False, True):
+            these = [n for n in changed if n.endswith(LAST) == last]
+            if these:
+                # Some may be there even if it fails.
+                self._known |= dict.fromkeys(these)
+                self._fs.put(
+                    [str(self.folder / name) for name in these],
+                    [f"{self._path}/{name}" for name in these],
+                )
+            self._known |= {name: found[name] for name in these}
+
+    def _remove(self, found):
+        gone = sorted(
+            set(self._known) - set(found),
+            key=lambda name: not name.endswith(LAST),
+        )
+        for name in gone:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._path}/{name}")
+            del self._known[name]
 
 
 def _incomplete(files):

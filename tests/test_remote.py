@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import shutil
 import socket
+from unittest import mock
 
 import gcp_storage_emulator.server as gcs
 import gcsfs
@@ -213,6 +215,29 @@ def test_a_checkpoint_that_was_not_copied_whole_is_none(bucket, tmp_path):
     found = there(bucket)
     assert "checkpoints/2/state" not in found
     assert found["checkpoints/4/state"] == b"another"
+
+
+def test_a_checkpoint_may_be_removed_while_it_is_copied(bucket, tmp_path):
+    mirror = _remote.Mirror(bucket, tmp_path / "one")
+    for step in ("2", "4"):
+        folder = mirror.folder / "checkpoints" / step
+        folder.mkdir(parents=True)
+        for name in ("a", "b", _remote.LAST):
+            (folder / name).write_text(step)
+    put, calls = mirror._fs.put, []
+
+    def put_slowly(sources, targets):
+        calls.append(sources)
+        if len(calls) == 1:
+            # One file is there when the others are removed.
+            put(sources[:1], targets[:1])
+            shutil.rmtree(mirror.folder / "checkpoints" / "2")
+        put(sources, targets)
+
+    with mock.patch.object(mirror._fs, "put", put_slowly):
+        mirror.push()
+    names = {f"checkpoints/4/{name}" for name in ("a", "b", _remote.LAST)}
+    assert set(there(bucket)) == names and len(calls) == 3
 
 
 def test_models_and_adapters(bucket, task, tmp_path):
