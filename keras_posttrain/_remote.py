@@ -13,8 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
-
-import jax
+import uuid
 
 from keras_posttrain import _cache, _console
 
@@ -197,8 +196,9 @@ class Mirror:
         self._lock = threading.Lock()
 
     def check(self):
-        """Raises an `OSError` if nothing can be written to the address."""
-        probe = f"{self._path}/.keras_posttrain-{os.getpid()}"
+        """Raises what the storage does if nothing can be written to it."""
+        # Processes of several containers may have the same number.
+        probe = f"{self._path}/.keras_posttrain-{uuid.uuid4().hex}"
         if not BUCKETS.intersection(_protocols(self._fs)):
             # Of a bucket it would make one.
             self._fs.makedirs(self._path, exist_ok=True)
@@ -310,13 +310,15 @@ def need_local(name, path):
 
 
 @contextlib.contextmanager
-def written(path, read=()):
+def written(path, on_first, read=()):
     """A scope with a folder of this machine, which is copied to an address.
 
     Of several processes, the first one writes and copies.
 
     Args:
         path: str or path; one that is no address is the folder itself.
+        on_first: function that calls one without arguments in the first
+            process, and raises in all processes what it raises.
         read: names of files that are looked at before they are replaced. Of
             others at the address there are empty files of their names.
 
@@ -327,23 +329,24 @@ def written(path, read=()):
         yield path
         return
     address = os.fspath(path).rstrip("/")
-    writes = jax.process_index() == 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = pathlib.Path(temporary, address.rsplit("/", 1)[-1])
-        if writes:
-            mirror = Mirror(address, folder)
+        mirror = Mirror(address, folder)
+
+        def begin():
             try:
                 mirror.check()
             except Exception as error:
                 raise not_writable(address, error) from error
             mirror.stand_in(*read)
+
+        on_first(begin)
         try:
             yield folder
         except ValueError as error:
             text = str(error).replace(str(folder), address)
             raise ValueError(text) from error
-        if writes:
-            mirror.push()
+        on_first(mirror.push)
 
 
 def not_writable(address, error):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import socket
+import time
 from unittest import mock
 
 import gcp_storage_emulator.server as gcs
@@ -16,7 +17,9 @@ from moto.server import ThreadedMotoServer
 
 import keras_posttrain as kpt
 from keras_posttrain import _cache, _remote
-from keras_posttrain.callbacks import checkpoint, directories
+from keras_posttrain.callbacks import directories
+from keras_posttrain.distill import checks as distill_checks
+from keras_posttrain.training import preference_checks
 from tests.distribution.test_processes import finish, start
 from tests.support import REFERENCE, weights
 
@@ -313,6 +316,49 @@ def test_rows(bucket, task, monkeypatch):
     assert len(task.log_probs(signed)) == len(ROWS)
 
 
+def test_earlier_copies_are_removed_after_a_day(bucket):
+    put(f"{bucket}/a.txt", b"1")
+    first = _remote.local_copy(f"{bucket}/a.txt")
+    put(f"{bucket}/a.txt", b"22")
+    second = _remote.local_copy(f"{bucket}/a.txt")
+    assert first.read_bytes() == b"1" and second.read_bytes() == b"22"
+    old = time.time() - _remote.DAY - 60
+    os.utime(first.parent, (old, old))
+    assert _remote.local_copy(f"{bucket}/a.txt") == second
+    assert not first.exists() and second.exists()
+
+
+def test_other_logs(bucket, tmp_path):
+    task = kpt.GRPOTask.from_preset(
+        REFERENCE / "models" / "llama3", sequence_length=32
+    )
+    task.compile(
+        rewards=[lambda completions: [float(len(c)) for c in completions]],
+        num_generations=2,
+        max_completion_length=4,
+    )
+    task.fit(
+        [{"prompt": "one"}, {"prompt": "two"}],
+        batch_size=2,
+        verbose=0,
+        callbacks=[
+            kpt.callbacks.CompletionsLog(f"{bucket}/lines"),
+            kpt.callbacks.CompletionsLog(f"{bucket}/tables", format="parquet"),
+            kpt.callbacks.TensorBoard(f"{bucket}/board"),
+            kpt.callbacks.Trace(f"{bucket}/traces", (1, 1), profile=False),
+        ],
+    )
+    found = sorted(there(bucket))
+    assert found[0].startswith("board/events.out.tfevents")
+    assert found[1:] == [
+        "lines/completions.jsonl",
+        found[2],
+        "traces/trace/steps_1_1.json",
+    ]
+    assert found[2].startswith("tables/completions/")
+    assert not list(tmp_path.glob("keras_posttrain-*"))
+
+
 def test_reports_of_several_runs(bucket, tmp_path):
     log = "".join(
         json.dumps({"step": i, "loss": 1 / i}) + "\n" for i in (1, 2)
@@ -328,7 +374,7 @@ def test_reports_of_several_runs(bucket, tmp_path):
 
 
 def test_storage_that_fails_loses_nothing(bucket, tmp_path):
-    """A run goes on, copies later, and says at its end where its files are."""
+    """A run continues, copies later, and says where its files are."""
     import boto3
 
     folder = directories.Folder(f"{bucket}/run")
@@ -350,9 +396,14 @@ def test_storage_that_fails_loses_nothing(bucket, tmp_path):
     fs, path = _remote._opened(f"{bucket}/run")
     fs.rm(path, recursive=True)
     client.delete_bucket(Bucket=name)
-    with pytest.warns(UserWarning, match="are copied later"):
+    with pytest.warns(UserWarning) as warned:
         with pytest.raises(OSError, match="could not be copied") as error:
             saver.close()
+    assert "are copied later" in str(warned[0].message)
+    # Without checkpoints that is all that a user learns.
+    assert f"Copy them from {str(saver._folder.path)!r}" in str(
+        warned[1].message
+    )
     assert str(saver.directory) in str(error.value)
     assert (saver.directory / "5" / "state").exists()
 
@@ -373,7 +424,22 @@ def test_storage_that_fails_loses_nothing(bucket, tmp_path):
             lambda b: kpt.sweep(lambda a, folder: {}, {"a": [1]}, f"{b}/s"),
             "this machine",
         ),
-        (lambda b: checkpoint._shared(f"{b}/checkpoints"), "mounted bucket"),
+        (lambda b: directories.shared_path(b), "mounted bucket"),
+        (lambda b: kpt.report(b, f"{b}/page.html"), "this machine"),
+        (
+            lambda b: preference_checks.reference_cache(b, None),
+            "this machine",
+        ),
+        (
+            lambda b: distill_checks.teacher_settings([], None, None, 1, b),
+            "this machine",
+        ),
+        (
+            lambda b: mock.patch.dict(os.environ, {_cache.VARIABLE: b})(
+                _cache.directory
+            )(),
+            "folder of this machine",
+        ),
         (lambda b: make_task().export("s3://no-such-bucket/x"), "write to"),
     ],
 )

@@ -24,6 +24,7 @@ from keras_posttrain.callbacks.directories import (
     advice,
     lock,
     make_directory,
+    shared_path,
     unlock,
 )
 from keras_posttrain.callbacks.divergence import Divergence
@@ -196,7 +197,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _open(self):
         """Makes the directory, or copies what is at an address."""
         if self._folder.is_remote and processes.count() > 1:
-            self.directory = _shared(self.location)
+            self.directory = shared_path(self._folder.name) / NAME
             self.directory.mkdir(parents=True, exist_ok=True)
             return
         self._folder.begin(NAME)
@@ -651,21 +652,6 @@ class Checkpoint(keras.callbacks.Callback):
                 f"({error}); {after}.",
                 stacklevel=2,
             )
-
-
-def _shared(name):
-    """Returns the path of an address that several processes write to."""
-    if not name.startswith("gs://"):
-        raise ValueError(
-            "Several processes write checkpoints to gs:// or to a directory "
-            "that all machines have, such as a mounted bucket. Received: "
-            f"directory={name.removesuffix('/' + NAME)!r} and "
-            f"{processes.count()} processes"
-        )
-    # Orbax writes to Google's storage through it.
-    from etils import epath
-
-    return epath.Path(name)
 
 
 def _manager(directory, retention, after_save):

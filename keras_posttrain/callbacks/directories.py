@@ -27,6 +27,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _locks = {}
 # By address, the folder of this machine for it.
 _copied = {}
+# Held while that changes: some callbacks write in a thread.
+_copied_lock = threading.RLock()
 
 
 class Folder:
@@ -72,9 +74,10 @@ class Folder:
             lock(self.path)
         self._is_used = True
         if self.is_remote:
-            if self.name not in _copied:
-                _copied[self.name] = _Copied(self.name, self.path)
-            _copied[self.name].begin(names)
+            with _copied_lock:
+                if self.name not in _copied:
+                    _copied[self.name] = _Copied(self.name, self.path)
+                _copied[self.name].begin(names)
 
     def push(self):
         """Copies what was written to the address, if it is one."""
@@ -91,10 +94,11 @@ class Folder:
             return True
         self._is_used = False
         is_copied = True
-        if self.name in _copied:
-            is_copied, is_last = _copied[self.name].end()
-            if is_last:
-                del _copied[self.name]
+        with _copied_lock:
+            if self.name in _copied:
+                is_copied, is_last = _copied[self.name].end()
+                if is_last:
+                    del _copied[self.name]
         if self._is_locked:
             unlock(self.path)
         return is_copied
@@ -144,6 +148,12 @@ class _Copied:
             self._ended.set()
             if is_copied:
                 shutil.rmtree(self._mirror.folder, ignore_errors=True)
+            else:
+                warnings.warn(
+                    f"Files of this run are not at {self._mirror.address!r}. "
+                    f"Copy them from {str(self._mirror.folder)!r}.",
+                    stacklevel=4,
+                )
         return is_copied, is_last
 
     def _tick(self):
@@ -166,6 +176,24 @@ def check_name(directory):
             f"Received: directory={directory!r}"
         )
     return os.fspath(directory)
+
+
+def shared_path(address):
+    """Returns the path of an address that several processes write arrays to.
+
+    Raises:
+        ValueError: Orbax does not know its protocol.
+    """
+    if not address.startswith("gs://"):
+        raise ValueError(
+            "Several processes write checkpoints to gs:// or to a directory "
+            "that all machines have, such as a mounted bucket. Received: "
+            f"directory={address!r} and {processes.count()} processes"
+        )
+    # Orbax writes to Google's storage through it.
+    from etils import epath
+
+    return epath.Path(address)
 
 
 def make_directory(directory):

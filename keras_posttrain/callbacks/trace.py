@@ -145,7 +145,7 @@ class Trace(Harmless, keras.callbacks.Callback):
         self._spans = None
         with contextlib.suppress(Exception):
             self._stop_profile()
-            self._folder.end()
+        self._folder.end()
 
     @harmless
     def _close(self):

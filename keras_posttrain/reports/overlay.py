@@ -41,6 +41,7 @@ def report(runs, path):
     kpt.report({"first": "runs/a", "second": "runs/b"}, "both.html")
     ```
     """
+    _remote.need_local("path", path)
     if isinstance(runs, (str, os.PathLike)):
         runs = [runs]
     if not isinstance(runs, collections.abc.Mapping):
@@ -53,7 +54,6 @@ def report(runs, path):
     for name, run in runs.items():
         for data in _read(_found(run)):
             found.append(encode(data | {"name": data.get("name") or name}))
-    _remote.need_local("path", path)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     page.write(path, page.render(found))

@@ -15,7 +15,7 @@ from keras_posttrain.callbacks.checks import positive
 from keras_posttrain.callbacks.directories import check_name
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import FunctionLoss, Loss
-from keras_posttrain.models import quantized, sharding
+from keras_posttrain.models import device_transfer, quantized, sharding
 from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.tasks.rollout_task import RolloutTask
 from keras_posttrain.tasks.sft_task import SFTTask
@@ -317,7 +317,7 @@ class Loop:
             "np_random": [kind, keys.tolist(), place, has_gauss, gauss],
         }
         arrays = self._saved().arrays()
-        with _remote.written(directory) as path:
+        with _remote.written(directory, device_transfer.on_first) as path:
             checkpoint_files.write(pathlib.Path(path), arrays, meta)
 
     def load_state(self, directory):

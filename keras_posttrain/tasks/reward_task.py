@@ -139,7 +139,7 @@ class RewardTask(PreferenceTask):
 
     def save_adapter(self, path):
         """Writes the adapter and the head in PEFT's format."""
-        with _remote.written(path) as path:
+        with _remote.written(path, device_transfer.on_first) as path:
             super().save_adapter(path)
             tensor = self.score_head.tensor()
             device_transfer.on_first(
@@ -159,7 +159,9 @@ class RewardTask(PreferenceTask):
     def export(self, path, **kwargs):
         """Exports a sequence classification model, as `kpt.SFTTask.export`."""
         checks.path("path", path)
-        with _remote.written(path, read=["config.json"]) as path:
+        with _remote.written(
+            path, device_transfer.on_first, read=["config.json"]
+        ) as path:
             super().export(path, **kwargs)
             tensor = self.score_head.tensor()
             device_transfer.on_first(

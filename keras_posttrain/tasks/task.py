@@ -14,7 +14,13 @@ from keras_posttrain.data.rows.store import StoredExamples
 from keras_posttrain.data.rows.streams import check_epochs
 from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
-from keras_posttrain.models import guards, presets, quantized, sharding
+from keras_posttrain.models import (
+    device_transfer,
+    guards,
+    presets,
+    quantized,
+    sharding,
+)
 from keras_posttrain.models.hf import export, loading
 from keras_posttrain.models.hf.adapter_files import read_config
 from keras_posttrain.models.hf.rope import set_sequence_length
@@ -1259,7 +1265,7 @@ class Task(keras.Model):
         checks.path("path", path)
         checks.need_adapter(self.adapter, "save_adapter")
         checks.own_adapter(self.policy)
-        with _remote.written(path) as path:
+        with _remote.written(path, device_transfer.on_first) as path:
             self.adapter.save(path, base_name=self.preset)
 
     def load_adapter(self, path):
@@ -1328,7 +1334,9 @@ class Task(keras.Model):
         checks.positive_int("max_shard_bytes", max_shard_bytes)
         checks.own_adapter(self.policy)
         values = self.adapter.merged_values() if self.adapter else None
-        with _remote.written(path, read=["config.json"]) as path:
+        with _remote.written(
+            path, device_transfer.on_first, read=["config.json"]
+        ) as path:
             export.export(
                 self.causal_lm,
                 path,
@@ -1342,7 +1350,7 @@ class Task(keras.Model):
         """Writes a KerasHub preset, adapter merged, to a new directory."""
         checks.path("path", path)
         checks.own_adapter(self.policy)
-        with _remote.written(path) as path:
+        with _remote.written(path, device_transfer.on_first) as path:
             presets.save_to_preset(
                 self.causal_lm, path, self.adapter, self.tokenizer
             )

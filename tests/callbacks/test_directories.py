@@ -81,6 +81,7 @@ def test_a_finished_run_says_so(tmp_path, capsys):
 def test_a_directory_that_is_gone_is_called_so(tmp_path):
     assert "is gone" in advice(OSError(), tmp_path / "no")
     assert advice(OSError(28, "full"), tmp_path) == "Make room"
+    assert advice(OSError(28, "full"), "gs://a/b") == "Look after the storage"
 
 
 def test_a_full_disk_is_known_from_what_tensorstore_says(tmp_path):

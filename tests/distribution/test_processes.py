@@ -205,6 +205,8 @@ def test_the_message_of_a_process_names_local_checkpoints(tmp_path):
     expected = "of step 6, or from a newer local checkpoint if the machines"
     assert expected in text
     assert "local" not in message("Process 1 of 2", 9, str(tmp_path))
+    text = message("Process 1 of 2", 9, "gs://bucket/run/checkpoints")
+    assert "it resumes from its last checkpoint." in text
 
 
 def test_a_run_survives_all_that_ends_processes(tmp_path):

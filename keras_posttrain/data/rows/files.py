@@ -89,7 +89,7 @@ def _compression(path):
 def _copies(address, name):
     try:
         found = [_remote.local_copy(x) for x in _remote.matches(address)]
-    except (OSError, ImportError) as error:
+    except OSError as error:
         raise ValueError(
             f"`{name}` could not be read from {address!r}. "
             f"({type(error).__name__}: {str(error)[:500]})"

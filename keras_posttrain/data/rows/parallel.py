@@ -66,6 +66,9 @@ def prepare_in_workers(rows, preparation, start, filtered):
 def prepare_together(rows, preparation, filtered, share):
     """Prepares rows, each of several processes a share of them.
 
+    Shares are prepared in worker processes; where there are none, each
+    process prepares all rows.
+
     Args:
         share: `Share` of this process. All processes must have the same rows.
 

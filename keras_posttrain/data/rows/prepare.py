@@ -44,7 +44,7 @@ def prepare_rows(dataset, prepare):
     entry = Entry.of(rows, prepare)
     examples = _read(entry, rows, prepare)
     share = sharing.current()
-    if share is not None and _all_lack_some(share, rows, examples):
+    if share is not None and _is_shared(share, rows, examples):
         report.clear()
         examples = _prepare_together(rows, prepare, entry, share)
     elif examples is None:
@@ -56,7 +56,7 @@ def prepare_rows(dataset, prepare):
     return examples, report
 
 
-def _all_lack_some(share, rows, examples):
+def _is_shared(share, rows, examples):
     """Returns, in all processes, whether they prepare many rows together.
 
     They do unless each has all examples stored, or they have other rows,
