@@ -184,6 +184,7 @@ def test_several_processes_resume_from_googles_storage(google, tmp_path):
     found = there(run)
     steps = {name.split("/")[1] for name in found if name[:5] == "check"}
     assert steps == {"6", "8"}
+    assert {"model/config.json", "model/model.safetensors"} <= set(found)
     expected = (tmp_path / "run/metrics.jsonl").read_bytes()
     assert lines(found["metrics.jsonl"]) == lines(expected)
 

@@ -57,6 +57,20 @@ def train(directory, stop=None):
     )
 
 
+def check_export(address):
+    """The first process writes; where it cannot, no process waits for it."""
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/llama3", sequence_length=64
+    )
+    task.export(f"{address}/model")
+    try:
+        task.export("gs://no-such-bucket/model")
+    except (ValueError, OSError) as error:
+        assert (type(error) is ValueError) == processes.is_first(), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
 def main():
     keras.distribution.set_distribution(kpt.distribution.fsdp())
     straight = train(sys.argv[1])
@@ -64,6 +78,7 @@ def main():
     resumed = train(sys.argv[4])
     for name, value in straight.items():
         np.testing.assert_array_equal(resumed[name], value, name)
+    check_export(sys.argv[4])
     print("done")
 
 
