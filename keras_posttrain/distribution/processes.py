@@ -255,6 +255,17 @@ def check_equal(values):
                 )
 
 
+def must_start_in_order():
+    """Returns `True` if two threads may not start programs at the same time.
+
+    That is so with several processes on CPUs, even for programs that share no
+    device: JAX's CPU client runs one program of several devices at a time, in
+    the order of their start. If the orders of two processes differ, each
+    waits for the other forever.
+    """
+    return count() > 1 and jax.local_devices()[0].platform == "cpu"
+
+
 def share(number):
     """Returns the slice of `number` items that this process handles."""
     first = -(-number * index() // count())

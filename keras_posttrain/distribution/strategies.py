@@ -185,6 +185,8 @@ def split(*, trainer=None, sampler=None, devices=None):
     Each trains or samples on devices of its own, with a layout of its own, at
     the same time (`fit(max_staleness=1)`). The weights are copied from device
     to device after each rollout. Both get the same share of each process.
+    Several processes on CPUs take turns: there JAX runs one program of
+    several devices at a time.
 
     Args:
         trainer, sampler: ints, numbers of devices in all processes; one of

@@ -41,7 +41,9 @@ class AsyncSampler:
     flight to be scored, so that each is sampled from the weights of one
     version, the same in all processes. Only if an engine fails, the rest of a
     rollout is sampled from new weights. Sampling and scoring exchange what
-    they need without the trainer's devices.
+    they need without the trainer's devices. On CPUs, where processes must
+    start all programs in one order, what is in flight is scored before its
+    predecessor is trained on.
 
     Args:
         sample: function of the number of steps before to a `Round`.
@@ -56,6 +58,9 @@ class AsyncSampler:
         self._engine, self.max_staleness = engine, max_staleness
         self._sample, self._score = sample, score
         self._waits = processes.count() > 1
+        self._takes_turns = (
+            engine.uses_devices and processes.must_start_in_order()
+        )
         self._num_steps = num_steps
         self._scores_in_turn = resamples or self._waits
         self._owner = threading.current_thread()
@@ -75,6 +80,8 @@ class AsyncSampler:
         while self._begun <= self._trained + self.max_staleness:
             self._begin()
         round = self._result(self._jobs.popleft())
+        if self._takes_turns:
+            self._settle()
         if not round.prompts:
             # Those begun after it found no prompts either.
             while self._jobs:

@@ -60,6 +60,16 @@ def make_opponents(episode, engine, task, copy):
                     f"opponents={{{name!r}: {type(opponent).__name__}}}. Call "
                     "its `set_model(task)` first."
                 )
+            if opponent.uses_devices and processes.count() > 1:
+                # Its session and the policy's start programs in two threads.
+                raise ValueError(
+                    "In several processes an opponent is a server "
+                    "(`kpt.rollout.VLLMRollout(url=...)`) or a function: two "
+                    "engines on JAX's devices could wait for each other "
+                    f"forever. Received: opponents={{{name!r}: "
+                    f"{type(opponent).__name__}}}, {processes.count()} "
+                    "processes"
+                )
             engines[name] = opponent
         elif isinstance(opponent, Frozen):
             if not isinstance(engine, NativeRollout) or processes.count() > 1:

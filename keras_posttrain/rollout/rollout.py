@@ -83,6 +83,7 @@ class Rollout(keras.callbacks.Callback):
             the experts of their tokens.
         is_apart: bool, whether it samples without devices that the trainer
             uses: in several processes rollouts can then overlap with training.
+        uses_devices: bool, whether it samples by programs on JAX's devices.
         takes_images: bool, whether prompts may have images.
         compile_ahead: bool or `"auto"`, whether a run compiles the programs
             of all lengths after its second rollout; `"auto"` for runs of 200
@@ -111,7 +112,7 @@ class Rollout(keras.callbacks.Callback):
     """
 
     overlaps = needs_weights = returns_routed_experts = False
-    takes_images = is_apart = False
+    takes_images = is_apart = uses_devices = False
     compile_ahead = "auto"
 
     def __init__(self):

@@ -19,7 +19,7 @@ from tests.support import REFERENCE, read_log, simulated
 ROOT = REFERENCE.parent.parent
 pytestmark = pytest.mark.usefixtures("eight_devices")
 # For a machine that many tests share.
-SECONDS = 1200
+SECONDS = 600
 
 
 def start(directory, *cases, module="tests.distribution.two_processes",

@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from unittest import mock
 
 import jax
@@ -41,6 +42,7 @@ from keras_posttrain.distribution import processes  # noqa: E402
 from keras_posttrain.distribution.led import Led  # noqa: E402
 from keras_posttrain.models import device_transfer, presets  # noqa: E402
 from keras_posttrain.models.hf.export import export  # noqa: E402
+from keras_posttrain.rl.async_sampler import AsyncSampler  # noqa: E402
 from keras_posttrain.rollout.vllm.jobs import EngineFailure  # noqa: E402
 from tests.distribution import lost_hosts  # noqa: E402
 from tests.distribution.runs import (  # noqa: E402
@@ -186,12 +188,16 @@ def split(directory, staleness, *death):
     callbacks = [
         kpt.callbacks.Checkpoint(directory, every=2),
         kpt.callbacks.MetricsLog(directory),
+        Late(),
     ]
     if death:
         step, process, how = death
         callbacks.append(Dies(int(step), int(process), how))
     rows = [{"prompt_ids": x["token_ids"]} for x in random_rows(32, 3, 6)]
-    with mock.patch.object(multihost_utils, "sync_global_devices", never):
+    with (
+        mock.patch.object(multihost_utils, "sync_global_devices", never),
+        mock.patch.object(AsyncSampler, "_sample_round", late),
+    ):
         made.fit(
             rows,
             batch_size=4,
@@ -211,6 +217,21 @@ def never(name):
     processes do so in the same one, none ends.
     """
     raise AssertionError(f"a program on all devices: {name}")
+
+
+class Late(keras.callbacks.Callback):
+    """Begins the first steps in process 0 after a rollout, if they overlap."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch < 4 and processes.count() > 1 and processes.is_first():
+            time.sleep(0.4)
+
+
+def late(sampler, sample_round=AsyncSampler._sample_round):
+    """Begins the first rollouts in process 1 after a step."""
+    if sampler._begun < 6 and not processes.is_first():
+        time.sleep(0.2)
+    return sample_round(sampler)
 
 
 def low(completions):
@@ -263,7 +284,17 @@ def refused(directory):
     task.compile(rewards=rewards, num_generations=4, max_completion_length=4)
     raises("In process 1 of 2: .*'odd' raised KeyError: 'no such'", task.fit,
            **fit, verbose=0)  # fmt: skip
+    task, fit = make("episodes", "qwen3", "full")
+    opponent = kpt.rollout.NativeRollout()
+    opponent.set_model(task)
+    game = kpt.episodes.Episode(duel, opponents={"second": opponent})
+    task.compile(episode=game, num_generations=4, max_completion_length=4)
+    raises("'second': NativeRollout}, 2 processes", task.fit, **fit, verbose=0)
     return {}
+
+
+async def duel(first, second, word):
+    return {first: 0.0, second: 0.0}
 
 
 def shares(directory):

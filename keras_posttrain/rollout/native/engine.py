@@ -95,7 +95,7 @@ class NativeRollout(Rollout):
     ```
     """
 
-    returns_routed_experts = takes_images = True
+    returns_routed_experts = takes_images = uses_devices = True
 
     def __init__(
         self,
