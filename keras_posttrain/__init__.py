@@ -17,9 +17,9 @@ if keras.config.backend() != "jax":
         'KERAS_BACKEND="jax" or `import keras_posttrain` before `keras`.'
     )
 
-from keras_posttrain import _tensorflow  # noqa: E402
+from keras_posttrain import _deferred_imports  # noqa: E402
 
-with _tensorflow.deferred():
+with _deferred_imports.deferred():
     import keras_hub  # noqa: E402, F401
 
 from keras_posttrain import (

@@ -157,6 +157,7 @@ import keras_posttrain as kpt
 import keras_hub
 assert not [n for n in sys.modules if n.partition(".")[0] == "tensorflow"]
 assert not [n for n in sys.modules if n.startswith("tensorflow_text")]
+assert not {"rouge_score", "nltk"} & set(sys.modules)
 """
 USED = """
 from keras_hub.src.utils import tensor_utils
@@ -169,6 +170,8 @@ data = tf.data.Dataset.from_tensors(["ab", "a"]).map(tokenizer)
 assert [x.to_list() for x in data] == [[[2], [0]]]
 assert tensor_utils.tf.Tensor is tf.Tensor
 assert tensor_utils.tf.executing_eagerly()
+rouge = keras_hub.metrics.RougeL()(["a b"], ["a c"])
+assert float(rouge["f1_score"]) == 0.5
 words = tf.data.Dataset.from_tensors(["a b"])
 make = keras_hub.tokenizers.compute_word_piece_vocabulary
 assert "a" in make(words, 5, reserved_tokens=["[UNK]"])

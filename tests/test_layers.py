@@ -22,7 +22,7 @@ LEVELS = {
     "_hosts": -1,
     "_remote": -1,
     "_spans": -2,
-    "_tensorflow": 0,
+    "_deferred_imports": 0,
     "_variables": 0,
     "data": 0,
     "metrics": 1,
