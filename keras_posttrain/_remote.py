@@ -27,6 +27,9 @@ UNFINISHED = (".tmp", ".orbax-checkpoint-tmp")
 # The file of a checkpoint that is copied last: without it there is none.
 LAST = "_CHECKPOINT_METADATA"
 DAY = 24 * 3600
+# The file at an address that names the process whose run writes there.
+OWNER = ".keras_posttrain-run"
+_OWN = uuid.uuid4().hex.encode()
 # Bytes from which a copy is announced.
 LARGE = 2**28
 
@@ -286,6 +289,45 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._path}/{name}")
             del self._known[name]
+
+
+class OtherRun(RuntimeError):
+    """Another run has begun to write to an address."""
+
+
+class Owner:
+    """Notices at an address that another run has begun to write there.
+
+    Storage of objects has no locks. Each run that saves there writes its name
+    to a file when it begins; the others find that name, and stop. So does a
+    run on a machine that was given up and that still trains.
+    """
+
+    def __init__(self, address):
+        self._address = address.rstrip("/")
+        self._fs, path = _opened(self._address)
+        self._file = f"{path}/{OWNER}"
+        # A file that is removed later is no other run.
+        self._accepted = {_OWN, None, self._read()}
+
+    def take(self):
+        """Makes this process's run the one that writes."""
+        self._fs.pipe_file(self._file, _OWN)
+
+    def check(self):
+        """Raises an `OtherRun` error if one of another process has begun."""
+        if self._read() not in self._accepted:
+            raise OtherRun(
+                f"Another run has begun to write to {self._address!r} since "
+                "this one did, so this one writes nothing more there. Stop "
+                "one of the two, or use another address."
+            )
+
+    def _read(self):
+        try:
+            return self._fs.cat_file(self._file)
+        except FileNotFoundError:
+            return None
 
 
 def _incomplete(files):

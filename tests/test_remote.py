@@ -175,6 +175,49 @@ def test_a_run_resumes_on_another_machine(bucket, tmp_path):
     assert steps == {"10", "12"}
 
 
+class Begins(keras.callbacks.Callback):
+    """Begins a run at an address, as another process does, after a step.
+
+    The checkpoint of step 2 is there by then.
+    """
+
+    def __init__(self, step, address):
+        super().__init__()
+        self.step, self.address = step, address
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._model.step == self.step:
+            last = f"checkpoints/2/{_remote.LAST}"
+            while last not in there(self.address):
+                time.sleep(0.05)
+            with mock.patch.object(_remote, "_OWN", b"another process"):
+                _remote.Owner(self.address).take()
+
+
+def test_of_two_runs_at_an_address_the_last_one_writes(bucket):
+    settings = {"batch_size": 2, "epochs": 2, "verbose": 0}
+    run = f"{bucket}/run"
+    logs = callbacks(run, every=2)
+    with pytest.warns(UserWarning) as warned:
+        with pytest.raises(RuntimeError, match=f"begun to write to '{run}'"):
+            make_task().fit(
+                ROWS, callbacks=[Begins(5, run), *logs], **settings
+            )
+    every = [str(one.message) for one in warned]
+    [message] = [text for text in every if "Another run has begun" in text]
+    assert "Its logs are in '/" in message
+    found = there(run)
+    steps = {name.split("/")[1] for name in found if name[:5] == "check"}
+    assert "2" in steps and "6" not in steps
+    # What it logged after that is not there, and can be found.
+    assert lines(found["metrics.jsonl"])[-1]["step"] < 6
+    # One that begins here later is the last.
+    resumed = make_task()
+    resumed.fit(ROWS, callbacks=callbacks(run, every=2), **settings)
+    assert resumed.step == 12
+    assert lines(there(run)["metrics.jsonl"])[-1]["step"] == 12
+
+
 def test_several_processes_resume_from_googles_storage(google, tmp_path):
     module = "tests.distribution.on_storage"
     run = f"{google}/run"

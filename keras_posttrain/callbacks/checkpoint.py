@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_posttrain import _console
+from keras_posttrain import _console, _remote
 from keras_posttrain._spans import span
 from keras_posttrain.callbacks import callback_state, checks
 from keras_posttrain.callbacks.checkpoint_files import (
@@ -82,7 +82,8 @@ class Checkpoint(keras.callbacks.Callback):
             written to this machine's temporary folder first, which needs room
             for those that are kept, and a run that resumes reads them from
             the address. Of several processes each writes its part to `gs://`
-            at once; other addresses are for one process.
+            at once; other addresses are for one process. Of two runs at one
+            address, the one that began first ends at its next checkpoint.
         every: int, steps between two checkpoints; or str, the time between
             them, such as `"10min"` (units are `s`, `min` and `h`). The end
             of training is saved too.
@@ -117,6 +118,7 @@ class Checkpoint(keras.callbacks.Callback):
         ValueError: at the start of training, if a directory cannot be
             written to, or `directory` contains a run of another model,
             adapter shape, optimizer or data.
+        RuntimeError: another run has begun to write to the same address.
 
     Example:
 
@@ -166,6 +168,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.best = None
         self._manager, self._old_handlers = None, {}
         self._is_locked = self._terminated = False
+        # At an address: it is noticed if another run begins there.
+        self._owner = self._other_run = None
 
     def on_train_begin(self, logs=None):
         self._open()
@@ -196,6 +200,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _open(self):
         """Makes the directory, or copies what is at an address."""
+        if self._folder.is_remote:
+            processes.exchange_results(self._own)
         if self._folder.is_remote and processes.count() > 1:
             self.directory = shared_path(self._folder.name) / NAME
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -204,6 +210,11 @@ class Checkpoint(keras.callbacks.Callback):
         make_directory(self.directory)
         lock(self.directory)
         self._is_locked = True
+
+    def _own(self):
+        if processes.is_first():
+            self._owner = _remote.Owner(self._folder.name)
+            self._owner.take()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -247,7 +258,7 @@ class Checkpoint(keras.callbacks.Callback):
     def save_before_error(self):
         """Saves a run that an error between two steps is about to end."""
         # Several processes cannot save, as the others may not call this.
-        if processes.count() > 1 or self._manager is None:
+        if processes.count() > 1 or self._manager is None or self._other_run:
             return
         if self._model.step > (self._saved or 0):
             self._save()
@@ -266,7 +277,7 @@ class Checkpoint(keras.callbacks.Callback):
             is_copied = self._release()
             if manager is not None:
                 self._close_local(stored if is_copied else None)
-        if not is_copied:
+        if not is_copied and not self._other_run:
             raise OSError(
                 f"Checkpoints could not be copied to {self.location!r}. They "
                 f"are in {str(self.directory)!r}: copy them, and run the "
@@ -385,6 +396,7 @@ class Checkpoint(keras.callbacks.Callback):
         is_local_due = is_local_due and self._local.saved != step
         if not is_due and not is_local_due:
             return
+        self._check_owner()
         arrays, meta = self._state(in_epoch=epoch_logs is None)
         metrics = self._retention.metrics(
             self._logs(epoch_logs), epoch_ended=epoch_logs is not None
@@ -397,6 +409,23 @@ class Checkpoint(keras.callbacks.Callback):
                 self._local.save(step, arrays, meta)
             if is_due:
                 self._store(step, arrays, meta, metrics)
+
+    def _check_owner(self):
+        """Raises an error if another run has begun at the same address."""
+        if not self._folder.is_remote:
+            return
+        text = None
+        if processes.is_first():
+            try:
+                self._owner.check()
+            except _remote.OtherRun as error:
+                text = str(error)
+            except Exception:  # noqa: BLE001 - whatever the store raises
+                # Storage that fails does so when the files are copied.
+                text = None
+        self._other_run = processes.from_first(text)
+        if self._other_run:
+            raise _remote.OtherRun(self._other_run)
 
     def _state(self, in_epoch):
         """Returns the arrays and the metadata of the present step."""

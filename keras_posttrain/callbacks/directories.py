@@ -109,8 +109,9 @@ class _Copied:
 
     def __init__(self, address, folder):
         self._mirror = _remote.Mirror(address, folder)
+        self._owner = _remote.Owner(address)
         self._users, self._ended = 0, threading.Event()
-        self._has_warned = False
+        self._has_warned = self._is_others = False
         threading.Thread(target=self._tick, daemon=True).start()
 
     def begin(self, names):
@@ -120,20 +121,30 @@ class _Copied:
     def push(self):
         """Copies; a log that cannot be copied does not end a run."""
         try:
+            self._owner.check()
             self._mirror.push()
+        except _remote.OtherRun as error:
+            self._is_others = True
+            self._warn(f"{error} Its logs are in {self._folder}.")
+            return False
         except Exception as error:  # noqa: BLE001 - whatever the store raises
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"Files could not be copied to {self._mirror.address!r}; "
-                    f"they are in {str(self._mirror.folder)!r}, and are "
-                    f"copied later. ({type(error).__name__}: "
-                    f"{str(error)[:500]})",
-                    stacklevel=4,
-                )
+            self._warn(
+                f"Files could not be copied to {self._mirror.address!r}; they "
+                f"are in {self._folder}, and are copied later. "
+                f"({type(error).__name__}: {str(error)[:500]})"
+            )
             return False
         self._has_warned = False
         return True
+
+    @property
+    def _folder(self):
+        return repr(str(self._mirror.folder))
+
+    def _warn(self, message):
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, stacklevel=5)
 
     def end(self):
         """Copies for one user.
@@ -148,10 +159,10 @@ class _Copied:
             self._ended.set()
             if is_copied:
                 shutil.rmtree(self._mirror.folder, ignore_errors=True)
-            else:
+            elif not self._is_others:
                 warnings.warn(
                     f"Files of this run are not at {self._mirror.address!r}. "
-                    f"Copy them from {str(self._mirror.folder)!r}.",
+                    f"Copy them from {self._folder}.",
                     stacklevel=4,
                 )
         return is_copied, is_last
