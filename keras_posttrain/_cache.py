@@ -17,8 +17,8 @@ def directory():
         return None
     if "://" in setting:
         raise ValueError(
-            f"`{VARIABLE}` must name a folder of this machine, which is read "
-            f"by memory map. Received: {VARIABLE}={setting}"
+            f"`{VARIABLE}` must name a folder of this machine, where "
+            f"rows are read as they are needed. Received: {VARIABLE}={setting}"
         )
     if setting:
         return pathlib.Path(setting).expanduser()

@@ -17,6 +17,7 @@ from keras_posttrain import losses, rewards, rollout
 WIDTH = 79
 STRATEGIES = (
     "data_parallel", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
+    "hybrid",
 )  # fmt: skip
 # Names of the script, which nothing imported may take.
 TAKEN = {"keras", "kpt", "sys", "task"}
@@ -210,7 +211,8 @@ COMMANDS = {
          *SAMPLES, *LAST,
          Option("top-k", "compile"),
          Option("teacher-cache", "compile", TEXT, "DIR"),
-         Option("teacher-length", "task")),
+         Option("teacher-length", "task"),
+         Option("max-staleness", "fit")),
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ import uuid
 from keras_posttrain import _cache, _console
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+]*)://")
-# A `pathlib.Path` of an address has one slash.
+# What `pathlib.Path` makes of an address has one slash.
 PATH_OF_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfs|abfss|https?):/[^/]")
 # Protocols whose folders are parts of names.
 BUCKETS = {"gs", "gcs", "s3", "s3a", "az", "abfs", "abfss"}
@@ -38,14 +38,14 @@ def is_address(path):
     """Returns whether a path is on another machine, such as `"gs://..."`.
 
     Raises:
-        ValueError: it is a `pathlib.Path` that was an address.
+        ValueError: it is what `pathlib.Path` makes of an address.
     """
     if not isinstance(path, (str, os.PathLike)):
         return False
     text = os.fspath(path)
     if isinstance(text, bytes):
         return False
-    if isinstance(path, pathlib.PurePath) and PATH_OF_ADDRESS.match(text):
+    if PATH_OF_ADDRESS.match(text):
         scheme, rest = text.split(":/", 1)
         raise ValueError(
             "`pathlib.Path` makes a local path of an address. Pass the string "

@@ -290,7 +290,7 @@ def test_every_option_is_an_argument_of_the_python_call(folder, name):
     }  # fmt: skip
     values = {"loss": "SFTLoss", "rewards": "MathReward"}
     values |= {"episode": "scores.py:correct", "report": "no"}
-    values |= {"distribution": "fsdp(experts=2)", "rollout": "NativeRollout"}
+    values |= {"distribution": "hybrid(slices=2)", "rollout": "NativeRollout"}
     given = {}
     for option in command.options:
         argument = option.name.replace("-", "_")

@@ -459,6 +459,9 @@ def test_storage_that_fails_loses_nothing(bucket, tmp_path):
             lambda b: kpt.callbacks.MetricsLog(pathlib.Path(f"{b}/run")),
             "string",
         ),
+        # `str` of such a path.
+        (lambda b: kpt.callbacks.Checkpoint("gs:/bucket/run"), "'gs://bucket"),
+        (lambda b: make_task().export("s3:/bucket/x"), "'s3://bucket/x'"),
         (lambda b: kpt.callbacks.Checkpoint("s4://bucket/run"), "protocol"),
         (
             lambda b: kpt.callbacks.Report("s3://no-such-bucket/run"),

@@ -445,13 +445,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _store(self, step, arrays, meta, metrics):
         """Starts to write a state to `directory`."""
-        self._checked(
-            self._manager.save,
-            step,
-            args=contents(arrays, meta),
-            metrics=metrics,
-            force=True,
-        )
+        with self._retention.saving():
+            self._checked(
+                self._manager.save,
+                step,
+                args=contents(arrays, meta),
+                metrics=metrics,
+                force=True,
+            )
         self._saved = step
         self._interval.begin(step)
 

@@ -1,5 +1,7 @@
 """Which checkpoints are kept."""
 
+import contextlib
+import logging
 import math
 import warnings
 
@@ -76,6 +78,23 @@ class Retention:
             return None
         value = float(logs[self.monitor])
         return {self.monitor: value} if math.isfinite(value) else None
+
+    @contextlib.contextmanager
+    def saving(self):
+        """A scope in which Orbax saves.
+
+        It would log a warning for each checkpoint without a metric.
+        """
+
+        def is_shown(record):
+            return "tracked_metric" not in record.getMessage()
+
+        logger = logging.getLogger("absl")
+        logger.addFilter(is_shown)
+        try:
+            yield
+        finally:
+            logger.removeFilter(is_shown)
 
     def best_step(self, manager):
         """Returns the name of the best step's folder, or `None`."""

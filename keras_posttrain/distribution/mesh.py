@@ -94,6 +94,8 @@ def _slices(slices, chosen):
         at = slice_of(known.get(device) if isinstance(device, str) else device)
         groups.setdefault(at, []).append(device)
     sizes = {at: len(group) for at, group in groups.items()}
+    if slices is None and len(chosen) == 1:
+        slices = 1
     is_int = isinstance(slices, numbers.Integral) and slices is not True
     if slices is None and None in groups:
         raise ValueError(

@@ -423,7 +423,8 @@ def hybrid(slices=None, *, model=1, devices=None):
     Args:
         slices: int, the number of slices, or `None` for those that the
             devices report (`slice_index`). Devices that report none, such as
-            those of a CPU, are divided in their order.
+            those of a CPU, are divided in their order; a single one is a
+            slice.
         model: int, devices of a slice for tensor parallelism.
         devices: as in `data_parallel`.
 
@@ -431,8 +432,8 @@ def hybrid(slices=None, *, model=1, devices=None):
         A `keras.distribution.ModelParallel`, as of `fsdp`.
 
     Raises:
-        ValueError: if `slices` is not given and the devices report none, or
-            if the devices cannot be divided into `slices` of the same size,
+        ValueError: if `slices` is not given and several devices report none,
+            or if the devices cannot be divided into `slices` of the same size,
             each a multiple of `model`.
 
     Example:

@@ -450,7 +450,16 @@ class DistillTask(Task):
     # Training
 
     @keras_words.explained
-    def fit(self, dataset, batch_size=8, epochs=1, *, packing=False, **kwargs):
+    def fit(
+        self,
+        dataset,
+        batch_size=8,
+        epochs=1,
+        *,
+        packing=False,
+        max_staleness=0,
+        **kwargs,
+    ):
         """Trains on rows, or on prompts with `on_policy`.
 
         Args:
@@ -460,6 +469,7 @@ class DistillTask(Task):
             packing: `False`, `True` to put several sequences of a batch in a
                 row of `sequence_length` tokens, or an int, the tokens of
                 such a row. It changes no result.
+            max_staleness: int, with `on_policy` as in `kpt.GRPOTask.fit`.
             epochs, **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
                 `kpt.GRPOTask.fit`. `validation_data` has completions in
                 either case.
@@ -474,7 +484,9 @@ class DistillTask(Task):
                 "here use packing=True."
             )
         kwargs.pop("share_prefix", None)
-        if not self.on_policy and kwargs.pop("max_staleness", 0):
+        if self.on_policy:
+            kwargs["max_staleness"] = max_staleness
+        elif max_staleness:
             raise ValueError(
                 "`max_staleness` is for the student's own samples: here rows "
                 "are given, and nothing is sampled. Leave it out, or "

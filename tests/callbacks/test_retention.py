@@ -1,6 +1,7 @@
 """Which checkpoints are kept: the newest, some of all times, the best."""
 
 import functools
+import logging
 import pathlib
 
 import jax
@@ -44,8 +45,13 @@ def saved(directory):
 
 
 @pytest.mark.parametrize(["mode", "best"], [("max", 4), ("min", 6)])
-def test_the_best_is_kept_beside_the_newest(mode, best, tmp_path):
+def test_the_best_is_kept_beside_the_newest(mode, best, tmp_path, caplog):
+    logger = logging.getLogger("absl")
+    logger.addHandler(caplog.handler)
     saver = fit(tmp_path, mode=mode)
+    logger.removeHandler(caplog.handler)
+    # Orbax warns of a checkpoint without a metric, which is nothing special.
+    assert "tracked_metric" not in caplog.text
     assert saved(tmp_path) == [best, 10, 12]
     assert saver.best == tmp_path / "checkpoints" / str(best)
 

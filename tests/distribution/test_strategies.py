@@ -85,6 +85,9 @@ def test_slices_are_those_of_the_devices():
     assert shape(made) == {"slice": 2, "batch": 4}
     grid = made.device_mesh.devices
     assert [{d.slice_index for d in row} for row in grid] == [{0}, {1}]
+    # A device of a laptop is one.
+    alone = kpt.distribution.hybrid(devices=DEVICES[:1])
+    assert shape(alone) == {"slice": 1, "batch": 1}
     # A slice may be divided further, but not made of parts of two.
     made = kpt.distribution.hybrid(4, devices=devices)
     assert shape(made) == {"slice": 4, "batch": 2}

@@ -23,7 +23,9 @@ def mix(datasets, weights=None, *, repeat=False, seed=0):
             among any number of rows in a row, each has its share up to
             rounding. `None` for all rows of all datasets.
         repeat: bool. `False` ends the mixture where the first dataset has
-            no rows left. `True` repeats datasets, in another order each
+            no rows left. Every epoch has the same rows: of 2,000 rows that
+            are mixed half and half with 20, the other 1,980 are never read.
+            `True` repeats datasets, in another order each
             time, until every row of every dataset was read.
         seed: int, of the order in which rows are taken from each dataset. A
             stream is read in its own order.

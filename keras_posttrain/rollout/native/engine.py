@@ -300,15 +300,21 @@ class NativeRollout(Rollout):
     def _compile_ahead(self, weights):
         """Compiles the programs that a long run may need."""
         sizes = self._sizes
+        purpose = f"{sizes.slots[0]} slots of {sizes.tokens[-1]} tokens"
+        is_first = processes.is_first()
+        if is_first:
+            _console.say(
+                f"NativeRollout: compiling the programs for up to {purpose} "
+                "(`compile_ahead`) ..."
+            )
         start = time.perf_counter()
         count = _compiling.compile_all(
             ahead.lower(self._decoder, weights, sizes)
         )
-        if processes.is_first():
+        if is_first:
             _console.say(
                 f"NativeRollout: compiled {count} programs for up to "
-                f"{sizes.slots[0]} slots of {sizes.tokens[-1]} tokens, in "
-                f"{time.perf_counter() - start:.0f} s"
+                f"{purpose}, in {time.perf_counter() - start:.0f} s"
             )
 
     def session(self):
