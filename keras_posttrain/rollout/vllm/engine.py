@@ -84,11 +84,12 @@ class VLLMRollout(Rollout):
     sources and tested with a stand-in on a CPU; it has not run on a TPU.
 
     Families were compared with the trainer by vLLM 0.32 on a CPU, in float32,
-    after each of several pushes. Two are refused:
+    after each of several pushes. Refused are:
 
     - Qwen 3.5 with its mixtures. vLLM's CPU kernels of linear attention need
       bfloat16 ("CPU GDN attention requires BF16."), and its model imports
-      torchvision, which PyPI has for CUDA only.
+      torchvision, whose builds for Linux on PyPI need CUDA.
+    - Models with a vision tower: vLLM's Gemma 3 with images imports it too.
     - gpt-oss with another epsilon than 1e-5, other limits of the activation
       than the published ones, or a first layer without a window: vLLM has
       these in its code, whatever the config says.
