@@ -57,7 +57,7 @@ def test_settings_are_checked(settings, match):
         VLLMRollout(**settings)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "gpt_oss"])
+@pytest.mark.parametrize("model_type", settings.NOT_COMPARED)
 def test_families_that_were_not_compared(model_type, tmp_path):
     """Refused by name before vLLM is looked for."""
     directory, _ = make_checkpoint(tmp_path / "hf", model_type)
@@ -70,9 +70,52 @@ def test_families_that_were_not_compared(model_type, tmp_path):
         max_completion_length=8,
         stop_token_ids=[2],
     )
-    match = f"NativeRollout.*model_type='{model_type}'"
+    match = f"bfloat16. Use .*NativeRollout.*model_type='{model_type}'"
     with pytest.raises(ValueError, match=match):
         task.fit([{"prompt_ids": [5, 7]}], batch_size=1, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rms_norm_eps": 1e-6},
+        {"swiglu_alpha": 1.5},
+        {"swiglu_limit": 9.0},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_vllms_gpt_oss_has_in_its_code(fields):
+    [(name, value)] = fields.items()
+    fixed = settings.FIXED_OF_GPT_OSS
+    kinds = ["sliding_attention", "full_attention"]
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 2, **fixed}
+    config["layer_types"] = kinds
+    settings.check_config(config)
+    with pytest.raises(ValueError) as error:
+        settings.check_config(config | fields)
+    expected = {name: config[name]}
+    assert f"computes with {expected}, whatever" in str(error.value)
+    assert str(error.value).endswith(f"a model with { {name: value} }")
+    # Of other families vLLM reads them.
+    settings.check_config(config | fields | {"model_type": "mixtral"})
+
+
+def test_an_adapter_where_keys_are_values(tmp_path):
+    """vLLM would add that of keys to keys alone: it is merged."""
+    directory, _ = make_checkpoint(
+        tmp_path / "hf", "gemma4_text", attention_k_eq_v=True
+    )
+    task = kpt.SFTTask.from_preset(
+        directory, lora=kpt.LoRA(rank=2), sequence_length=32
+    )
+    engine = VLLMRollout("http://127.0.0.1:1")
+    engine.set_model(task)
+    assert not engine._sends_adapter
+    engine = VLLMRollout("http://127.0.0.1:1", adapter=True)
+    engine.set_model(task)
+    with pytest.raises(ValueError, match="take keys as values.*adapter=True"):
+        engine.start()
 
 
 def test_requests_to_vllms_parameters():

@@ -14,9 +14,11 @@ import pytest
 from keras_hub.src.vllm import registry
 
 import keras_posttrain as kpt
+from keras_posttrain.models.hf import families
 from keras_posttrain.models.hf.checkpoint_files import read_json
 from keras_posttrain.rollout import Request, VLLMRollout
 from keras_posttrain.rollout.vllm import jobs, tpu
+from keras_posttrain.rollout.vllm import settings as vllm_settings
 from tests.support import FAMILIES, REFERENCE
 
 IDS = {
@@ -222,3 +224,11 @@ def test_a_process_with_tpus(monkeypatch):
     engine = VLLMRollout("http://127.0.0.1:1")
     engine.set_model(task)
     assert engine._sends_adapter
+
+
+@pytest.mark.parametrize("model_type", vllm_settings.NOT_ON_TPU)
+def test_families_that_were_compared_elsewhere_only(model_type):
+    family = families.FAMILIES[model_type]
+    vllm_settings.check_family(family)
+    with pytest.raises(ValueError, match=f"NativeRollout.*'{model_type}'"):
+        vllm_settings.check_family(family, on_tpu=True)

@@ -9,7 +9,11 @@ import numpy as np
 
 import keras_posttrain as kpt
 from keras_posttrain.models.hf.loading import load_causal_lm
-from tests.models.tiny_checkpoints import make_checkpoint
+from tests.models.tiny_checkpoints import (
+    GEMMA4_E2B,
+    GEMMA4_EXPERTS,
+    make_checkpoint,
+)
 from tests.support import REFERENCE
 
 
@@ -58,6 +62,18 @@ def from_transformers(model_type, **fields):
         return load_causal_lm(directory)
 
 
+def gemma4(**fields):
+    """A Gemma 4 with heads of such sizes."""
+    sizes = {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "vocab_size_per_layer_input": 512,
+        # Without it the samples of a prompt are equal.
+        "final_logit_softcapping": 4.0,
+    }
+    return from_transformers("gemma4_text", **{**fields, **sizes})
+
+
 def noisy(causal_lm):
     """Weights so large that their order in a tensor shows in the logits."""
     rng = np.random.default_rng(5)
@@ -79,7 +95,19 @@ MODELS = {
     "qwen3_moe": lambda: from_transformers(
         "qwen3_moe", head_dim=32, moe_intermediate_size=32
     ),
+    # Values are keys, as in 31B.
+    "gemma4": lambda: gemma4(attention_k_eq_v=True),
+    "gemma4_e2b": lambda: gemma4(**GEMMA4_E2B),
+    "gemma4_moe": lambda: gemma4(
+        **{**GEMMA4_EXPERTS, "moe_intermediate_size": 32}
+    ),
+    # The epsilon that vLLM has.
+    "gpt_oss": lambda: from_transformers(
+        "gpt_oss", head_dim=32, rms_norm_eps=1e-5
+    ),
 }
+# Those whose adapter is merged.
+MERGED = ("gemma4", "gemma4_moe", "gpt_oss", "qwen3_moe")
 
 
 def make(model, lora=False, task=kpt.GRPOTask, **kwargs):

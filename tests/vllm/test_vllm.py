@@ -11,7 +11,7 @@ from keras_posttrain.rollout import Request, VLLMRollout
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
 from keras_posttrain.rollout.vllm.local import LocalEngine
 from tests.rollout import contract
-from tests.vllm.models import MODELS, compile_grpo, make, prompts
+from tests.vllm.models import MERGED, MODELS, compile_grpo, make, prompts
 
 pytestmark = [
     pytest.mark.skipif(
@@ -80,8 +80,7 @@ def test_the_weights_are_the_trainers(model, lora):
         assert np.abs(after - before).max() > 1e-4
     assert compared.logs[0]["vllm/restarts"] == 0
     sizes = {logs["vllm/sync_bytes"] for logs in compared.logs}
-    # Of a mixture the adapter is merged.
-    if lora and model != "qwen3_moe":
+    if lora and model not in MERGED:
         variables = task.trainable_variables
         adapter = sum(4 * int(np.prod(v.shape)) for v in variables)
         [moved] = sizes

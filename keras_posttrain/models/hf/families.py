@@ -837,6 +837,16 @@ def has_experts(causal_lm):
     return any(family.experts.bank(layer) is not None for layer in layers)
 
 
+def values_are_keys(causal_lm):
+    """Returns whether some layers take keys as values, as in Gemma 4."""
+    family = family_of(causal_lm)
+    if family is None:
+        return False
+    key, value = "self_attn.k_proj", "self_attn.v_proj"
+    names = map(family.modules_of, causal_lm.backbone.transformer_layers)
+    return any(key in own and value not in own for own in names)
+
+
 def is_linear(module):
     """Returns whether the module of this name is a linear layer to adapt."""
     return re.search(r"_proj(_(qkv|z|b|a))?$", module) is not None

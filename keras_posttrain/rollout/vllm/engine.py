@@ -15,7 +15,12 @@ from keras_posttrain import _hosts
 from keras_posttrain.distribution import processes
 from keras_posttrain.distribution.led import Led
 from keras_posttrain.models import guards
-from keras_posttrain.models.hf.families import family_of, has_experts
+from keras_posttrain.models.hf.export import hf_config
+from keras_posttrain.models.hf.families import (
+    family_of,
+    has_experts,
+    values_are_keys,
+)
 from keras_posttrain.rollout.native.samples import check_finite
 from keras_posttrain.rollout.request import Completion, Scores
 from keras_posttrain.rollout.rollout import Rollout, sample_counter
@@ -78,6 +83,19 @@ class VLLMRollout(Rollout):
     their seed, and truncation is rejected. This mode was written against the
     sources and tested with a stand-in on a CPU; it has not run on a TPU.
 
+    Families were compared with the trainer by vLLM 0.32 on a CPU, in float32,
+    after each of several pushes. Refused are:
+
+    - Qwen 3.5 with its mixtures. vLLM's CPU kernels of linear attention need
+      bfloat16 ("CPU GDN attention requires BF16."), and its model imports
+      torchvision, whose builds for Linux on PyPI need CUDA.
+    - Models with a vision tower: vLLM's Gemma 3 with images imports it too.
+    - gpt-oss with another epsilon than 1e-5, other limits of the activation
+      than the published ones, or a first layer without a window: vLLM has
+      these in its code, whatever the config says.
+
+    gpt-oss and Gemma 4 are refused in a process with TPUs too.
+
     Args:
         url: str or `None`, the address of a running server (see below), or
             `"unix:"` and the path of its socket.
@@ -92,7 +110,8 @@ class VLLMRollout(Rollout):
         adapter: bool, whether vLLM gets a LoRA adapter separately from the
             base weights. If not, the adapter is merged and all weights are
             sent. `"auto"` sends the adapter if there is one that vLLM
-            supports (up to rank 512, and not of a mixture of experts).
+            supports (up to rank 512, and not of a mixture of experts, nor of
+            a Gemma 4 whose values are keys).
         max_length: int, the most tokens of a prompt and its completion, or
             `"auto"` for the smaller of the task's `sequence_length` and the
             model's context.
@@ -122,6 +141,8 @@ class VLLMRollout(Rollout):
 
     Raises:
         ImportError: by `start`, if vLLM is not installed.
+        ValueError: by `start`, if vLLM's model was not compared with the
+            trainer's, or computes something else.
 
     Example:
 
@@ -217,8 +238,9 @@ class VLLMRollout(Rollout):
             self._lora,
             self._on_tpu,
             has_experts(self.model.causal_lm),
+            values_are_keys(self.model.causal_lm),
         )
-        settings.check_family(family_of(self.model.causal_lm))
+        self._check_model()
         guards.refuse_tower(self.model.causal_lm, "vLLM as a rollout engine")
         self._check_equal()
         try:
@@ -236,6 +258,13 @@ class VLLMRollout(Rollout):
         except BaseException:
             self.stop()
             raise
+
+    def _check_model(self):
+        causal_lm = self.model.causal_lm
+        family = family_of(causal_lm)
+        settings.check_family(family, self._on_tpu)
+        if family is not None:
+            settings.check_config(hf_config(causal_lm))
 
     def _make_parts(self):
         task, weights = self.model, vllm_weights.Weights
@@ -403,7 +432,9 @@ class VLLMRollout(Rollout):
 
     @property
     def _sends_adapter(self):
-        merges = self._on_tpu or has_experts(self.model.causal_lm)
+        causal_lm = self.model.causal_lm
+        merges = self._on_tpu or has_experts(causal_lm)
+        merges = merges or values_are_keys(causal_lm)
         return settings.sends_adapter(self.adapter, self._lora, merges)
 
     # Weights

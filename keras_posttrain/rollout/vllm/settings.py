@@ -23,13 +23,18 @@ CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
 # Tokens of a block of vLLM's cache on a CPU.
 BLOCK = 128
-# Families whose samples were not compared with the trainer.
-NOT_COMPARED = (
-    "gemma4_text",
-    "gpt_oss",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)
+# Families that vLLM's CPU kernels compute in bfloat16 alone, so that samples
+# were not compared with the trainer.
+NOT_COMPARED = ("qwen3_5_text", "qwen3_5_moe_text")
+# Those that were compared with vLLM's own model, and not with KerasHub's in
+# vLLM, as it runs on TPUs.
+NOT_ON_TPU = ("gemma4_text", "gpt_oss")
+# What vLLM's model of gpt-oss computes, whatever its config says.
+FIXED_OF_GPT_OSS = {
+    "rms_norm_eps": 1e-5,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 
 
 def check_place(url, urls, python):
@@ -104,8 +109,12 @@ def check_push(push, is_server):
         )
 
 
-def check_task(adapter, lora, on_tpu, is_mixture):
-    """Checks the settings of `VLLMRollout` against the task's `LoRA`."""
+def check_task(adapter, lora, on_tpu, is_mixture, values_are_keys=False):
+    """Checks the settings of `VLLMRollout` against the task's `LoRA`.
+
+    `values_are_keys` is whether some layers of the model have no weights of
+    values.
+    """
     if adapter is True and on_tpu:
         raise ValueError(
             "In a process with TPUs vLLM's KerasHub model takes no adapter: "
@@ -115,6 +124,13 @@ def check_task(adapter, lora, on_tpu, is_mixture):
         raise ValueError(
             "vLLM's adapters of mixtures of experts need Triton, which CPUs "
             "lack, and were not tested elsewhere. Leave `adapter` out: the "
+            "adapter is merged and all weights are sent. Received: "
+            "adapter=True"
+        )
+    if adapter is True and values_are_keys:
+        raise ValueError(
+            "Some layers of this model take keys as values, and vLLM would "
+            "add an adapter of keys to keys alone. Leave `adapter` out: the "
             "adapter is merged and all weights are sent. Received: "
             "adapter=True"
         )
@@ -157,18 +173,50 @@ def check_address(url, host):
         )
 
 
-def check_family(family):
+def check_family(family, on_tpu=False):
     """Checks that vLLM was compared with the trainer in a `Family`.
 
     `family` may be `None`; then the weights have no names, which is said
-    where they are written.
+    where they are written. `on_tpu` is whether vLLM runs on this process's
+    TPUs.
     """
-    if family is not None and family.model_type in NOT_COMPARED:
+    model_type = None if family is None else family.model_type
+    if model_type in NOT_COMPARED:
         raise ValueError(
-            "vLLM's model of this type was not compared with the trainer's: "
-            "its samples could have other log-probabilities. Use "
-            "`kpt.rollout.NativeRollout()`, the default. Received: a model "
-            f"of model_type={family.model_type!r}"
+            "vLLM's samples of this type of model were not compared with the "
+            "trainer, as vLLM's CPU kernels of its linear attention need "
+            "bfloat16. Use `kpt.rollout.NativeRollout()`, the default. "
+            f"Received: a model of model_type={model_type!r}"
+        )
+    if on_tpu and model_type in NOT_ON_TPU:
+        raise ValueError(
+            "vLLM on the trainer's TPUs was not compared with the trainer for "
+            "this type of model. Use `kpt.rollout.NativeRollout()`, the "
+            "default, or a server by `python=` or `url=`. "
+            f"Received: a model of model_type={model_type!r}"
+        )
+
+
+def check_config(config):
+    """Checks that vLLM's model computes what a `config.json` says.
+
+    `config` is a dict. vLLM's gpt-oss has numbers of its own for some fields,
+    and a window in every second layer, the first one included.
+    """
+    if config["model_type"] != "gpt_oss":
+        return
+    kinds = ["sliding_attention", "full_attention"]
+    count = config["num_hidden_layers"]
+    expected = FIXED_OF_GPT_OSS | {
+        "layer_types": [kinds[i % 2] for i in range(count)]
+    }
+    wrong = {k: config[k] for k in expected if config[k] != expected[k]}
+    if wrong:
+        raise ValueError(
+            "vLLM's model of gpt-oss computes with "
+            f"{ {name: expected[name] for name in wrong} }, whatever the "
+            "config says. Use `kpt.rollout.NativeRollout()`, the default. "
+            f"Received: a model with {wrong}"
         )
 
 

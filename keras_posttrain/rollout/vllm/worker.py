@@ -47,6 +47,12 @@ OWN_OPTIONS = (
     "--logprobs-mode", "raw_logprobs",
 )  # fmt: skip
 SERVER = "vllm.entrypoints.openai.api_server"
+# The ends of the names of gpt-oss's tensors of all experts.
+GPT_OSS_EXPERTS = tuple(
+    f".mlp.experts.{part}_proj{end}"
+    for part in ("gate_up", "down")
+    for end in ("", "_bias")
+)
 
 
 class RolloutWorkerExtension:
@@ -79,8 +85,10 @@ class RolloutWorkerExtension:
         found = {}
         for name, module in model.named_modules():
             if not hasattr(module, "base_layer"):
-                name = name.replace(".base_layer", "")
+                name = _checkpoint_name(name.replace(".base_layer", ""))
                 found.update(_checkpoint_shapes(name, module, packed))
+        for name in _values_of_keys(self.model_runner.model_config):
+            found.pop(name, None)
         return found
 
     def kpt_load(self, directory, version=None):
@@ -159,7 +167,7 @@ class RolloutWorkerExtension:
 
     def kpt_load_tensors(self, tensors):
         """Loads the weights of an iterator of `(name, tensor)`."""
-        count = 0
+        count, sinks = 0, {}
 
         def counted():
             nonlocal count
@@ -167,8 +175,11 @@ class RolloutWorkerExtension:
                 count += 1
                 yield pair
 
-        self.reload_weights(weights_iterator=counted())
+        loadable = _split_gpt_oss(counted(), sinks)
+        self.reload_weights(weights_iterator=loadable)
         self._kpt_repack()
+        if sinks:
+            _load_sinks(self.model_runner.get_model(), sinks)
         return {"tensors": count}
 
     def _kpt_repack(self):
@@ -376,6 +387,57 @@ def _skip_lora_of_head(model):
             module.punica_wrapper.add_lora_logits = lambda y, *_, **__: y
 
 
+def _checkpoint_name(name):
+    """Returns a checkpoint's name of a module; only gpt-oss has another."""
+    name = f"{name}.".replace(".attn.", ".self_attn.")
+    return name.replace(".embedding.", ".embed_tokens.")[:-1]
+
+
+def _values_of_keys(model_config):
+    """Yields names of weights that Gemma 4's checkpoints lack.
+
+    Where values are keys, vLLM has the weights of keys twice.
+    """
+    config = model_config.hf_text_config
+    if getattr(config, "attention_k_eq_v", False):
+        for i, kind in enumerate(config.layer_types):
+            if kind == "full_attention":
+                yield f"model.layers.{i}.self_attn.v_proj.weight"
+
+
+def _split_gpt_oss(tensors, sinks):
+    """Yields `(name, tensor)` as vLLM can load it again.
+
+    vLLM's loader of gpt-oss copies stacked experts and sinks by itself, and
+    what it copies in a reload is lost. Experts one by one are not. Sinks are
+    added to the dict `sinks`.
+    """
+    for name, tensor in tensors:
+        parent, _, last = name.rpartition(".")
+        if name.endswith(".self_attn.sinks"):
+            sinks[name] = tensor
+        elif name.endswith(GPT_OSS_EXPERTS):
+            for i, own in enumerate(tensor):
+                yield f"{parent}.{i}.{last}", own
+        else:
+            yield name, tensor
+
+
+def _load_sinks(model, sinks):
+    """Copies the sinks of attention of a dict into vLLM's model."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    for name, module in model.named_modules():
+        tensor = sinks.get(f"{_checkpoint_name(name)}.sinks")
+        if tensor is None:
+            continue
+        heads = len(module.sinks)
+        start = get_tensor_model_parallel_rank() * heads
+        # Attention may hold a copy in another dtype.
+        for held in (module.sinks, module.attn.impl.sinks):
+            held.data.copy_(tensor[start : start + heads])
+
+
 def _checkpoint_shapes(name, module, packed):
     """Returns a checkpoint's names and shapes for a module of vLLM."""
     from vllm.model_executor.layers import linear
@@ -411,20 +473,38 @@ def _checkpoint_shapes(name, module, packed):
     own = dict(module.named_parameters(recurse=False))
     if "w13_weight" in own:
         return _expert_shapes(name.removesuffix(".routed_experts"), module)
+    if hasattr(module, "layer_scalar"):
+        # A buffer of Gemma 4's layers.
+        own["layer_scalar"] = module.layer_scalar
     return {f"{name}.{key}": list(value.shape) for key, value in own.items()}
 
 
 def _expert_shapes(name, module):
     """Returns a checkpoint's names and shapes for vLLM's experts."""
+    count = module.global_num_experts
+    _, hidden, width = module.w2_weight.shape
+    if hasattr(module, "w13_bias"):
+        # gpt-oss.
+        return {
+            f"{name}.gate_up_proj": [count, hidden, 2 * width],
+            f"{name}.gate_up_proj_bias": [count, 2 * width],
+            f"{name}.down_proj": [count, width, hidden],
+            f"{name}.down_proj_bias": [count, hidden],
+        }
     parts = ("gate_proj", "up_proj", "down_proj")
     if "block_sparse_moe" in name:
         # Mixtral's names.
         parts = ("w1", "w3", "w2")
-    _, hidden, width = module.w2_weight.shape
+    elif not name.endswith(".mlp.experts"):
+        # Gemma 4.
+        return {
+            f"{name}.gate_up_proj": [count, 2 * width, hidden],
+            f"{name}.down_proj": [count, hidden, width],
+        }
     shapes = ([width, hidden], [width, hidden], [hidden, width])
     return {
         f"{name}.{i}.{part}.weight": shape
-        for i in range(module.global_num_experts)
+        for i in range(count)
         for part, shape in zip(parts, shapes)
     }
 
