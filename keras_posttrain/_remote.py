@@ -132,7 +132,12 @@ def local_copy(address):
     fs, path = _opened(address)
     files = _files(fs, path)
     if not files:
-        raise FileNotFoundError(f"There is nothing at {os.fspath(address)!r}")
+        doubt = ""
+        if _is_of_the_web(address):
+            doubt = ", or its server cannot be reached"
+        raise FileNotFoundError(
+            f"There is nothing at {os.fspath(address)!r}{doubt}"
+        )
     root = _cache.directory()
     if root is None:
         root = pathlib.Path(tempfile.gettempdir(), "keras_posttrain")
