@@ -14,6 +14,7 @@ from keras_posttrain.models import (
     context,
     divergence_head,
     experts,
+    gemma3n,
     gemma4,
     qwen3_5,
     recurrence,
@@ -314,7 +315,10 @@ class Policy:
             inputs = self._inputs_by_layer(ids, x, remat)
             with scope:
                 x = gemma4.run_layers(self.layers, x, inputs, run)
-            return self.backbone.layer_norm(x)
+            norm = self.backbone.layer_norm
+            if gemma3n.joins_states(norm):
+                return self._layer(norm, x, remat)
+            return norm(x)
         with scope:
             for layer in self.layers:
                 x = run(layer, x)
@@ -325,6 +329,8 @@ class Policy:
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
+        if embedding.input_dim < self.backbone.vocabulary_size:
+            ids = gemma3n.known(ids, embedding.input_dim)
         own = sharding.embedded(embedding, ids[:, None])
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 

@@ -9,7 +9,9 @@ import re
 import keras
 from keras import ops
 
-from keras_posttrain.models.hf import gemma4, qwen3_5
+from keras_posttrain.models import gemma3n as gemma3n_layers
+from keras_posttrain.models import gemma4 as gemma4_layers
+from keras_posttrain.models.hf import gemma3n, gemma4, qwen3_5
 from keras_posttrain.models.hf.blocks import (
     HeadsNorm,
     at_path,
@@ -112,6 +114,7 @@ def read_settings(causal_lm, family):
         experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
         gemma4=gemma4.read_layers(backbone) if family.is_gemma4 else None,
+        gemma3n=gemma3n.read_layers(backbone) if family.is_gemma3n else None,
         linear=qwen3_5.read_layers(backbone) if family.is_qwen3_5 else None,
     )
 
@@ -199,6 +202,8 @@ def _one(what, values):
 def apply_settings(causal_lm, family, settings):
     """Makes the built layers follow the settings; returns notes on changes."""
     set_heads_norms(causal_lm, family)
+    if family.is_gemma3n:
+        set_hidden_states(causal_lm.backbone, settings.gemma3n)
     set_paths(causal_lm.backbone, family)
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
@@ -275,6 +280,58 @@ def set_heads_norms(causal_lm, family):
             with _unlocked_tracker(attention) as tracker:
                 tracker.untrack(old)
                 setattr(attention, name, new)
+
+
+def set_hidden_states(backbone, own):
+    """Makes a backbone of Gemma 4 one of Gemma 3n.
+
+    Args:
+        own: `Settings.gemma3n`.
+    """
+    layers, count = backbone.transformer_layers, own["states"]
+    hidden = (None, None, backbone.hidden_dim)
+    gemma4_layers.prepare(backbone)
+    for i, layer in enumerate(layers):
+        norm, more = layer.pre_attention_norm, {"dtype": layer.dtype_policy}
+
+        def new_norm(name):
+            return type(norm)(epsilon=norm.epsilon, name=name, **more)
+
+        altup = gemma3n_layers.AltUp(
+            count, own["active"], own["is_scaled"], new_norm("router_norm"),
+            name="altup", **more,
+        )  # fmt: skip
+        laurel = gemma3n_layers.Laurel(
+            own["rank"], new_norm("post_laurel_norm"), name="laurel", **more
+        )
+        parts = {"altup": altup, "laurel": laurel, "make_states": None}
+        if i == 0:
+            parts["make_states"] = gemma3n_layers.Projections(
+                count, False, name="make_states", **more
+            )
+        _attach(layer, parts, hidden)
+        with _unlocked_tracker(layer) as tracker:
+            # Gemma 3n has no such factor.
+            tracker.untrack(layer.layer_scalar)
+            layer.layer_scalar = None
+        gemma3n_layers.prepare(layer, own["sparsity"][i])
+    join = gemma3n_layers.Projections(
+        count, True, name="join", dtype=backbone.layer_norm.dtype_policy
+    )
+    _attach(backbone.layer_norm, {"join": join}, hidden)
+    gemma3n_layers.join_states(backbone.layer_norm)
+    if backbone.vocab_size_per_layer_input < backbone.vocabulary_size:
+        gemma3n_layers.look_up_known(backbone.per_layer_token_embedding)
+
+
+def _attach(layer, parts, input_shape):
+    """Builds layers inside a built one, with paths that begin with its own."""
+    for part in filter(None, parts.values()):
+        with at_path(layer.path):
+            part.build(input_shape)
+    with _unlocked_tracker(layer):
+        for name, part in parts.items():
+            setattr(layer, name, part)
 
 
 def set_biases(causal_lm, family, biases):

@@ -25,6 +25,7 @@ MIN_CACHE_BYTES = 2**27
 BLOCK = 128
 # Families whose samples were not compared with the trainer.
 NOT_COMPARED = (
+    "gemma3n_text",
     "gemma4_text",
     "gpt_oss",
     "qwen3_5_text",
