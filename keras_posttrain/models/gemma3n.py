@@ -60,7 +60,9 @@ class AltUp(keras.layers.Layer):
 
     def predict(self, states):
         """Mixes hidden states, `(tokens, 1, states, hidden)`."""
-        coefs = self.prediction_coefs(self._routed(states[..., self.active, :]))
+        coefs = self.prediction_coefs(
+            self._routed(states[..., self.active, :])
+        )
         coefs = coefs.reshape(*coefs.shape[:-1], self.count, self.count)
         return jnp.einsum("btmn,btnh->btmh", coefs, states) + states
 
@@ -112,7 +114,9 @@ class Laurel(keras.layers.Layer):
         self.built = True
 
     def call(self, x):
-        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x)))
+        return x + self.post_laurel_norm(
+            self.linear_right(self.linear_left(x))
+        )
 
 
 class Projections(keras.layers.Layer):
@@ -180,6 +184,12 @@ def join_states(norm):
 def joins_states(norm):
     """Returns whether a final norm joins hidden states."""
     return hasattr(norm, "join")
+
+
+def count_states(backbone):
+    """Returns the hidden states of a token, 1 in other families."""
+    norm = getattr(backbone, "layer_norm", None)
+    return norm.join.count if joins_states(norm) else 1
 
 
 def look_up_known(embedding):
@@ -253,9 +263,13 @@ def _largest(x, sparsity):
     return jnp.maximum(y - mean - bound, 0).astype(x.dtype)
 
 
-def _size(x, least=jnp.finfo("float32").tiny):
-    """Computes the root mean square, whose gradient at 0 is 0."""
+def _size(x, least=0.0):
+    """Computes the root mean square, whose gradient at 0 is 0.
+
+    `least` is that of its square.
+    """
     square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    least = max(least, float(jnp.finfo(square.dtype).tiny))
     return jnp.sqrt(jnp.maximum(square, jnp.asarray(least, square.dtype)))
 
 

@@ -107,6 +107,7 @@ class Policy:
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
+        _check_not_gemma3n(self.backbone)
         # Subclasses (with experts or other inputs) override parts of these
         # layers: only these exact classes are supported.
         self.packable = type(self.backbone) in PACKABLE
@@ -146,6 +147,12 @@ class Policy:
     def layers(self):
         """List of the decoder layers that run."""
         return self.backbone.transformer_layers[: self.num_layers]
+
+    @property
+    def state_dim(self):
+        """Int, the features of a token that decoder layers pass on."""
+        backbone = self.backbone
+        return backbone.hidden_dim * gemma3n.count_states(backbone)
 
     @property
     def attending(self):
@@ -271,6 +278,8 @@ class Policy:
             out, index = self._layer(layer, x, remat, **more), next(layers)
             if capture is not None and index in capture.hidden_layers:
                 x = out[0] if isinstance(out, tuple) else out
+                if gemma3n.joins_states(self.backbone.layer_norm):
+                    x = x[:, :, 0]
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return out
 
@@ -764,6 +773,16 @@ class Policy:
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
+
+
+def _check_not_gemma3n(backbone):
+    if isinstance(backbone, keras_hub.models.Gemma3nBackbone):
+        raise ValueError(
+            "Gemma 3n is read from Hugging Face directories only, of its text "
+            "model or of the multimodal one. Pass the path of such a "
+            "directory to `from_preset`. Received: a KerasHub model with a "
+            f"{type(backbone).__name__}"
+        )
 
 
 def token_counts(batch):

@@ -57,7 +57,9 @@ def test_settings_are_checked(settings, match):
         VLLMRollout(**settings)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3n_text", "gemma4_text", "gpt_oss"]
+)
 def test_families_that_were_not_compared(model_type, tmp_path):
     """Refused by name before vLLM is looked for."""
     directory, _ = make_checkpoint(tmp_path / "hf", model_type)

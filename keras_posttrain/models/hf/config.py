@@ -140,13 +140,13 @@ class Settings:
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
-        gemma4: dict of what only Gemma 4 and 3n have: `global_head_dim`, of layers
-            without a window; `global_key_value_heads` of these, `None` where
-            values are not keys; `shared_layers`, how many of the last layers
-            use the keys and values of others; `is_double_wide`, whether
-            their MLPs are; `input_size` and `input_vocabulary` of the
-            embedding for each layer, which has none if the size is 0. `None`
-            in other families.
+        gemma4: dict of what only Gemma 4 and 3n have: `global_head_dim`, of
+            layers without a window; `global_key_value_heads` of these,
+            `None` where values are not keys; `shared_layers`, how many of
+            the last layers use the keys and values of others;
+            `is_double_wide`, whether their MLPs are; `input_size` and
+            `input_vocabulary` of the embedding for each layer, which has
+            none if the size is 0. `None` in other families.
         gemma3n: dict of what only Gemma 3n has: the hidden `states` of a
             token, the `active` one, `is_scaled`, the `rank` of the path next
             to the attention, and a tuple of each layer's `sparsity`. `None`
@@ -296,13 +296,11 @@ def refused(family, field, value, expected):
 def _completed(config, family):
     """Returns a config with the family's defaults for absent fields."""
     defaults = dict(family.defaults)
-    if family.is_gemma4:
-        # In Gemma 3n no cap is another value than the default.
-        kept = ("final_logit_softcapping",)
-        config = {k: v for k, v in config.items() if v is not None or k in kept}
     if family.is_gemma3n:
         why = functools.partial(refused, family)
         config = gemma3n.completed(config, why)
+    if family.is_gemma4:
+        config = {k: v for k, v in config.items() if v is not None}
     for names in family.experts.fields.values() if family.experts else ():
         if any(config.get(name) is not None for name in names):
             for name in names:

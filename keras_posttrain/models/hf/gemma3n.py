@@ -80,6 +80,10 @@ def completed(config, refused):
     Args:
         refused: as of `read_fields`.
     """
+    field = "final_logit_softcapping"
+    if config.get(field, DEFAULTS[field]) is None:
+        # It would be taken for absent.
+        raise refused(field, None, "a number")
     field = "intermediate_size"
     width = config.get(field)
     if not isinstance(width, (list, tuple)):

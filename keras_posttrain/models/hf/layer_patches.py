@@ -288,40 +288,43 @@ def set_hidden_states(backbone, own):
     Args:
         own: `Settings.gemma3n`.
     """
-    layers, count = backbone.transformer_layers, own["states"]
-    hidden = (None, None, backbone.hidden_dim)
+    hidden, norm = (None, None, backbone.hidden_dim), backbone.layer_norm
     gemma4_layers.prepare(backbone)
-    for i, layer in enumerate(layers):
-        norm, more = layer.pre_attention_norm, {"dtype": layer.dtype_policy}
-
-        def new_norm(name):
-            return type(norm)(epsilon=norm.epsilon, name=name, **more)
-
-        altup = gemma3n_layers.AltUp(
-            count, own["active"], own["is_scaled"], new_norm("router_norm"),
-            name="altup", **more,
-        )  # fmt: skip
-        laurel = gemma3n_layers.Laurel(
-            own["rank"], new_norm("post_laurel_norm"), name="laurel", **more
-        )
-        parts = {"altup": altup, "laurel": laurel, "make_states": None}
-        if i == 0:
-            parts["make_states"] = gemma3n_layers.Projections(
-                count, False, name="make_states", **more
-            )
-        _attach(layer, parts, hidden)
+    for i, layer in enumerate(backbone.transformer_layers):
+        _attach(layer, _parts_of_gemma3n(layer, own, is_first=i == 0), hidden)
         with _unlocked_tracker(layer) as tracker:
             # Gemma 3n has no such factor.
             tracker.untrack(layer.layer_scalar)
             layer.layer_scalar = None
         gemma3n_layers.prepare(layer, own["sparsity"][i])
     join = gemma3n_layers.Projections(
-        count, True, name="join", dtype=backbone.layer_norm.dtype_policy
+        own["states"], True, name="join", dtype=norm.dtype_policy
     )
-    _attach(backbone.layer_norm, {"join": join}, hidden)
-    gemma3n_layers.join_states(backbone.layer_norm)
+    _attach(norm, {"join": join}, hidden)
+    gemma3n_layers.join_states(norm)
     if backbone.vocab_size_per_layer_input < backbone.vocabulary_size:
         gemma3n_layers.look_up_known(backbone.per_layer_token_embedding)
+
+
+def _parts_of_gemma3n(layer, own, is_first):
+    """Returns what a decoder layer has of Gemma 3n, by attribute."""
+    more, norm = {"dtype": layer.dtype_policy}, layer.pre_attention_norm
+
+    def new_norm(name):
+        return type(norm)(epsilon=norm.epsilon, name=name, **more)
+
+    return {
+        "altup": gemma3n_layers.AltUp(
+            own["states"], own["active"], own["is_scaled"],
+            new_norm("router_norm"), name="altup", **more,
+        ),
+        "laurel": gemma3n_layers.Laurel(
+            own["rank"], new_norm("post_laurel_norm"), name="laurel", **more
+        ),
+        "make_states": gemma3n_layers.Projections(
+            own["states"], False, name="make_states", **more
+        ) if is_first else None,
+    }  # fmt: skip
 
 
 def _attach(layer, parts, input_shape):
