@@ -61,8 +61,8 @@ PACKABLE = (
 # As messages name them.
 PACKABLE_MODELS = (
     "a model of Gemma 1-4, Llama, Mistral, Mixtral, Qwen 2-3.5 or their "
-    "mixtures, or gpt-oss, or a Hugging Face directory of Granite, OLMo 2-3, "
-    "Phi 3-4 or SmolLM3"
+    "mixtures, or gpt-oss, or a Hugging Face directory of Gemma 3n, Granite, "
+    "OLMo 2-3, Phi 3-4 or SmolLM3"
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
