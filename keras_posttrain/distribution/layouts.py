@@ -50,7 +50,7 @@ AXES = {
     r"per_layer_up_proj/kernel": "width hidden",
     # Gemma 3n's hidden states and its path of low rank. Those are mixed on
     # each device.
-    r"(make_states|join)/projection_\d+/kernel": "hidden hidden",
+    r"(make|join)_states/projection_\d+/kernel": "hidden hidden",
     r"altup/modality_router/kernel": "hidden head_dim",
     r"altup/(prediction|correction)_coefs/kernel": "head_dim head_dim",
     r"laurel/linear_left/kernel": "hidden width",

@@ -291,15 +291,18 @@ def set_hidden_states(backbone, own):
     hidden, norm = (None, None, backbone.hidden_dim), backbone.layer_norm
     gemma4_layers.prepare(backbone)
     for i, layer in enumerate(backbone.transformer_layers):
-        _attach(layer, _parts_of_gemma3n(layer, own, is_first=i == 0), hidden)
+        parts = _parts_of_gemma3n(layer, own, is_first=i == 0)
+        with at_path(layer.path):
+            _attach(layer, parts, hidden)
         with _unlocked_tracker(layer) as tracker:
             # Gemma 3n has no such factor.
             tracker.untrack(layer.layer_scalar)
             layer.layer_scalar = None
         gemma3n_layers.prepare(layer, own["sparsity"][i])
     join = gemma3n_layers.Projections(
-        own["states"], True, name="join", dtype=norm.dtype_policy
+        own["states"], True, name="join_states", dtype=norm.dtype_policy
     )
+    # Its path is not that of a norm, whose variables are not split.
     _attach(norm, {"join": join}, hidden)
     gemma3n_layers.join_states(norm)
     if backbone.vocab_size_per_layer_input < backbone.vocabulary_size:
@@ -328,10 +331,9 @@ def _parts_of_gemma3n(layer, own, is_first):
 
 
 def _attach(layer, parts, input_shape):
-    """Builds layers inside a built one, with paths that begin with its own."""
+    """Builds layers inside a built one, by attribute."""
     for part in filter(None, parts.values()):
-        with at_path(layer.path):
-            part.build(input_shape)
+        part.build(input_shape)
     with _unlocked_tracker(layer):
         for name, part in parts.items():
             setattr(layer, name, part)
