@@ -48,6 +48,13 @@ AXES = {
         "hidden width"
     ),
     r"per_layer_up_proj/kernel": "width hidden",
+    # Gemma 3n's hidden states and its path of low rank. Those are mixed on
+    # each device.
+    r"(make|join)_states/projection_\d+/kernel": "hidden hidden",
+    r"altup/modality_router/kernel": "hidden head_dim",
+    r"altup/(prediction|correction)_coefs/kernel": "head_dim head_dim",
+    r"laurel/linear_left/kernel": "hidden width",
+    r"laurel/linear_right/kernel": "width hidden",
     r"moe_expert_bank/(gate|up)_proj": "experts hidden width",
     r"moe_expert_bank/down_proj": "experts width hidden",
     r"moe_router/proj/kernel": "hidden experts",

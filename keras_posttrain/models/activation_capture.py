@@ -9,7 +9,8 @@ class ActivationCapture:
 
     Attributes:
         hidden: dict, from the layer's index to a float array of shape
-            `(rows, length, hidden_dim)`, before the last norm.
+            `(rows, length, hidden_dim)`, before the last norm; of Gemma 3n
+            the first hidden state of each token.
         attentions: dict, from the layer's index to a float32 array of shape
             `(rows, heads, length, length)`, a row for each query. A weight
             is 0 where the query does not see the key; all weights of a

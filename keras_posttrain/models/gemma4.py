@@ -48,31 +48,65 @@ def _decode(
     Returns `(x, pair)`. Under the hook the pair are keys and values,
     otherwise it is KerasHub's array of both.
     """
-    normalized = layer.pre_attention_norm(x)
-    mask = layer._compute_attention_mask(
-        normalized, padding_mask, vision_mask, cache, cache_update_index
-    )
-    out, pair = layer.attention(
-        normalized,
-        attention_mask=mask,
-        cache=cache,
-        cache_update_index=cache_update_index,
-        cache_update_mask=cache_update_mask,
+    out, pair = attend(
+        layer,
+        layer.pre_attention_norm(x),
+        (padding_mask, vision_mask),
+        (cache, cache_update_index, cache_update_mask),
         shared_kv=shared_kv,
         positions=positions,
     )
-    x = x + layer.post_attention_norm(out)
+    x = x + out
     x = x + layer.post_ffw_norm(_feed_forward(layer, x))
     if per_layer_input is not None:
-        own = _gelu(layer.per_layer_input_gate(x))
-        own = layer.per_layer_up_proj(own * per_layer_input.astype(x.dtype))
-        x = x + layer.post_per_layer_input_norm(own)
+        x = x + of_own_input(layer, x, per_layer_input)
     return x * jnp.asarray(layer.layer_scalar, x.dtype), pair
+
+
+def attend(layer, x, masks, cached, **more):
+    """Computes the attention of a decoder layer, normalized.
+
+    Args:
+        x: float array of shape `(tokens, 1, hidden)`, normalized.
+        masks: the arguments `padding_mask` and `vision_mask` of the layer.
+        cached: its arguments of the cache: `cache`, `cache_update_index` and
+            `cache_update_mask`.
+        **more: arguments of the attention layer.
+
+    Returns:
+        `(outputs, pair)`, the pair as of the decoder layer.
+    """
+    cache, index, update_mask = cached
+    mask = layer._compute_attention_mask(x, *masks, cache, index)
+    out, pair = layer.attention(
+        x,
+        attention_mask=mask,
+        cache=cache,
+        cache_update_index=index,
+        cache_update_mask=update_mask,
+        **more,
+    )
+    return layer.post_attention_norm(out), pair
+
+
+def of_own_input(layer, x, own):
+    """Computes what a decoder layer makes of the features that it is given.
+
+    Args:
+        x: float array of shape `(tokens, 1, hidden)`.
+        own: float array of shape `(tokens, 1, size)`, those features.
+
+    Returns:
+        A float array of the shape of `x`.
+    """
+    gate = gelu(layer.per_layer_input_gate(x))
+    out = layer.per_layer_up_proj(gate * own.astype(x.dtype))
+    return layer.post_per_layer_input_norm(out)
 
 
 def _feed_forward(layer, x):
     out = layer.pre_ffw_norm(x)
-    out = layer.gating_ffw_2(out) * _gelu(layer.gating_ffw(out))
+    out = layer.gating_ffw_2(out) * gelu(layer.gating_ffw(out))
     out = layer.ffw_linear(out)
     if layer.enable_moe_block:
         out = layer.post_ffw_norm_dense(out)
@@ -95,8 +129,8 @@ def _mixture(layer, x):
 _tanh_gelu = functools.partial(keras.activations.gelu, approximate=True)
 
 
-def _gelu(x):
-    # In float32, as torch computes it.
+def gelu(x):
+    """Computes the activation in float32, as torch does."""
     return _tanh_gelu(x.astype("float32")).astype(x.dtype)
 
 

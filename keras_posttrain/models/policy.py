@@ -14,6 +14,7 @@ from keras_posttrain.models import (
     context,
     divergence_head,
     experts,
+    gemma3n,
     gemma4,
     qwen3_5,
     recurrence,
@@ -60,8 +61,8 @@ PACKABLE = (
 # As messages name them.
 PACKABLE_MODELS = (
     "a model of Gemma 1-4, Llama, Mistral, Mixtral, Qwen 2-3.5 or their "
-    "mixtures, or gpt-oss, or a Hugging Face directory of Granite, OLMo 2-3, "
-    "Phi 3-4 or SmolLM3"
+    "mixtures, or gpt-oss, or a Hugging Face directory of Gemma 3n, Granite, "
+    "OLMo 2-3, Phi 3-4 or SmolLM3"
 )
 SCALED_EMBEDDINGS = (
     keras_hub.models.GemmaBackbone,
@@ -106,6 +107,7 @@ class Policy:
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
+        _check_not_gemma3n(self.backbone)
         # Subclasses (with experts or other inputs) override parts of these
         # layers: only these exact classes are supported.
         self.packable = type(self.backbone) in PACKABLE
@@ -145,6 +147,12 @@ class Policy:
     def layers(self):
         """List of the decoder layers that run."""
         return self.backbone.transformer_layers[: self.num_layers]
+
+    @property
+    def state_dim(self):
+        """Int, the features of a token that decoder layers pass on."""
+        backbone = self.backbone
+        return backbone.hidden_dim * gemma3n.count_states(backbone)
 
     @property
     def attending(self):
@@ -270,6 +278,8 @@ class Policy:
             out, index = self._layer(layer, x, remat, **more), next(layers)
             if capture is not None and index in capture.hidden_layers:
                 x = out[0] if isinstance(out, tuple) else out
+                if gemma3n.joins_states(self.backbone.layer_norm):
+                    x = x[:, :, 0]
                 capture.hidden[index] = x.reshape(*ids.shape, -1)
             return out
 
@@ -314,7 +324,10 @@ class Policy:
             inputs = self._inputs_by_layer(ids, x, remat)
             with scope:
                 x = gemma4.run_layers(self.layers, x, inputs, run)
-            return self.backbone.layer_norm(x)
+            norm = self.backbone.layer_norm
+            if gemma3n.joins_states(norm):
+                return self._layer(norm, x, remat)
+            return norm(x)
         with scope:
             for layer in self.layers:
                 x = run(layer, x)
@@ -325,6 +338,8 @@ class Policy:
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
+        if embedding.input_dim < self.backbone.vocabulary_size:
+            ids = gemma3n.known(ids, embedding.input_dim)
         own = sharding.embedded(embedding, ids[:, None])
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
@@ -758,6 +773,16 @@ class Policy:
         )
         values = self._shaped(values, batch)
         return total, {name: values[name] for name in needs}
+
+
+def _check_not_gemma3n(backbone):
+    if isinstance(backbone, keras_hub.models.Gemma3nBackbone):
+        raise ValueError(
+            "Gemma 3n is read from Hugging Face directories only, of its text "
+            "model or of the multimodal one. Pass the path of such a "
+            "directory to `from_preset`. Received: a KerasHub model with a "
+            f"{type(backbone).__name__}"
+        )
 
 
 def token_counts(batch):

@@ -145,9 +145,8 @@ def layer_input_bytes(planned, policy, batch):
     shards, _ = mesh_sizes()
     tokens = batch["token_ids"].size / shards
     tokens /= planned.step.micro_batches.count(batch)
-    backbone = policy.backbone
-    itemsize = jnp.dtype(backbone.compute_dtype).itemsize
-    return tokens * backbone.hidden_dim * itemsize
+    itemsize = jnp.dtype(policy.backbone.compute_dtype).itemsize
+    return tokens * policy.state_dim * itemsize
 
 
 def kept_layer_inputs(planned, batch):

@@ -453,7 +453,7 @@ def _token_bytes(policy, remat):
             width += hidden + out * (share if is_expert else 1)
     size = jnp.dtype(backbone.compute_dtype).itemsize
     if remat == "full":
-        return size * (len(layers) * hidden + width)
+        return size * (len(layers) * policy.state_dim + width)
     return size * len(layers) * width
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from keras_posttrain.distribution import layouts
 from keras_posttrain.models.hf.families import FAMILIES
+from keras_posttrain.models.hf.layer_patches import set_hidden_states
 
 MODELS = keras_hub.models
 SIZES = dict(
@@ -30,6 +31,19 @@ LINEAR = dict(
     linear_value_head_dim=8,
     layer_types=["linear_attention", "full_attention"],
 )
+
+
+def gemma3n():
+    """Built as a Hugging Face directory is, on the layers of Gemma 4."""
+    backbone = MODELS.Gemma4Backbone(
+        **SIZES, head_dim=8, image_size=None, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+    )  # fmt: skip
+    own = {"states": 8, "active": 0, "is_scaled": True, "rank": 16}
+    set_hidden_states(backbone, {**own, "sparsity": (0.5,)})
+    return backbone
+
+
 BACKBONES = {
     "gemma": lambda: MODELS.GemmaBackbone(**SIZES, head_dim=8),
     "gemma2": lambda: MODELS.GemmaBackbone(
@@ -54,6 +68,7 @@ BACKBONES = {
     "gpt_oss": lambda: MODELS.GptOssBackbone(
         **SIZES, num_experts=8, head_dim=8
     ),
+    "gemma3n": gemma3n,
     "gemma4": lambda: MODELS.Gemma4Backbone(
         **SIZES,
         head_dim=8,
@@ -93,6 +108,10 @@ ON_MODEL = {
     r"moe_router/proj/kernel": 1,
     r"per_layer_(input_gate|model_projection)/kernel": 1,
     r"per_layer_up_proj/kernel": 0,
+    r"(make|join)_states/projection_\d+/kernel": 0,
+    r"altup/(modality_router|(correction|prediction)_coefs)/kernel": 0,
+    r"laurel/linear_left/kernel": 1,
+    r"laurel/linear_right/kernel": 0,
     r"linear_attn/in_proj_(qkv|z|b|a)/kernel": 1,
     r"linear_attn/(out_proj/kernel|conv1d_kernel)": 0,
     r"sparse_moe_block/router_gate/kernel": 1,

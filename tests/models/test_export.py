@@ -15,6 +15,7 @@ from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.tensors import model_tensors
 from tests.models.tiny_checkpoints import (
     BASES,
+    GEMMA3N_E2B,
     GEMMA4_E2B,
     GEMMA4_EXPERTS,
     assert_equal_logits,
@@ -53,6 +54,18 @@ SOURCES = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "final_logit_softcapping": 3.0,
+            "layer_types": [FULL, SLIDING],
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rope_theta": 500.0,
+        },
+    ),
+    "gemma3n_e2b": ("gemma3n_text", {**GEMMA3N_E2B, "as_saved": True}),
     "gemma4": (
         "gemma4_text",
         {

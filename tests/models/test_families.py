@@ -42,6 +42,10 @@ LONG = {
 # A model of each, and the fields of its config that are not the usual ones.
 FAMILIES = {
     "gpt_oss": {},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention"] * 2,
+        "num_kv_shared_layers": 1,
+    },
     "gemma4_text": {
         **GEMMA4_E2B,
         "num_hidden_layers": 2,

@@ -15,6 +15,7 @@ from keras_posttrain.models.hf.loading import load_causal_lm, repair
 from keras_posttrain.models.hf.rope import set_sequence_length
 from tests.models.tiny_checkpoints import (
     BASES,
+    GEMMA3N_E2B,
     GEMMA4_E2B,
     GEMMA4_EXPERTS,
     SIZES,
@@ -179,7 +180,8 @@ def test_rope(tmp_path, model_type, name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize(
-    "model_type", set(BASES) - {"gemma3_text", "gemma4_text"}
+    "model_type",
+    set(BASES) - {"gemma3_text", "gemma3n_text", "gemma4_text"},
 )
 def test_rope_product(tmp_path, model_type, name):
     check(tmp_path, model_type, ROPES[name])
@@ -275,6 +277,34 @@ VARIANTS = {
     "gemma_biases": ("gemma", {"attention_bias": True}),
     "gemma2_biases": ("gemma2", {"attention_bias": True}),
     "gemma3_biases": ("gemma3_text", {"attention_bias": True}),
+    "gemma3n_e2b": ("gemma3n_text", {**GEMMA3N_E2B, "as_saved": True}),
+    "gemma3n_active": (
+        "gemma3n_text",
+        {
+            "altup_active_idx": 1,
+            "laurel_rank": 3,
+            "final_logit_softcapping": 3.0,
+            "num_hidden_layers": 3,
+            "layer_types": PATTERN,
+            "num_kv_shared_layers": 1,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rope_local_base_freq": 300.0,
+            "activation_sparsity_pattern": [0.0, 0.95, 0.3],
+            "intermediate_size": [48] * 3,
+        },
+    ),
+    # Without full attention, one state only, which is not scaled.
+    "gemma3n_one_state": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 1,
+            "altup_correct_scale": False,
+            "layer_types": ["sliding_attention"] * 2,
+            "num_kv_shared_layers": 1,
+            "tie_word_embeddings": False,
+            "drop": ("activation_sparsity_pattern",),
+        },
+    ),
     "gemma4_as_saved": (
         "gemma4_text",
         {"as_saved": True, "rms_norm_eps": 1e-2},
@@ -554,18 +584,22 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 @pytest.mark.parametrize("layers", [1, 6, 7, 12, 14])
-def test_gemma4_has_transformers_types_of_layers(layers):
-    """Every sixth is global, and the last, if a config names none."""
-    fields = {**SIZES, **BASES["gemma4_text"], "num_hidden_layers": layers}
+def test_gemmas_have_transformers_types_of_layers(model_type, layers):
+    """Every fifth or sixth is global, in Gemma 4 the last, and of Gemma 3n
+    the first ten are sparse, if a config names none."""
+    fields = {**SIZES, **BASES[model_type], "num_hidden_layers": layers}
     del fields["layer_types"]
-    family = FAMILIES["gemma4_text"]
-    settings, _ = from_config(
-        {"model_type": family.model_type, **fields}, family
-    )
-    want = transformers.AutoConfig.for_model(family.model_type, **fields)
+    fields.pop("activation_sparsity_pattern", None)
+    family = FAMILIES[model_type]
+    settings, _ = from_config({"model_type": model_type, **fields}, family)
+    want = transformers.AutoConfig.for_model(model_type, **fields)
     kinds = {5: "sliding_attention", None: "full_attention"}
     assert [kinds[w] for w in settings.windows] == want.layer_types
+    if settings.gemma3n is not None:
+        sparsity = list(settings.gemma3n["sparsity"])
+        assert sparsity == want.activation_sparsity_pattern
 
 
 # `make test-full` runs these: CI has other variants with the same fields.
@@ -582,10 +616,13 @@ def test_variant(tmp_path, name):
     check(tmp_path, *VARIANTS[name])
 
 
-def test_the_epsilon_of_e4b(tmp_path):
+@pytest.mark.parametrize(
+    "model_type, fields", [("gemma3n_text", {}), ("gemma4_text", GEMMA4_E2B)]
+)
+def test_the_epsilon_of_e4b(tmp_path, model_type, fields):
     """Norms of small inputs multiply rounding, also in transformers."""
-    fields = {**GEMMA4_E2B, "rms_norm_eps": 1e-6}
-    directory, want = make_checkpoint(tmp_path / "hf", "gemma4_text", **fields)
+    fields = {**fields, "rms_norm_eps": 1e-6}
+    directory, want = make_checkpoint(tmp_path / "hf", model_type, **fields)
     causal_lm = load_causal_lm(directory)
     want = jax.nn.log_softmax(want)
     for logits in (plain_logits, packed_logits, cached_logits):
@@ -651,6 +688,41 @@ REFUSED = {
         "phi3",
         {"partial_rotary_factor": 1.5},
         "partial_rotary_factor=1.5",
+    ),
+    "gemma3n_widths": (
+        "gemma3n_text",
+        {"intermediate_size": [48, 64]},
+        r"intermediate_size=[48, 64]",
+    ),
+    "gemma3n_active": (
+        "gemma3n_text",
+        {"altup_active_idx": 3},
+        "less than `altup_num_inputs`, which is 3",
+    ),
+    "gemma3n_sparsity": (
+        "gemma3n_text",
+        {"activation_sparsity_pattern": [0.5]},
+        "2 numbers from 0 to below 1",
+    ),
+    "gemma3n_donors": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 1},
+        "num_kv_shared_layers=1",
+    ),
+    "gemma3n_inputs": (
+        "gemma3n_text",
+        {"hidden_size_per_layer_input": 0},
+        "hidden_size_per_layer_input=0",
+    ),
+    "gemma3n_cap": (
+        "gemma3n_text",
+        {"final_logit_softcapping": None},
+        "final_logit_softcapping=None",
+    ),
+    "gemma3n_unread": (
+        "gemma3n_text",
+        {"attn_logit_softcapping": 3.0},
+        "softcapping=3.0",
     ),
     "gemma4_last": (
         "gemma4_text",
@@ -1014,6 +1086,7 @@ def test_a_bare_model_and_a_tied_head_alone(tmp_path):
     "name, prefix",
     [
         ("gemma3", "language_model.model."),
+        ("gemma3n", "model.language_model."),
         ("gemma4", "model.language_model."),
         ("qwen3_5", "model.language_model."),
     ],

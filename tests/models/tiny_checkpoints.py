@@ -125,6 +125,30 @@ GEMMA4_EXPERTS = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 1,
 }
+# Two layers with everything that Gemma 3n has but shared keys and values. The
+# last ids have no row in the embedding for each layer.
+BASES["gemma3n_text"] = {
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 90,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.95, 0.0],
+    # Where hardly a feature of an MLP is left, its norm multiplies rounding.
+    "rms_norm_eps": 1e-2,
+    "pad_token_id": 0,
+}
+# As E2B and E4B are.
+GEMMA3N_E2B = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "altup_num_inputs": 4,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
+}
 LENGTH = 14
 TOKEN_IDS = np.random.default_rng(0).integers(0, 96, (2, LENGTH))
 

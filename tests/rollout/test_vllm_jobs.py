@@ -70,7 +70,8 @@ def test_families_that_were_not_compared(model_type, tmp_path):
         max_completion_length=8,
         stop_token_ids=[2],
     )
-    match = f"bfloat16. Use .*NativeRollout.*model_type='{model_type}'"
+    reason = settings.NOT_COMPARED[model_type]
+    match = f"{reason}. Use .*NativeRollout.*model_type='{model_type}'"
     with pytest.raises(ValueError, match=match):
         task.fit([{"prompt_ids": [5, 7]}], batch_size=1, verbose=0)
 

@@ -165,6 +165,20 @@ def test_beginnings_are_computed_once():
 FAMILIES = {
     # Layers that read the caches of others.
     "gemma4": ("gemma4_text", GEMMA4_E2B, [5, 128]),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+            ],
+            "num_kv_shared_layers": 1,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.5],
+        },
+        [5, 128],
+    ),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 2}, [4, 128]),
 }
 

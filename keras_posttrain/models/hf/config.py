@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from keras_posttrain.models.hf import gemma4, qwen3_5
+from keras_posttrain.models.hf import gemma3n, gemma4, qwen3_5
 from keras_posttrain.models.hf.gemma4 import FULL, SLIDING
 from keras_posttrain.models.hf.rope import rope_parameters
 
@@ -140,12 +140,16 @@ class Settings:
         multipliers: dict of the factors of `MULTIPLIERS`: those of the
             embeddings, of what each block adds, and of the scores; the
             logits are divided by the last. `None` in most families.
-        gemma4: dict of what only Gemma 4 has: `global_head_dim`, of layers
-            without a window; `global_key_value_heads` of these, `None` where
-            values are not keys; `shared_layers`, how many of the last layers
-            use the keys and values of others; `is_double_wide`, whether
-            their MLPs are; `input_size` and `input_vocabulary` of the
-            embedding for each layer, which has none if the size is 0. `None`
+        gemma4: dict of what only Gemma 4 and 3n have: `global_head_dim`, of
+            layers without a window; `global_key_value_heads` of these,
+            `None` where values are not keys; `shared_layers`, how many of
+            the last layers use the keys and values of others;
+            `is_double_wide`, whether their MLPs are; `input_size` and
+            `input_vocabulary` of the embedding for each layer, which has
+            none if the size is 0. `None` in other families.
+        gemma3n: dict of what only Gemma 3n has: the hidden `states` of a
+            token, the `active` one, `is_scaled`, the `rank` of the path next
+            to the attention, and a tuple of each layer's `sparsity`. `None`
             in other families.
         linear: dict of what only Qwen 3.5 has: for each layer in
             `is_linear` whether it has linear attention; of these
@@ -167,6 +171,7 @@ class Settings:
     experts: dict | None = None
     multipliers: dict | None = None
     gemma4: dict | None = None
+    gemma3n: dict | None = None
     linear: dict | None = None
 
 
@@ -185,7 +190,7 @@ def from_config(config, family):
     layers = sizes["num_hidden_layers"]
     windows = _windows(config, family, layers)
     kinds = [FULL if window is None else SLIDING for window in windows]
-    own = _gemma4(config, family, sizes, windows)
+    own, own_of_3n = _gemma4(config, family, sizes, windows)
     per_type = family.rope_by_type
     rope = {
         kind: rope_parameters(
@@ -216,6 +221,7 @@ def from_config(config, family):
         experts=_experts(config, family),
         multipliers=_multipliers(config, family),
         gemma4=own,
+        gemma3n=own_of_3n,
         linear=_linear(config, family),
     )
     return settings, notes
@@ -234,16 +240,21 @@ def _check_required(config, family):
 
 
 def _gemma4(config, family, sizes, windows):
-    """Returns `Settings.gemma4`; raises if it cannot be represented."""
+    """Returns `Settings.gemma4` and `Settings.gemma3n`.
+
+    A `ValueError` is raised if they cannot be represented.
+    """
     if not family.is_gemma4:
-        return None
+        return None, None
     why = functools.partial(refused, family)
+    if family.is_gemma3n:
+        return gemma3n.read_fields(config, windows, why)
     own = gemma4.read_fields(config, windows, why)
     heads, groups = sizes["num_attention_heads"], own["global_key_value_heads"]
     check_head_dim(family.model_type, own["global_head_dim"])
     check_groups(family.model_type, heads, groups or heads)
     gemma4.check_rope(config, why)
-    return own
+    return own, None
 
 
 def _linear(config, family):
@@ -285,6 +296,9 @@ def refused(family, field, value, expected):
 def _completed(config, family):
     """Returns a config with the family's defaults for absent fields."""
     defaults = dict(family.defaults)
+    if family.is_gemma3n:
+        why = functools.partial(refused, family)
+        config = gemma3n.completed(config, why)
     if family.is_gemma4:
         config = {k: v for k, v in config.items() if v is not None}
     for names in family.experts.fields.values() if family.experts else ():
@@ -519,7 +533,7 @@ def _pattern(config, family, num_layers, size):
         if "sliding_window_pattern" in family.defaults:
             every = config["sliding_window_pattern"]
         kinds = [SLIDING if (i + 1) % every else FULL for i in layers]
-        if family.is_gemma4:
+        if family.is_gemma4 and not family.is_gemma3n:
             kinds[-1] = FULL
         return kinds
     first = config["max_window_layers"]
@@ -555,7 +569,9 @@ def to_config(settings, family):
     config.update(_scale_and_caps(settings, family))
     config.update(_window_fields(settings.windows, family))
     config.update(_rope_fields(settings, family))
-    if family.is_gemma4:
+    if family.is_gemma3n:
+        config.update(gemma3n.to_fields(settings))
+    elif family.is_gemma4:
         if settings.windows[-1] is not None:
             what, received = "a window in the last layer", settings.windows
             raise _not_expressible(family, what, f"windows={received}")
@@ -689,7 +705,7 @@ def _rope_fields(settings, family):
                 f"different rotary embeddings for layers of {kind!r}",
                 f"rope={settings.rope}",
             )
-    if family.is_gemma4:
+    if family.is_gemma4 and not family.is_gemma3n:
         return {"rope_parameters": gemma4.rope_fields(found)}
     if FULL in found:
         fields["rope_theta"] = found[FULL]["rope_theta"]

@@ -13,7 +13,7 @@ from keras_posttrain.models.experts import (
     EXPERT_NAMES,
     EXPERT_NAMES_OF_GEMMA4,
 )
-from keras_posttrain.models.hf import gemma4, qwen3_5
+from keras_posttrain.models.hf import gemma3n, gemma4, qwen3_5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,12 @@ class Family:
 
     @property
     def is_gemma4(self):
+        """Bool, whether the layers are those of Gemma 4."""
         return self.layers.keras_name == "Gemma4"
+
+    @property
+    def is_gemma3n(self):
+        return self.model_type == "gemma3n_text"
 
     @property
     def is_qwen3_5(self):
@@ -248,6 +253,21 @@ _PER_LAYER = {
     "per_layer_projection": "per_layer_up_proj",
     "post_per_layer_input_norm": "post_per_layer_input_norm",
 }
+# Hidden states of a token that a layer does not compute, and a path of low
+# rank; none of their projections is adapted.
+_GEMMA3N = {
+    **{
+        f"altup.{x}": f"altup.{x}"
+        for x in (
+            "correct_output_scale", "correction_coefs", "prediction_coefs",
+            "modality_router", "router_norm",
+        )
+    },
+    **{
+        f"laurel.{x}": f"laurel.{x}"
+        for x in ("linear_left", "linear_right", "post_laurel_norm")
+    },
+}  # fmt: skip
 _GEMMA4_EXPERTS = {
     "router.proj": "moe_router.proj",
     "router.scale": "moe_router.per_dim_scale",
@@ -544,6 +564,26 @@ _ALL = (
     _gemma_like(
         "gemma3_text", "Gemma3", "Gemma3", {**_GEMMA2_NORMS, **_GEMMA3_NORMS},
         "gemma", _GEMMA3_DEFAULTS,
+    ),
+    Family(
+        model_type="gemma3n_text",
+        architecture="Gemma3nForCausalLM",
+        layers=LAYERS["Gemma4"],
+        modules={
+            **_GEMMA, **_GEMMA2_NORMS, **_GEMMA3_NORMS, **_PER_LAYER,
+            **_GEMMA3N,
+        },
+        optional=("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm"),
+        windows="gemma",
+        defaults=gemma3n.DEFAULTS,
+        fields=gemma3n.READ,
+        rope_by_type=True,
+        only={
+            **dict.fromkeys(gemma3n.UNREAD, (None,)),
+            "attention_bias": (False,),
+        },
+        ignored=gemma3n.IGNORED,
+        is_strict=True,
     ),
     Family(
         model_type="gemma4_text",

@@ -206,11 +206,15 @@ def arguments(own, windows, experts):
 def rope_arguments(rope, windows):
     """Returns what the constructor can say of `Settings.rope`."""
     of_kind = {window is None: own for window, own in zip(windows, rope)}
-    found = {"global_rope_wavelength": of_kind[True]["rope_theta"]}
+    found = {}
+    if True in of_kind:
+        own = of_kind[True]
+        found["global_rope_wavelength"] = own["rope_theta"]
+        partial = own.get("partial_rotary_factor", 1.0)
+        found["global_rope_partial_rotary_factor"] = partial
     if False in of_kind:
         found["local_rope_wavelength"] = of_kind[False]["rope_theta"]
-    partial = of_kind[True].get("partial_rotary_factor", 1.0)
-    return {**found, "global_rope_partial_rotary_factor": partial}
+    return found
 
 
 def read_layers(backbone):

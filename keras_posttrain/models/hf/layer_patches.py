@@ -9,7 +9,9 @@ import re
 import keras
 from keras import ops
 
-from keras_posttrain.models.hf import gemma4, qwen3_5
+from keras_posttrain.models import gemma3n as gemma3n_layers
+from keras_posttrain.models import gemma4 as gemma4_layers
+from keras_posttrain.models.hf import gemma3n, gemma4, qwen3_5
 from keras_posttrain.models.hf.blocks import (
     HeadsNorm,
     at_path,
@@ -112,6 +114,7 @@ def read_settings(causal_lm, family):
         experts=_experts(layers, family),
         multipliers=multipliers_of(causal_lm),
         gemma4=gemma4.read_layers(backbone) if family.is_gemma4 else None,
+        gemma3n=gemma3n.read_layers(backbone) if family.is_gemma3n else None,
         linear=qwen3_5.read_layers(backbone) if family.is_qwen3_5 else None,
     )
 
@@ -199,6 +202,8 @@ def _one(what, values):
 def apply_settings(causal_lm, family, settings):
     """Makes the built layers follow the settings; returns notes on changes."""
     set_heads_norms(causal_lm, family)
+    if family.is_gemma3n:
+        set_hidden_states(causal_lm.backbone, settings.gemma3n)
     set_paths(causal_lm.backbone, family)
     notes = set_epsilon(causal_lm, family, settings.epsilon)
     notes += set_tied(causal_lm, settings.tied)
@@ -275,6 +280,63 @@ def set_heads_norms(causal_lm, family):
             with _unlocked_tracker(attention) as tracker:
                 tracker.untrack(old)
                 setattr(attention, name, new)
+
+
+def set_hidden_states(backbone, own):
+    """Makes a backbone of Gemma 4 one of Gemma 3n.
+
+    Args:
+        own: `Settings.gemma3n`.
+    """
+    hidden, norm = (None, None, backbone.hidden_dim), backbone.layer_norm
+    gemma4_layers.prepare(backbone)
+    for i, layer in enumerate(backbone.transformer_layers):
+        parts = _parts_of_gemma3n(layer, own, is_first=i == 0)
+        with at_path(layer.path):
+            _attach(layer, parts, hidden)
+        with _unlocked_tracker(layer) as tracker:
+            # Gemma 3n has no such factor.
+            tracker.untrack(layer.layer_scalar)
+            layer.layer_scalar = None
+        gemma3n_layers.prepare(layer, own["sparsity"][i])
+    join = gemma3n_layers.Projections(
+        own["states"], True, name="join_states", dtype=norm.dtype_policy
+    )
+    # Its path is not that of a norm, whose variables are not split.
+    _attach(norm, {"join": join}, hidden)
+    gemma3n_layers.join_states(norm)
+    if backbone.vocab_size_per_layer_input < backbone.vocabulary_size:
+        gemma3n_layers.look_up_known(backbone.per_layer_token_embedding)
+
+
+def _parts_of_gemma3n(layer, own, is_first):
+    """Returns what a decoder layer has of Gemma 3n, by attribute."""
+    more, norm = {"dtype": layer.dtype_policy}, layer.pre_attention_norm
+
+    def new_norm(name):
+        return type(norm)(epsilon=norm.epsilon, name=name, **more)
+
+    return {
+        "altup": gemma3n_layers.AltUp(
+            own["states"], own["active"], own["is_scaled"],
+            new_norm("router_norm"), name="altup", **more,
+        ),
+        "laurel": gemma3n_layers.Laurel(
+            own["rank"], new_norm("post_laurel_norm"), name="laurel", **more
+        ),
+        "make_states": gemma3n_layers.Projections(
+            own["states"], False, name="make_states", **more
+        ) if is_first else None,
+    }  # fmt: skip
+
+
+def _attach(layer, parts, input_shape):
+    """Builds layers inside a built one, by attribute."""
+    for part in filter(None, parts.values()):
+        part.build(input_shape)
+    with _unlocked_tracker(layer):
+        for name, part in parts.items():
+            setattr(layer, name, part)
 
 
 def set_biases(causal_lm, family, biases):

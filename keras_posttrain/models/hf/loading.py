@@ -362,7 +362,7 @@ def _remember(causal_lm, source, notes):
 # The text models of multimodal ones.
 TEXT = {
     name: f"{name}_text"
-    for name in ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+    for name in ("gemma3", "gemma3n", "gemma4", "qwen3_5", "qwen3_5_moe")
 }
 
 

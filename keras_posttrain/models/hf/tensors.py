@@ -200,6 +200,7 @@ def model_tensors(causal_lm, stored=()):
         if bank is not None and family.experts.names is not None:
             found += _expert_tensors(bank, family.experts, prefix, stored)
     found += _per_layer_tensors(backbone)
+    found += _states_tensors(backbone)
     found.append(_same("model.norm.weight", backbone.layer_norm.scale))
     if not embedding.tie_weights:
         head = Part(embedding.reverse_embeddings, ((1,), (0,)))
@@ -223,6 +224,25 @@ def _per_layer_tensors(backbone):
             "model.per_layer_projection_norm.weight",
             backbone.per_layer_projection_norm.scale,
         ),
+    ]
+
+
+def _states_tensors(backbone):
+    """Lists the projections that make and join Gemma 3n's hidden states."""
+    makes = getattr(backbone.transformer_layers[0], "make_states", None)
+    if makes is None:
+        return []
+    found = {
+        "altup_projections": makes,
+        "altup_unembed_projections": backbone.layer_norm.join,
+    }
+    return [
+        Tensor(
+            f"model.{name}.{i}.weight",
+            (Part(projection.kernel, ((1,), (0,))),),
+        )
+        for name, layer in found.items()
+        for i, projection in enumerate(layer.projections)
     ]
 
 

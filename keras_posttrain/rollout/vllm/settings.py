@@ -23,9 +23,14 @@ CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
 # Tokens of a block of vLLM's cache on a CPU.
 BLOCK = 128
-# Families that vLLM's CPU kernels compute in bfloat16 alone, so that samples
-# were not compared with the trainer.
-NOT_COMPARED = ("qwen3_5_text", "qwen3_5_moe_text")
+# Families that were not compared with the trainer, and why not.
+NOT_COMPARED = {
+    "gemma3n_text": "it has not been tried",
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        "vLLM's CPU kernels of its linear attention need bfloat16",
+    ),
+}
 # Those that were compared with vLLM's own model, and not with KerasHub's in
 # vLLM, as it runs on TPUs.
 NOT_ON_TPU = ("gemma4_text", "gpt_oss")
@@ -184,8 +189,8 @@ def check_family(family, on_tpu=False):
     if model_type in NOT_COMPARED:
         raise ValueError(
             "vLLM's samples of this type of model were not compared with the "
-            "trainer, as vLLM's CPU kernels of its linear attention need "
-            "bfloat16. Use `kpt.rollout.NativeRollout()`, the default. "
+            f"trainer: {NOT_COMPARED[model_type]}. Use "
+            "`kpt.rollout.NativeRollout()`, the default. "
             f"Received: a model of model_type={model_type!r}"
         )
     if on_tpu and model_type in NOT_ON_TPU:
