@@ -89,7 +89,8 @@ class VLLMRollout(Rollout):
     - Qwen 3.5 with its mixtures. vLLM's CPU kernels of linear attention need
       bfloat16 ("CPU GDN attention requires BF16."), and its model imports
       torchvision, whose builds for Linux on PyPI need CUDA.
-    - Gemma 3n, which has not been tried.
+    - Gemma 3n: after a push of all weights the log-probabilities of a tiny
+      model were others.
     - Models with a vision tower: vLLM's Gemma 3 with images imports it too.
     - gpt-oss with another epsilon than 1e-5, other limits of the activation
       than the published ones, or a first layer without a window: vLLM has

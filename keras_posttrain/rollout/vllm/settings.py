@@ -23,9 +23,9 @@ CACHED_SEQUENCES = 256
 MIN_CACHE_BYTES = 2**27
 # Tokens of a block of vLLM's cache on a CPU.
 BLOCK = 128
-# Families that were not compared with the trainer, and why not.
+# Families whose samples are not known to be those of the trainer, and why.
 NOT_COMPARED = {
-    "gemma3n_text": "it has not been tried",
+    "gemma3n_text": "vLLM 0.32 gave others after a push of all weights",
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
         "vLLM's CPU kernels of its linear attention need bfloat16",
@@ -188,8 +188,8 @@ def check_family(family, on_tpu=False):
     model_type = None if family is None else family.model_type
     if model_type in NOT_COMPARED:
         raise ValueError(
-            "vLLM's samples of this type of model were not compared with the "
-            f"trainer: {NOT_COMPARED[model_type]}. Use "
+            "vLLM's log-probabilities of this type of model are not known to "
+            f"be those of the trainer: {NOT_COMPARED[model_type]}. Use "
             "`kpt.rollout.NativeRollout()`, the default. "
             f"Received: a model of model_type={model_type!r}"
         )
