@@ -1,6 +1,7 @@
 """Prompts of on-policy distillation, for the student and its teachers."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,12 +25,14 @@ class StudentPrompts:
     """The prompts of a run on the student's own samples.
 
     Attributes:
+        prompts: sequence of `Prompt`s.
         stored: dict by row of the examples that are used as given.
         contexts: dict by row of `(teacher's prompt, teacher's index)`, each
-            `None` where it is the student's or there is one teacher.
+            `None` where it is the student's or there is one teacher. Empty
+            where both are so in all rows.
     """
 
-    prompts: list
+    prompts: Sequence
     stored: dict = dataclasses.field(default_factory=dict)
     contexts: dict = dataclasses.field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from keras_posttrain.data.batches.distillation import (
 )
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.distillation import prepare_distillation
+from keras_posttrain.data.rows.examples import summary_of
 from keras_posttrain.data.rows.prompts import (
     PromptOrder,
     prepare_columns,
@@ -367,7 +368,7 @@ class DistillTask(Task):
                 self._fill_cache(examples, batch_size)
                 self._release_teachers()
                 lookup = cached_tokens(self.cached)
-            longest = max(len(x.token_ids) for x in examples)
+            longest = int(summary_of(examples)["tokens"].max())
             layout = self._layout(batch_size, packing, longest)
             layout = fit_teacher_rows(with_lookup(layout, lookup), examples)
         return super().make_batches(
@@ -538,7 +539,7 @@ class DistillTask(Task):
         )
         filled = self.filled_rows(sequences, packing)
         settings.show(padding.describe(self.micro_batch_size, *filled))
-        longest = max(len(p.token_ids) for p in prompts.prompts)
+        longest = int(summary_of(prompts.prompts)["tokens"].max())
         longest += sampling.max_completion_length
         episodes = None
         if self.episode is not None:
@@ -631,8 +632,12 @@ class DistillTask(Task):
             max_prompt_length=most,
             limit=why,
         )
-        prompts = list(prompts)
+        if is_stream(prompts):
+            prompts = list(prompts)
         column, rows = teacher_prompts(prompts)
+        if column is None and self.teacher_column is None:
+            return StudentPrompts(prompts), report
+        prompts = list(prompts)
         if column is not None:
             # None may be left out: each goes with a prompt.
             rows, _ = prepare_prompts(

@@ -11,6 +11,7 @@ from keras_posttrain import _console, optimizers
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.batches.prompt_stream import prompt_order
 from keras_posttrain.data.rows.datasets import is_stream
+from keras_posttrain.data.rows.examples import summary_of
 from keras_posttrain.data.rows.prompt_encoder import Prompt
 from keras_posttrain.data.rows.prompts import prepare_columns, prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
@@ -460,7 +461,7 @@ class RolloutTask(Task):
         if episodes is not None:
             players = len(episodes.trained)
         elif not is_stream(prompts):
-            longest = max(len(p.token_ids) for p in prompts)
+            longest = int(summary_of(prompts)["tokens"].max())
         sequences = rl_checks.minibatches(
             batch_size,
             sampling.num_generations * players,

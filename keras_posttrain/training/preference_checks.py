@@ -3,10 +3,13 @@
 import dataclasses
 import os
 
+import numpy as np
+
 from keras_posttrain import _remote
 from keras_posttrain.data.batches.packing import fine_lengths
 from keras_posttrain.data.batches.preference import row_length
 from keras_posttrain.data.rows.datasets import is_stream
+from keras_posttrain.data.rows.examples import summary_of
 from keras_posttrain.losses import (
     BradleyTerryLoss,
     KTOLoss,
@@ -88,12 +91,12 @@ def packed(layout, packing, examples):
 def both_labels(loss, examples):
     if is_stream(examples):
         return
-    labels = {example.label for example in examples}
+    labels = np.unique(summary_of(examples)["label"])
     if len(labels) == 1:
         raise ValueError(
             f"{type(parts(loss)[0]).__name__} learns from good and bad "
             "completions: the column 'label' must be True in some rows and "
-            f"False in others. Received: label={labels.pop()} in all "
+            f"False in others. Received: label={bool(labels[0])} in all "
             f"{len(examples)} rows."
         )
 
@@ -113,7 +116,10 @@ def prompts(examples):
     """Refuses examples of which no prompt can be shared; returns them."""
     if is_stream(examples):
         return examples.map(_with_prompt)
-    return list(map(_with_prompt, examples))
+    lacking = np.flatnonzero(summary_of(examples)["prompt"] == 0)
+    if lacking.size:
+        _with_prompt(examples[int(lacking[0])])
+    return examples
 
 
 def _with_prompt(example):

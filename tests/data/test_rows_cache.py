@@ -17,17 +17,30 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.data import order
+from keras_posttrain.data.batches.distillation import (
+    distillation_layout,
+    fit_teacher_rows,
+)
 from keras_posttrain.data.batches.pipeline import BatchAdapter
 from keras_posttrain.data.chat import template
-from keras_posttrain.data.rows import cache, files, lines, parallel, prepare
+from keras_posttrain.data.rows import (
+    cache,
+    files,
+    lines,
+    parallel,
+    prepare,
+    store,
+)
 from keras_posttrain.data.rows.columns import MixedRow
 from keras_posttrain.data.rows.distillation import prepare_distillation
-from keras_posttrain.data.rows.examples import digest_of
+from keras_posttrain.data.rows.examples import digest_of, summary_of
 from keras_posttrain.data.rows.preference import prepare_preferences
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.prompts import PromptOrder, prepare_prompts
+from keras_posttrain.data.rows.records import Part
 from keras_posttrain.data.rows.sft import prepare_sft
 from keras_posttrain.data.rows.store import StoredExamples, StoreWriter
+from keras_posttrain.training import preference_checks
 from tests.data.support import chat_tokenizer
 from tests.support import REFERENCE
 
@@ -138,6 +151,11 @@ def uncached(monkeypatch, function, rows, given):
     return examples, report
 
 
+def uncached_examples(kind, count):
+    function, make = KINDS[kind]
+    return function([make(i) for i in range(count)], settings())[0]
+
+
 def entries(folder):
     return sorted(folder.glob("*.rows"))
 
@@ -158,6 +176,8 @@ def plain(value):
     """An example as something that `==` compares bit for bit."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return type(value), [plain(getattr(value, f.name)) for f in fields]
@@ -187,6 +207,123 @@ def test_a_second_start_tokenizes_nothing(kind, folder, monkeypatch):
     second = function(make_rows(kind), settings())
     assert_same(second, expected)
     assert len(entries(folder)) == 1
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A list of the stored examples that are read, by their indices."""
+    found, read = [], StoredExamples.__getitem__
+
+    def note(self, index):
+        example = read(self, index)
+        found.append(index)
+        return example
+
+    monkeypatch.setattr(StoredExamples, "__getitem__", note)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_summaries_are_those_of_the_examples(kind, folder, reads):
+    examples, _ = KINDS[kind][0](make_rows(kind), settings())
+    ours, theirs = summary_of(examples), summary_of(list(examples))
+    assert len(reads) == len(examples) == COUNT
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert plain(ours[name]) == plain(theirs[name])
+    assert ours["tokens"].tolist() == [len(x.token_ids) for x in examples]
+
+
+def test_what_some_kinds_of_examples_lack_is_minus_one(tmp_path):
+    kinds = ["text", "pairs", "text"]
+    lists = [uncached_examples(kind, 3) for kind in kinds]
+    writer = StoreWriter(tmp_path / "new")
+    for examples in lists:
+        writer.add(Part.of(examples))
+    writer.finish({})
+    found = StoredExamples(writer.path).summary
+    assert plain(found) == plain(summary_of(sum(lists, [])))
+    has_prompt = [kind == "pairs" for kind in kinds for _ in range(3)]
+    assert (found["prompt"] >= 0).tolist() == has_prompt
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+def test_a_second_start_on_preferences_reads_no_row(
+    kind, share_prefix, folder, reads
+):
+    loss = {"pairs": kpt.losses.DPOLoss(), "labelled": kpt.losses.KTOLoss()}
+    task = kpt.DPOTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=64, lora=kpt.LoRA(rank=2)
+    )
+    task.compile("sgd", loss[kind])
+    task.share_prefix = share_prefix
+    examples, _ = task.prepare(make_rows(kind))
+    assert isinstance(examples, StoredExamples)
+    given = [examples, list(examples)]
+    del reads[:]
+    if task.labelled:
+        preference_checks.both_labels(task.objective, examples)
+    ours, theirs = [
+        task.make_batches(x, 4, packing=True, shuffle=False) for x in given
+    ]
+    assert not reads
+    assert ours.fingerprint == theirs.fingerprint
+    first = [next(x.get_jax_iterator()) for x in (ours, theirs)]
+    assert {k: plain(v) for k, v in first[0].items()} == {
+        k: plain(v) for k, v in first[1].items()
+    }
+
+
+def test_stored_preferences_are_refused_as_others_are(folder):
+    rows = [{**row, "label": True} for row in make_rows("labelled")]
+    examples, _ = labelled(rows, settings())
+    assert isinstance(examples, StoredExamples)
+    for given in (examples, list(examples)):
+        with pytest.raises(ValueError, match=f"label=True in all {COUNT}"):
+            preference_checks.both_labels(kpt.losses.KTOLoss(), given)
+    rows = [
+        {"chosen_ids": [1 + i // 50, 2, 3], "rejected_ids": [1, 4]}
+        for i in range(COUNT)
+    ]
+    examples, _ = prepare_preferences(
+        rows, settings(), labelled=False, share_prompt=False
+    )
+    assert isinstance(examples, StoredExamples)
+    for given in (examples, list(examples)):
+        with pytest.raises(ValueError, match="none in row 50"):
+            preference_checks.prompts(given)
+
+
+def test_teachers_rows_are_fitted_without_reading_rows(folder, reads):
+    examples, _ = distillation(make_rows("distillation"), settings())
+    layout = distillation_layout(
+        batch_size=4, sequence_length=128, token_budget=512
+    )
+    fitted = [fit_teacher_rows(layout, x) for x in (list(examples), examples)]
+    # The last ones ask whether the teacher reads other tokens.
+    assert set(reads[COUNT:]) == {0}
+    assert fitted[0].extras == fitted[1].extras != layout.extras
+
+
+def test_a_second_start_on_prompts_reads_those_of_its_rollout(folder, reads):
+    task = kpt.GRPOTask.from_preset(
+        REFERENCE / "models/qwen3", sequence_length=64
+    )
+    rows = [{"prompt": f"{i} is", "n": i} for i in range(COUNT)]
+    scored = []
+
+    def reward(completions, n):
+        scored.extend(n)
+        raise KeyboardInterrupt
+
+    task.compile(rewards=[reward], num_generations=2, max_completion_length=2)
+    prompts, _ = task.prepare_prompts(rows)
+    assert isinstance(prompts, StoredExamples)
+    with pytest.raises(KeyboardInterrupt):
+        task.fit(rows, batch_size=3, verbose=0)
+    # The first one says which columns there are.
+    assert len(set(scored)) == 3 and set(reads) == {0, *scored}
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -323,6 +460,17 @@ def test_a_damaged_entry_is_made_again(damage, folder, monkeypatch):
     assert_same(prepare_sft(rows, settings()), expected)
     forbid_tokenizing(monkeypatch)
     assert_same(prepare_sft(rows, settings()), expected)
+
+
+def test_an_entry_of_another_layout_is_made_again(folder, monkeypatch):
+    rows = make_rows("text")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "MAGIC", b"keras_posttrain rows 1\n")
+        prepare_sft(rows, settings())
+    [path] = entries(folder)
+    expected = uncached(monkeypatch, prepare_sft, rows, settings())
+    assert_same(prepare_sft(rows, settings()), expected)
+    assert path.read_bytes().startswith(store.MAGIC)
 
 
 def test_a_full_disk_is_no_failure(folder, monkeypatch):

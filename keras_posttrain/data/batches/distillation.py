@@ -8,6 +8,7 @@ import numpy as np
 from keras_posttrain.data.batches.assembly import Segment, assemble
 from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import fine_lengths
+from keras_posttrain.data.rows.examples import summary_of
 
 
 def distillation_layout(
@@ -82,9 +83,10 @@ def fit_teacher_rows(layout, examples):
     """
     if layout.token_budget is None or not _reads_other_tokens(examples):
         return layout
-    ours = sum(len(x.token_ids) for x in examples)
-    theirs = sum(len(x.teacher_ids) for x in examples)
-    longest = max(len(x.teacher_ids) for x in examples)
+    summary = summary_of(examples)
+    ours = int(summary["tokens"].sum(dtype=np.int64))
+    theirs = int(summary["teacher"].sum(dtype=np.int64))
+    longest = int(summary["teacher"].max())
     needed = max(longest, -(-theirs * layout.token_budget // ours))
     return _with_extras(
         layout,

@@ -12,7 +12,7 @@ from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
 from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import most_sequences
-from keras_posttrain.data.rows.examples import digest_of
+from keras_posttrain.data.rows.examples import digest_of, summary_of
 
 # How many sequences are packed together, and how many batches are built
 # ahead of the step that takes them.
@@ -302,9 +302,7 @@ class RandomAccess:
         if settings["packing"]:
             # Packed once, so that an epoch always has as many batches.
             indices = order.indices(len(examples), self.shuffle, self.seed, 0)
-            lengths = getattr(examples, "lengths", None)
-            if lengths is None:
-                lengths = [len(example.token_ids) for example in examples]
+            lengths = summary_of(examples)["tokens"]
             self.rows = _PackedRows()
             for at in range(0, len(indices), window):
                 part = indices[at : at + window]

@@ -8,6 +8,7 @@ import numpy as np
 from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import fine_lengths
 from keras_posttrain.data.batches.row_cache import RowCache, row_key
+from keras_posttrain.data.rows.examples import summary_of
 
 
 def preference_layout(
@@ -121,18 +122,15 @@ def row_length(layout, examples):
 
     `examples` are all those of a run.
     """
+    summary = summary_of(examples)
+    prompt, second = summary["prompt"], summary["second"]
+    first = summary["tokens"] - prompt
     if layout.regroup is not None:
-        # Under shuffling any completion may meet any prompt.
-        longest = max(examples, key=lambda x: len(x.completions[0]))
-        examples = [
-            _with_completion(x, longest, layout.sequence_length)
-            for x in examples
-        ]
-    return max(
-        len(x.prompt) * (1 if layout.share_prefix else len(x.completions))
-        + sum(map(len, x.completions))
-        for x in examples
-    )
+        # Under shuffling any completion may meet any prompt, where its end
+        # is cut.
+        second = np.minimum(first.max(), layout.sequence_length - prompt)
+    copies = 1 if layout.share_prefix else 1 + (second >= 0)
+    return int((prompt * copies + first + np.maximum(second, 0)).max())
 
 
 def completion_key(example, i):

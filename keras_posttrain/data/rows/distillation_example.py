@@ -31,6 +31,15 @@ class DistillationExample(Example):
         parts = [b"" if x is None else x.tobytes() for x in arrays]
         return b"|".join([*parts, repr(self.teacher_index).encode()])
 
+    @property
+    def summary(self):
+        """Dict of ints; `teacher`, the tokens that it reads, may be -1."""
+        # A class with slots has no `super()`.
+        found = Example.summary.fget(self)
+        if self.teacher_ids is not None:
+            found["teacher"] = len(self.teacher_ids)
+        return found
+
 
 @dataclasses.dataclass
 class DistillationReport(DataReport):

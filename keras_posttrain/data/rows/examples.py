@@ -39,6 +39,11 @@ class Example:
         """Bytes of everything except the tokens and their mask."""
         return b"" if self.images is None else self.images.digest
 
+    @property
+    def summary(self):
+        """Dict of ints: what is asked of all examples before training."""
+        return {"tokens": len(self.token_ids)}
+
 
 def completion_example(prompt, completion, mask, row, images=None):
     """Makes the `Example` of a prompt, without loss, and a completion.
@@ -76,6 +81,31 @@ def digest_of(examples):
     for example in examples:
         digest.update(hashed(example))
     return digest.hexdigest()
+
+
+def columns_of(summaries):
+    """Returns the summaries of examples as a dict of lists of ints.
+
+    Examples of several kinds may be mixed: -1 stands for what one lacks.
+    """
+    summaries = list(summaries)
+    names = dict.fromkeys(name for each in summaries for name in each)
+    return {name: [x.get(name, -1) for x in summaries] for name in names}
+
+
+def summary_of(examples):
+    """Returns the summaries of examples, which a file has, as arrays.
+
+    Returns:
+        Dict of int32 arrays of shape `(len(examples),)`: `tokens`; of a
+        `Preference` also `prompt`, `second` and `label`, of a
+        `DistillationExample` also `teacher`.
+    """
+    known = getattr(examples, "summary", None)
+    if known is not None:
+        return known
+    columns = columns_of(example.summary for example in examples)
+    return {name: np.array(x, np.int32) for name, x in columns.items()}
 
 
 @dataclasses.dataclass

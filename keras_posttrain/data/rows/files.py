@@ -15,6 +15,7 @@ import zlib
 
 from keras_posttrain import _remote
 from keras_posttrain.data.rows.lines import LineRows
+from keras_posttrain.data.rows.parquet import ParquetRows
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -57,8 +58,9 @@ def read_files(paths, name):
         name: string, the dataset's name in errors.
 
     Returns:
-        A list of rows; of large files with a JSON object a line `LineRows`,
-        which are read later.
+        A list of rows; of Parquet files `ParquetRows`, and of large files
+        with a JSON object a line `LineRows`, which are read later. Where
+        files of both kinds are mixed, all rows are in the list.
 
     Raises:
         ValueError: there is no such file, or it cannot be read.
@@ -66,6 +68,8 @@ def read_files(paths, name):
     """
     paths = [paths] if is_path(paths) else list(paths)
     found = [file for path in paths for file in _files(path, name)]
+    if found and all(p.suffix.lower() == ".parquet" for p in found):
+        return ParquetRows(found, name)
     if _stay_on_disk(found):
         return LineRows(found, functools.partial(_parse_line, name))
     return [row for file in found for row in _read(file, name)]
@@ -330,18 +334,4 @@ def _csv_row(header, cells, where, path, name):
 
 
 def _read_parquet(path, name):
-    try:
-        # An extra, which few need.
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(
-            "Reading a `.parquet` file needs pyarrow. Install it with "
-            f"`pip install pyarrow`. Received: {name}={str(path)!r}."
-        ) from error
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise ValueError(
-            f"`{name}` must be a Parquet file. Received: {str(path)!r}: "
-            f"{error}."
-        ) from error
+    return list(ParquetRows([path], name))

@@ -1,15 +1,12 @@
 """The rows of large files with a JSON object a line, which stay on disk."""
 
 import collections.abc
-import concurrent.futures
-import functools
-import hashlib
 
 import numpy as np
 
-from keras_posttrain.data.rows.disk import DiskFile
+from keras_posttrain.data.rows.disk import DiskFile, digest_of_files
 
-# Bytes that are hashed, or searched for lines, at once.
+# Bytes that are searched for lines at once.
 BLOCK = 2**24
 
 
@@ -60,21 +57,7 @@ class LineRows(collections.abc.Sequence):
 
     def content_digest(self):
         """Returns a hash of the files' bytes, 16 bytes."""
-        digest = hashlib.blake2b(digest_size=16)
-        # Hashing releases the interpreter.
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            for file in self._files:
-                digest.update(str(file.size).encode())
-                hash_block = functools.partial(_hash_block, file)
-                starts = range(0, file.size, BLOCK)
-                for part in threads.map(hash_block, starts):
-                    digest.update(part)
-        return digest.digest()
-
-
-def _hash_block(file, start):
-    block = file.read(start, start + BLOCK)
-    return hashlib.blake2b(block, digest_size=32).digest()
+        return digest_of_files(self._files)
 
 
 def _find_lines(path):

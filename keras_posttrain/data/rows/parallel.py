@@ -166,6 +166,6 @@ def _part(preparation, answer):
     return Part(
         answer["records"],
         answer["sizes"],
-        answer["lengths"],
+        answer["summary"],
         answer["hashed"],
     )

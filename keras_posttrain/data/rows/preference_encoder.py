@@ -100,6 +100,22 @@ class Preference:
             rest.append(self.images.digest)
         return b"|".join(rest)
 
+    @property
+    def summary(self):
+        """Dict of ints: tokens, and the label as a number.
+
+        `tokens` are those of the first sequence, `prompt` those of its
+        prompt, and `second` those of the second completion. -1 stands for
+        what there is not.
+        """
+        first, *rest = map(len, self.completions)
+        return {
+            "tokens": len(self.prompt) + first,
+            "prompt": len(self.prompt),
+            "second": rest[0] if rest else -1,
+            "label": -1 if self.label is None else int(self.label),
+        }
+
 
 class PreferenceEncoder:
     """Encodes rows of preferences; see `prepare_preferences`."""

@@ -45,6 +45,11 @@ class Prompt:
         return ids + b"|" + images
 
     @property
+    def summary(self):
+        """Dict of ints, as of an `Example`."""
+        return {"tokens": len(self.token_ids)}
+
+    @property
     def stored(self):
         """Its tokens as an `Example`; the rest is in its row."""
         ids = np.array(self.token_ids, np.int32)

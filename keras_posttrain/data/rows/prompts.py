@@ -3,7 +3,11 @@
 import functools
 
 from keras_posttrain.data import order
-from keras_posttrain.data.rows.examples import DataReport, digest_of
+from keras_posttrain.data.rows.examples import (
+    DataReport,
+    digest_of,
+    summary_of,
+)
 from keras_posttrain.data.rows.preparation import Messages, Preparation
 from keras_posttrain.data.rows.prepare import prepare_rows
 from keras_posttrain.data.rows.prompt_encoder import (
@@ -119,8 +123,8 @@ class PromptOrder:
     @functools.cached_property
     def prompt_lengths(self):
         """Ints, the fewest and the most tokens of a prompt."""
-        lengths = [len(p.token_ids or ()) for p in self.prompts] or [0]
-        return min(lengths), max(lengths)
+        lengths = summary_of(self.prompts)["tokens"]
+        return int(lengths.min()), int(lengths.max())
 
     @property
     def left(self):

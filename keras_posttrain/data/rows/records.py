@@ -8,7 +8,11 @@ import struct
 import numpy as np
 
 from keras_posttrain.data.rows.distillation_example import DistillationExample
-from keras_posttrain.data.rows.examples import Example, hashed
+from keras_posttrain.data.rows.examples import (
+    Example,
+    columns_of,
+    hashed,
+)
 from keras_posttrain.data.rows.images import Images
 from keras_posttrain.data.rows.preference_encoder import Preference
 
@@ -84,13 +88,13 @@ class Part:
     Args:
         records: bytes, their records one after the other.
         sizes: list of ints, the bytes of each.
-        lengths: list of ints, the tokens of each.
+        summary: dict of lists of ints, a number of each; see `summary_of`.
         hashed: bytes, what is hashed of them.
     """
 
     records: bytes
     sizes: list
-    lengths: list
+    summary: dict
     hashed: bytes
 
     @classmethod
@@ -100,7 +104,7 @@ class Part:
         return cls(
             b"".join(packed),
             [len(record) for record in packed],
-            [len(example.token_ids) for example in examples],
+            columns_of(example.summary for example in examples),
             b"".join(hashed(example) for example in examples),
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from keras_posttrain.data.rows import records
 from keras_posttrain.data.rows.disk import DiskFile
 
-MAGIC = b"keras_posttrain rows 1\n"
+MAGIC = b"keras_posttrain rows 2\n"
 # The file ends with the footer's checksum and length.
 TAIL = np.dtype([("checksum", "<u4"), ("length", "<u8")])
 BLOCK = 2**22
@@ -31,7 +31,7 @@ class StoreWriter:
 
     def __init__(self, path):
         self.path = path
-        self.sizes, self.lengths = array.array("q"), array.array("i")
+        self.sizes, self.summary = array.array("q"), {}
         self.digest = hashlib.blake2b(digest_size=8)
         # Without a buffer, all that was added is in the file.
         self._file, self._checksum = open(path, "x+b", buffering=0), 0
@@ -51,18 +51,23 @@ class StoreWriter:
         """
         self._write(part.records)
         self.digest.update(part.hashed)
+        for name in dict.fromkeys([*self.summary, *part.summary]):
+            before = array.array("i", [-1]) * len(self.sizes)
+            column = self.summary.setdefault(name, before)
+            column.extend(part.summary.get(name, [-1] * len(part.sizes)))
         self.sizes.extend(part.sizes)
-        self.lengths.extend(part.lengths)
 
     def finish(self, report):
         """Ends the file with its index; `report` is what JSON can store."""
         sizes = np.concatenate([[len(MAGIC)], self.sizes])
         offsets = np.cumsum(sizes, dtype=np.int64)
         self._write(offsets.astype("<i8").tobytes())
-        self._write(np.array(self.lengths, "<i4").tobytes())
+        for column in self.summary.values():
+            self._write(np.array(column, "<i4").tobytes())
         footer = json.dumps(
             {
                 "count": len(self.sizes),
+                "summary": list(self.summary),
                 "digest": self.digest.hexdigest(),
                 "checksum": self._checksum,
                 "report": report,
@@ -99,7 +104,8 @@ class StoredExamples(collections.abc.Sequence):
         restore: function of what was stored to an example, or `None`.
 
     Attributes:
-        lengths: int32 array, the tokens of each example.
+        summary: dict of int32 arrays, numbers of each example; see
+            `summary_of`.
         digest: string, the hash of all tokens.
         report: dict, what the writer was given.
 
@@ -131,11 +137,16 @@ class StoredExamples(collections.abc.Sequence):
             checksum = zlib.crc32(block, checksum)
         if checksum != footer["checksum"]:
             raise Damaged("it has another checksum")
-        count = footer["count"]
-        places = start - 8 * (count + 1) - 4 * count
-        data = self._bytes(places, start)
+        if self._bytes(0, len(MAGIC)) != MAGIC:
+            raise Damaged("it has another layout")
+        count, names = footer["count"], footer["summary"]
+        places = 8 * (count + 1)
+        data = self._bytes(start - places - 4 * count * len(names), start)
         self._offsets = np.frombuffer(data, "<i8", count + 1)
-        self.lengths = np.frombuffer(data, "<i4", count, 8 * (count + 1))
+        self.summary = {
+            name: np.frombuffer(data, "<i4", count, places + 4 * count * i)
+            for i, name in enumerate(names)
+        }
         self.digest, self.report = footer["digest"], footer["report"]
 
     def _bytes(self, start, stop):
@@ -145,7 +156,7 @@ class StoredExamples(collections.abc.Sequence):
         return data
 
     def __len__(self):
-        return len(self.lengths)
+        return len(self._offsets) - 1
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -75,7 +75,7 @@ class RowTokenizer:
             "records": part.records,
             "hashed": part.hashed,
             "sizes": part.sizes,
-            "lengths": part.lengths,
+            "summary": part.summary,
             "report": report.counts(),
             "firsts": self.preparation.first_values(),
         }
