@@ -411,7 +411,12 @@ class RolloutTask(Task):
         ):
             self._make_reference(settings)
             order = prompt_order(
-                prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+                prompts,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                epochs=epochs,
+                compare=processes.row_check(),
             )
             engines, opponents = make_opponents(
                 self.episode, self.rollout, self, self._copy

@@ -556,6 +556,7 @@ class Task(keras.Model):
             seed=seed,
             packing=packing,
             skip_steps=skip_steps,
+            epochs=epochs,
         )
         self.run = keras_fit.RowRun(
             self,
@@ -665,6 +666,7 @@ class Task(keras.Model):
             callback_lib.show(note, verbose not in (0, "auto"))
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
+        dataset.compare_rows(processes.row_check())
         hidden = verbose == "auto" or not processes.is_first()
         self._evaluating = True
         try:
