@@ -454,6 +454,7 @@ class RolloutTask(Task):
                 return self.run.fit()
             finally:
                 if streamed:
+                    order.close()
                     settings.show(self.data_report)
 
     def _layout(

@@ -253,6 +253,13 @@ def test_examples_with_images_are_few(monkeypatch):
     assert rows.read <= KEPT + 113
     assert len(ahead.take(2000)) == 2000
     ahead.close()
+    # As few of them are compared at once.
+    read = []
+    monkeypatch.setattr(lookahead, "digest_of", lambda x: read.append(len(x)))
+    ahead = Lookahead(iter(stream), compare=lambda block: block(), window=8)
+    ahead.take(8 * 8)
+    assert read == [9] + 6 * [10]
+    ahead.close()
 
 
 def prompts_of(rows, **given):
@@ -302,3 +309,18 @@ def test_prompts_are_compared():
     assert [x["rows"] for x in parts] == [2049]
     order.take(2992)
     assert [(x["rows"], x["ends"]) for x in parts[1:]] == [(951, True)]
+
+
+def test_prompts_are_read_no_further_once_closed():
+    order = prompts_of(Rows(10**9), epochs=2)
+    taken = order.take(4)
+    order.use(2)
+    assert threads()
+    order.close()
+    assert not threads()
+    # Its position is still known, and those that follow.
+    assert order.state()["position"]["taken"] == 2
+    again = prompts_of(Rows(10**9))
+    again.set_state(order.state())
+    assert [x.row for x in again.take(2)] == [x.row for x in taken[2:]]
+    again.close()

@@ -15,6 +15,8 @@ MAX_BYTES = 2**28
 NAME = "keras_posttrain rows"
 # The most examples that processes compare at once, unless a window has more.
 COMPARED = 2048
+# How many examples a position knows of those that follow it.
+RECORDED = 64
 
 
 class Lookahead:
@@ -89,9 +91,10 @@ class Lookahead:
         """Reads examples that are compared; returns what is compared."""
         # One more at the beginning: windows are known to end before it.
         size = self._size + (not self._compared)
-        before = self._compared
-        while len(self._block) < size:
+        before, num_bytes = self._compared, 0
+        while len(self._block) < size and num_bytes < MAX_BYTES:
             self._block.append(self._get())
+            num_bytes += _size(self._block[-1][1])
             if self._block[-1][1] is None:
                 break
         found = [x for _, x in self._block if x is not None]
@@ -152,7 +155,7 @@ def resumed(examples, state):
 
 def record(examples):
     """Returns what identifies the first of some examples: fit for JSON."""
-    examples = examples[:KEPT]
+    examples = examples[:RECORDED]
     return {"rows": len(examples), "tokens": digest_of(examples)}
 
 

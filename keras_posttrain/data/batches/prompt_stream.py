@@ -103,8 +103,8 @@ class PromptStream:
 
         `ahead` is a `Lookahead` at its start, if there is one.
         """
-        if self._iterator is not None and self._iterator is not ahead:
-            self._iterator.close()
+        if self._iterator is not ahead:
+            self.close()
         self._iterator, self._stream, self._known = ahead, stream, known
         self._restored = False
         # All that were read, and the number in the epoch of the first one. A
@@ -201,6 +201,12 @@ class PromptStream:
         if ahead is None or not ahead.next_epoch():
             ahead = None
         self._begin(known=self._first, ahead=ahead)
+
+    def close(self):
+        """Stops reading ahead, until prompts are taken again."""
+        ahead, self._iterator = self._iterator, None
+        if ahead is not None:
+            ahead.close()
 
     def state(self):
         """Returns the position as a dict that JSON can store."""
