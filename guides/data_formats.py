@@ -197,23 +197,24 @@ print(task.prepare(dataset)[1])
 """
 An `IterDataset` is read during training, for data that does not fit into
 memory. It is shuffled and packed in windows, and its position is saved with a
-checkpoint. A thread prepares rows ahead of the steps, over the ends of epochs, so
-an invalid row raises its error during training, and the report is filled
+checkpoint. A thread prepares rows ahead of the steps, over the ends of epochs,
+so an invalid row raises its error during training, and the report is filled
 meanwhile. Only the first step of a run waits for a window of 2,048 rows, which
-are shuffled together, unless rows take longer to prepare than to train on. Every
-task takes streams.
+are shuffled together, unless rows take longer to prepare than to train on.
+Every task takes streams.
 
 Other iterables of dicts are streams as well: a Hugging Face `IterableDataset`,
 a Grain `DataLoader`, or a function that returns a generator. A run that
 resumes reads them again up to its position, without tokenizing. A generator
 itself can be read only once, for one epoch. A dataset must have an end.
 
-A run resumes on the same stream: where the next rows (up to 64 in the middle of a
-window, one between two windows) are not those that the run that saved the position
-had read there, it is refused. Nothing further is read for this, and rows behind
-them are not compared. A stream in another order each time it is read cannot be
-resumed in its middle. The next epoch is begun before the one before it ends, so a
-function that gives epochs of its own must not rely on a callback to announce them.
+A run resumes on the same stream. A checkpoint holds a hash of the rows that
+follow: up to 64 in the middle of a window, one between two windows. A stream
+that has others there is refused. Nothing more is read for this, and later rows
+are not compared. A stream that gives another order each time it is read cannot
+be resumed within an epoch. The next epoch is begun before the last one ends,
+so a function that gives each epoch rows of its own must count its calls
+itself, and not rely on a callback.
 """
 
 stream = grain.MapDataset.source(rows).to_iter_dataset()
