@@ -49,8 +49,8 @@ class BatchAdapter(DataAdapter):
             it.
         layout: `BatchLayout` of a batch's examples, in place of the last
             two; `None` for a sequence a row.
-        epochs: int, how many epochs of a stream are read ahead of their
-            steps.
+        epochs: int, the epochs of the run. Of a stream, each is read ahead
+            during the last steps of the one before.
     """
 
     def __init__(
