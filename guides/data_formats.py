@@ -184,7 +184,7 @@ Rows with random access are tokenized before training, many of them by one
 process per core (the environment variable `KERAS_POSTTRAIN_WORKERS` sets
 another number). What takes more than a second is kept in
 `~/.cache/keras_posttrain/rows`, or in the directory that
-`KERAS_POSTTRAIN_CACHE` names (`off` for none): another run on the same rows,
+`KERAS_POSTTRAIN_CACHE` names (`off` for none, of compiled programs too): another run on the same rows,
 with the same tokenizer, template and settings, reads it there. Lengths and
 labels are kept with the rows, so that it plans its batches without reading
 each row.
@@ -203,14 +203,24 @@ print(task.prepare(dataset)[1])
 """
 An `IterDataset` is read during training, for data that does not fit into
 memory. It is shuffled and packed in windows, and its position is saved with a
-checkpoint. A thread prepares rows ahead of the steps, so an invalid row raises
-its error during training, and the report is filled meanwhile. Every task takes
-streams.
+checkpoint. A thread prepares rows ahead of the steps, over the ends of epochs,
+so an invalid row raises its error during training, and the report is filled
+meanwhile. Only the first step of a run waits for a window of 2,048 rows, which
+are shuffled together, unless rows take longer to prepare than to train on.
+Every task takes streams.
 
 Other iterables of dicts are streams as well: a Hugging Face `IterableDataset`,
 a Grain `DataLoader`, or a function that returns a generator. A run that
 resumes reads them again up to its position, without tokenizing. A generator
 itself can be read only once, for one epoch. A dataset must have an end.
+
+A run resumes on the same stream. A checkpoint holds a hash of the rows that
+follow: up to 64 in the middle of a window, one between two windows. A stream
+that has others there is refused. Nothing more is read for this, and later rows
+are not compared. A stream that gives another order each time it is read cannot
+be resumed within an epoch. The next epoch is begun before the last one ends,
+so a function that gives each epoch rows of its own must count its calls
+itself, and not rely on a callback.
 """
 
 stream = grain.MapDataset.source(rows).to_iter_dataset()

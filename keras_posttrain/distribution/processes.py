@@ -255,6 +255,38 @@ def check_equal(values):
                 )
 
 
+def row_check():
+    """Returns the function that streams are compared by between processes.
+
+    It takes a function that reads some rows and returns `before`, `rows`,
+    `ends` and `tokens`: how many rows were compared before, how many these
+    are, whether the stream ends with them, and their hash. It raises a
+    `ValueError` in all processes where these differ, or where the function
+    raised an exception in one of them. All processes call it as often.
+    `None` for one process.
+    """
+    return _check_rows if count() > 1 else None
+
+
+def _check_rows(read):
+    first, *rest = exchange_results(read)
+    for k, found in enumerate(rest, 1):
+        if found != first:
+            raise ValueError(
+                "All processes must be given the same stream, in the same "
+                "order: each trains on its part of every batch. Received: "
+                f"after {first['before']:,} rows of an epoch that are the "
+                f"same, {_rows(first)} in process 0, {_rows(found)} in "
+                f"process {k}. Give all processes all rows: do not split "
+                "them by process, nor shuffle them with another seed."
+            )
+
+
+def _rows(found):
+    end = " and the end" if found["ends"] else ""
+    return f"{found['rows']:,} rows (tokens={found['tokens']!r}){end}"
+
+
 def must_start_in_order():
     """Returns `True` if two threads may not start programs at the same time.
 

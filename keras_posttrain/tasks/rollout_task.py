@@ -412,7 +412,12 @@ class RolloutTask(Task):
         ):
             self._make_reference(settings)
             order = prompt_order(
-                prompts, batch_size=batch_size, shuffle=shuffle, seed=seed
+                prompts,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                epochs=epochs,
+                compare=processes.row_check(),
             )
             engines, opponents = make_opponents(
                 self.episode, self.rollout, self, self._copy
@@ -450,6 +455,7 @@ class RolloutTask(Task):
                 return self.run.fit()
             finally:
                 if streamed:
+                    order.close()
                     settings.show(self.data_report)
 
     def _layout(

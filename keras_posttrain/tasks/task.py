@@ -480,13 +480,14 @@ class Task(keras.Model):
                 that returns one, or the path (or paths, or a pattern such as
                 `"data/*.jsonl"`, or addresses such as `"gs://bucket/a.jsonl"`)
                 of `.jsonl`, `.json`, `.csv` or `.parquet` files.
-                `kpt.data.mix` makes one of several.
+                `kpt.data.mix` makes one of several. Of several processes all
+                get the same rows.
             batch_size: int, rows of one optimizer step; packed rows where
                 `packing`.
             epochs: int.
             shuffle: bool; the order is sampled again for every epoch. Of
-                rows that can only be read in their order, windows of 2,048
-                are shuffled.
+                rows that can only be read in their order (a stream), windows
+                of 2,048 are shuffled.
             seed: int, of the order and of dropout.
             packing: bool, put several sequences in a row. They do not see
                 each other.
@@ -556,6 +557,7 @@ class Task(keras.Model):
             seed=seed,
             packing=packing,
             skip_steps=skip_steps,
+            epochs=epochs,
         )
         self.run = keras_fit.RowRun(
             self,
@@ -665,6 +667,7 @@ class Task(keras.Model):
             callback_lib.show(note, verbose not in (0, "auto"))
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
+        dataset.compare_rows(processes.row_check())
         hidden = verbose == "auto" or not processes.is_first()
         self._evaluating = True
         try:

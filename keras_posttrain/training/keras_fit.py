@@ -46,6 +46,7 @@ class RowRun:
             settings.skip_steps, size and size * settings.epochs
         )
         data.keep_rows(processes.own_rows())
+        data.compare_rows(processes.row_check())
         state.begin(settings.seed)
 
     def fit(self):

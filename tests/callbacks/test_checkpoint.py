@@ -13,12 +13,14 @@ import sys
 import time
 import types
 
+import grain
 import keras
 import numpy as np
 import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.callbacks import intervals
+from keras_posttrain.data.batches import pipeline
 from tests.callbacks.train_script import fit, make_task
 from tests.support import random_rows, read_log, starts_again, weights
 
@@ -500,6 +502,27 @@ def test_other_data_is_refused(saved):
     refused_packing = "packing=False.*packing=True"
     with pytest.raises(ValueError, match=refused_packing):
         fit(task, saved, packing=True)
+
+
+def test_another_stream_is_refused(tmp_path, monkeypatch):
+    """Behind its first window too; the run resumes on its own stream."""
+    monkeypatch.setattr(pipeline, "WINDOW", 6)
+    task = fresh_task()
+    fit(task, tmp_path, callbacks=[At(3, stop)], stream=True)
+    rows = grain.MapDataset.source(random_rows(22, seed=6))
+    task = fresh_task()
+    with pytest.raises(ValueError, match="same data.*their tokens='"):
+        task.fit(
+            rows.to_iter_dataset(),
+            batch_size=4,
+            seed=3,
+            epochs=3,
+            callbacks=[kpt.callbacks.Checkpoint(tmp_path)],
+            verbose=0,
+        )
+    assert task.step == 3
+    fit(fresh_task(), tmp_path, stream=True)
+    assert steps_saved(tmp_path)[-1] == 18
 
 
 def test_another_seed_is_refused(saved):

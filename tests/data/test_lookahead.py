@@ -1,6 +1,8 @@
 """Streams are read ahead of the step that takes their rows."""
 
+import collections
 import gc
+import itertools
 import threading
 import time
 
@@ -24,12 +26,16 @@ class Rows:
 
     def __init__(self, count=COUNT, fails_at=None):
         self.count, self.fails_at, self.read = count, fails_at, 0
+        # Over all epochs, and how many of them were begun.
+        self.total = self.begun = 0
 
     def __call__(self):
+        self.begun += 1
         for i in range(self.count):
             if i == self.fails_at:
                 raise OSError("the connection was lost")
             self.read = i + 1
+            self.total += 1
             yield {"token_ids": [i % 90 + 1, 2, 3], "prompt_ids": [i % 90 + 1]}
 
 
@@ -65,6 +71,106 @@ def test_the_next_window_is_read_while_steps_run():
     assert rows.read <= 2048 + lookahead.AHEAD + 2
     assert sum(1 for _ in batches) == 8000 // 8 - 1
     assert rows.read == 8000 and not threads()
+
+
+def token_ids(batches):
+    return [batch["token_ids"].tolist() for batch in batches]
+
+
+def test_the_next_epoch_is_read_while_steps_run():
+    """Its first window is there before the last step of the epoch before."""
+    rows = Rows(3000)
+    data, report = adapter(rows, epochs=2)
+    batches = data.get_jax_iterator()
+    found = token_ids(itertools.islice(batches, 3000 // 8 - 1))
+    wait_until(lambda: rows.total == 3000 + 3000)
+    found += token_ids(batches)
+    assert rows.begun == 2 and report.rows == 3000
+    # A third epoch is not read ahead: two were asked for.
+    found += token_ids(iterate(data))
+    assert rows.begun == 2 and not threads()
+    plain, _ = adapter(Rows(3000))
+    assert found == token_ids(iterate(plain)) + token_ids(iterate(plain))
+
+
+def test_an_epoch_ahead_is_read_as_far_as_there_is_room():
+    rows = Rows(6000)
+    data, _ = adapter(rows, epochs=9)
+    batches = iterate(data)
+    next(batches)
+    wait_until(lambda: rows.total >= 2048 + lookahead.AHEAD)
+    time.sleep(0.05)
+    assert rows.total <= 2048 + lookahead.AHEAD + 2
+    data.close()
+    # Of epochs that fit in altogether, the two that follow.
+    rows = Rows(10)
+    data, _ = adapter(rows, epochs=9)
+    next(iterate(data))
+    wait_until(lambda: rows.total == 30)
+    time.sleep(0.05)
+    assert rows.total == 30 and rows.begun == 3
+    data.close()
+
+
+def test_an_epoch_that_was_read_ahead_is_begun_again():
+    """Keras may pull a batch to see its shape, and start over."""
+    data, _ = adapter(Rows(20), epochs=3)
+    plain, _ = adapter(Rows(20))
+    for _ in range(3):
+        next(iterate(data))
+        next(iterate(data))
+        assert token_ids(iterate(data)) == token_ids(iterate(plain))
+
+
+def test_an_error_of_the_next_epoch_comes_there():
+    class Fails(Rows):
+        def __call__(self):
+            self.fails_at = 5 if self.begun else None
+            yield from super().__call__()
+
+    rows = Fails(20)
+    data, _ = adapter(rows, epochs=2)
+    batches = iterate(data)
+    next(batches)
+    wait_until(lambda: rows.total == 25 and not threads())
+    assert len(list(batches)) == 2
+    with pytest.raises(OSError, match="the connection was lost"):
+        next(iterate(data))
+
+
+def compared(rows, **given):
+    """The parts of a stream that are compared, and its batches."""
+    parts = []
+    data, _ = adapter(rows, **given)
+    data.compare_rows(lambda read: parts.append(read()))
+    return data, parts
+
+
+def test_rows_are_compared_a_window_at_a_time():
+    """Before they are given, and with their end."""
+    data, parts = compared(Rows(3000))
+    batches = iterate(data)
+    first = next(batches)
+    assert [(x["before"], x["rows"]) for x in parts] == [(0, 2049)]
+    found = [first["token_ids"].tolist()] + token_ids(batches)
+    assert [x["rows"] for x in parts] == [2049, 951]
+    assert [x["ends"] for x in parts] == [False, True]
+    plain, _ = adapter(Rows(3000))
+    assert found == token_ids(iterate(plain))
+    # Another row of a part has another hash.
+    data, others = compared(Rows(3001))
+    collections.deque(iterate(data), 0)
+    assert others[0] == parts[0] and others[1] != parts[1]
+
+
+def test_windows_of_a_batch_are_compared_more_at_once_later():
+    data, parts = compared(Rows(9000), shuffle=False)
+    batches = iterate(data)
+    next(batches)
+    assert [x["rows"] for x in parts] == [9]
+    collections.deque(batches, 0)
+    sizes = [9, 16, 32, 64, 128, 256, 512, 1024, 2048, 2048, 2048]
+    assert [x["rows"] for x in parts] == [*sizes, 9000 - sum(sizes)]
 
 
 def test_positions_are_those_of_what_was_taken():
@@ -147,11 +253,16 @@ def test_examples_with_images_are_few(monkeypatch):
     assert rows.read <= KEPT + 113
     assert len(ahead.take(2000)) == 2000
     ahead.close()
+    # As few of them are compared at once.
+    read = []
+    monkeypatch.setattr(lookahead, "digest_of", lambda x: read.append(len(x)))
+    ahead = Lookahead(iter(stream), compare=lambda block: block(), window=8)
+    ahead.take(8 * 8)
+    assert read == [9] + 6 * [10]
+    ahead.close()
 
 
-def test_prompts_are_read_ahead():
-    rows = Rows()
-
+def prompts_of(rows, **given):
     def prompts():
         for row in rows():
             yield {"prompt_ids": row["prompt_ids"]}
@@ -159,8 +270,57 @@ def test_prompts_are_read_ahead():
     stream, _ = prepare_prompts(
         prompts, SETTINGS, max_prompt_length=8, limit="as the test says"
     )
-    order = PromptStream(stream, batch_size=4)
+    return PromptStream(stream, batch_size=4, **given)
+
+
+def test_prompts_are_read_ahead():
+    rows = Rows()
+    order = prompts_of(rows)
     order.take(4)
     wait_until(lambda: rows.read == COUNT)
     order.next_epoch()
     assert not threads()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_prompts_of_the_next_epoch_are_read_ahead(shuffle):
+    rows = Rows(3000)
+    order = prompts_of(rows, shuffle=shuffle, epochs=2)
+    plain = prompts_of(Rows(3000), shuffle=shuffle)
+    found = order.take(2999)
+    wait_until(lambda: rows.total == 6000)
+    for _ in range(2):
+        while more := order.take(8):
+            found += more
+        order.use(order.taken)
+        assert order.left == 0
+        order.next_epoch()
+        taken = plain.take(3000)
+        assert [x.row for x in found] == [x.row for x in taken]
+        plain.next_epoch()
+        found = []
+    assert rows.begun == 2 and not threads()
+
+
+def test_prompts_are_compared():
+    parts = []
+    order = prompts_of(Rows(3000), compare=lambda read: parts.append(read()))
+    order.take(8)
+    assert [x["rows"] for x in parts] == [2049]
+    order.take(2992)
+    assert [(x["rows"], x["ends"]) for x in parts[1:]] == [(951, True)]
+
+
+def test_prompts_are_read_no_further_once_closed():
+    order = prompts_of(Rows(10**9), epochs=2)
+    taken = order.take(4)
+    order.use(2)
+    assert threads()
+    order.close()
+    assert not threads()
+    # Its position is still known, and those that follow.
+    assert order.state()["position"]["taken"] == 2
+    again = prompts_of(Rows(10**9))
+    again.set_state(order.state())
+    assert [x.row for x in again.take(2)] == [x.row for x in taken[2:]]
+    again.close()

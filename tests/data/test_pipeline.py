@@ -1,5 +1,6 @@
 """Order, shapes, nothing lost, and resume from every position."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -442,6 +443,72 @@ def test_a_state_of_other_data_is_refused():
     other = make_adapter(examples=make_examples(rows=rows))
     with pytest.raises(ValueError, match="tokens='.*', data of tokens='"):
         other.set_state(state)
+
+
+def states_of(adapter, total):
+    """The next batches, and the position before the first and after each."""
+    batches, states = [], [json.dumps(adapter.state_after(0))]
+    while len(batches) < total:
+        for batch in adapter.get_jax_iterator():
+            batches.append(batch)
+            states.append(json.dumps(adapter.state_after(len(batches))))
+            if len(batches) == total:
+                break
+    return batches, states
+
+
+def adapter_of(kind, rows, packing, shuffle, **kwargs):
+    """Of a Grain dataset, or of another iterable."""
+    if kind == "grain":
+        examples = make_examples(stream=True, rows=rows)
+    else:
+        examples = make_examples(rows=lambda: iter(rows))
+    return make_adapter(
+        packing=packing, shuffle=shuffle, examples=examples, **kwargs
+    )
+
+
+@pytest.mark.parametrize("kind", ["grain", "iterable"])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_of_another_stream_is_refused(packing, shuffle, kind):
+    """At every position behind the first, also in later windows and epochs."""
+    rows = make_rows()
+    of = functools.partial(adapter_of, kind, packing=packing, shuffle=shuffle)
+    _, states = states_of(of(rows=rows), 16)
+    for state in states[1:]:
+        for others in (rows[5:] + rows[:5], make_rows(seed=1), rows[:1]):
+            other = of(rows=others)
+            other.set_state(json.loads(state))
+            with pytest.raises(ValueError, match="same data and settings"):
+                take(other, 1)
+        same = of(rows=rows)
+        same.set_state(json.loads(state))
+        take(same, 1)
+    # Positions of earlier versions do not say what follows.
+    state = json.loads(states[4])
+    del state["position"]["following"], state["position"]["first"]
+    old = of(rows=make_rows(seed=1))
+    old.set_state(state)
+    take(old, 1)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_that_are_read_ahead_resume_everywhere(packing, shuffle):
+    """Batches and positions are those of epochs that are not."""
+    make = functools.partial(make_adapter, True, packing, shuffle)
+    batches, states = states_of(make(), 24)
+    ahead, found = states_of(make(epochs=4), 24)
+    assert_equal(ahead, batches)
+    assert found == states
+    for count, state in enumerate(states[:-1]):
+        resumed = make(epochs=4)
+        resumed.set_state(json.loads(state))
+        following = take(resumed, min(24 - count, 14))
+        assert_equal(following, batches[count : count + 14])
+        state = resumed.state_after(len(following))
+        assert json.dumps(state) == states[count + len(following)]
 
 
 # Skipped steps -------------------------------------------------------------

@@ -103,6 +103,65 @@ def test_it_goes_on_from_every_position(used, shuffle, ahead):
     assert rest == rows[used:]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epochs_that_are_read_ahead(shuffle):
+    """Prompts and positions are those of epochs that are not."""
+
+    def three_epochs(order):
+        rows, states = [], []
+        while True:
+            while taken := order.take(3):
+                states.append(json.dumps(order.state()))
+                rows.append([prompt.row for prompt in taken])
+                order.use(order.taken)
+            states.append(json.dumps(order.state()))
+            if order.epoch == 2:
+                return rows, states
+            order.next_epoch()
+
+    rows, states = three_epochs(make_order(shuffle=shuffle))
+    found = three_epochs(make_order(shuffle=shuffle, epochs=3))
+    assert found == (rows, states)
+    resumed = make_order(shuffle=shuffle, epochs=3)
+    # The first state of the second epoch, of four rollouts each.
+    resumed.set_state(json.loads(states[5]))
+    assert three_epochs(resumed) == (rows[4:], states[5:])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_position_in_another_stream_is_refused(shuffle):
+    """Behind the first, also in later windows and in the next epoch."""
+
+    def of(rows):
+        prompts = prepare(lambda: iter(rows))
+        return prompt_order(prompts, batch_size=3, seed=5, shuffle=shuffle)
+
+    rows = [{"prompt_ids": [i + 3, 5]} for i in range(COUNT)]
+    order, states = of(rows), []
+    while order.take(1):
+        order.use(order.taken)
+        states.append(json.loads(json.dumps(order.state())))
+    assert len(states) == COUNT
+    equal = [{"prompt_ids": [4, 6]}] * COUNT
+    for others in (rows[5:] + rows[:5], rows[1:], equal):
+        for state in states:
+            other = of(others)
+            other.set_state(state)
+            with pytest.raises(ValueError, match="same data and settings"):
+                other.take(1)
+            # What could not be used is refused again.
+            with pytest.raises(ValueError, match="same data and settings"):
+                other.take(1)
+    # States of earlier versions do not say what follows.
+    other.set_state({k: states[3][k] for k in ("position", "data")})
+    assert len(other.take(1)) == 1
+    # Of a dataset of another kind.
+    grain_order = make_order(shuffle=shuffle)
+    grain_order.set_state(states[4])
+    with pytest.raises(ValueError, match="has no position {'parent'"):
+        grain_order.take(1)
+
+
 def test_positions_of_a_resumed_run():
     """Saved, resumed, and saved again in a later window."""
     rows = sum(epoch_of(make_order()), [])

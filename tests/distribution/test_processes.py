@@ -186,6 +186,7 @@ def test_two_processes_are_one(tmp_path):
         "use:gemma2:lora:2x2x2",
         "files",
         "shares",
+        "streams",
     )
     for name in ("use/export", "use/adapter", "files/plain", "files/adapter"):
         check_same_files(tmp_path / "one" / name, tmp_path / "two" / name)

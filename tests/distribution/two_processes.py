@@ -36,6 +36,7 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain import _hosts  # noqa: E402
+from keras_posttrain.data.batches import pipeline  # noqa: E402
 from keras_posttrain.data.rows import parallel  # noqa: E402
 from keras_posttrain.data.rows import prepare as preparing  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
@@ -260,6 +261,7 @@ def refused(directory):
            random_rows(8, seed=processes.index()), verbose=0)  # fmt: skip
     raises("epochs=1 in process 0, epochs=2 in process 1", task.fit, rows,
            epochs=1 + processes.index(), verbose=0)  # fmt: skip
+    refuse_streams(task, rows)
     names = keras.distribution.list_devices()
     three_each = [*names[:3], *names[4:7]]
     keras.distribution.set_distribution(
@@ -293,8 +295,54 @@ def refused(directory):
     return {}
 
 
+def refuse_streams(task, rows):
+    """Streams that differ, from the first row on or later, or that fail."""
+    own = processes.index()
+    fit = functools.partial(task.fit, batch_size=4, verbose=0)
+    different = random_rows(8, seed=own)
+    raises("the same stream.* after 0 rows .* 8 rows .tokens=.* in process 1",
+           fit, lambda: iter(different))  # fmt: skip
+    raises("7 rows .* and the end in process 1", task.evaluate,
+           lambda: iter(rows[own:]))  # fmt: skip
+
+    def fails():
+        yield from rows[: 6 if own else None]
+        if own:
+            raise OSError("the connection was lost")
+
+    raises("In process 1 of 2: OSError: the connection was lost", fit, fails)
+    assert task.step == 0
+    with mock.patch.object(pipeline, "WINDOW", 4):
+        raises("after 5 rows .* 3 rows .* and the end in process 0, 2 rows ",
+               fit, lambda: iter(rows[: 8 - own]))  # fmt: skip
+    assert task.step == 1
+    sampled, given = make("grpo", "llama3", "full")
+    prompts = given.pop("dataset")
+    raises("the same stream.* 7 rows .* in process 1", sampled.fit,
+           lambda: iter(prompts[own:]), **given, verbose=0)  # fmt: skip
+    assert sampled.step == 0
+
+
 async def duel(first, second, word):
     return {first: 0.0, second: 0.0}
+
+
+def streams(directory):
+    """Two epochs of a stream of several windows, in all processes."""
+    keras.distribution.set_distribution(mesh("dp"))
+    made, fit = make("packed", "qwen2", "lora")
+    rows, read = fit.pop("dataset"), []
+
+    def rows_of_an_epoch():
+        for row in rows:
+            read.append(row)
+            yield row
+
+    with mock.patch.object(pipeline, "WINDOW", 16):
+        history = made.fit(rows_of_an_epoch, **fit, verbose=0).history
+    # Every process reads all rows.
+    assert len(read) == 2 * len(rows)
+    return trained(made) | {"loss": history["loss"]}
 
 
 def shares(directory):
@@ -490,8 +538,10 @@ def files(directory):
 
 KINDS = {
     f.__name__: f
-    for f in (use, resume, split, refused, files, led, lost, shares, vllm)
-}
+    for f in (
+        use, resume, split, refused, files, led, lost, shares, streams, vllm,
+    )
+}  # fmt: skip
 
 
 def outcome(case, directory):

@@ -49,6 +49,8 @@ class BatchAdapter(DataAdapter):
             it.
         layout: `BatchLayout` of a batch's examples, in place of the last
             two; `None` for a sequence a row.
+        epochs: int, the epochs of the run. Of a stream, each is read ahead
+            during the last steps of the one before.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class BatchAdapter(DataAdapter):
         pad_id=0,
         row_multiple=1,
         layout=None,
+        epochs=1,
     ):
         self._batch_size = _positive("batch_size", batch_size)
         _positive("row_multiple", row_multiple)
@@ -99,9 +102,11 @@ class BatchAdapter(DataAdapter):
             "seed": int(seed),
             "sequence_length": int(sequence_length),
         }
-        is_stream = isinstance(examples, grain.IterDataset)
-        kind = streaming.Stream if is_stream else RandomAccess
-        self._source = kind(examples, settings, self._build, sequences, WINDOW)
+        parts = examples, settings, self._build, sequences, WINDOW
+        if isinstance(examples, grain.IterDataset):
+            self._source = streaming.Stream(*parts, epochs)
+        else:
+            self._source = RandomAccess(*parts)
         self._restart(self._source.initial_state(), 0)
 
     def keep_rows(self, own):
@@ -111,6 +116,14 @@ class BatchAdapter(DataAdapter):
         are kept, or `None` for all.
         """
         self._own = own
+
+    def compare_rows(self, compare):
+        """Compares the rows of a stream with those of other processes.
+
+        `compare` is what `processes.row_check` returns. The rows of a list
+        are compared by its fingerprint.
+        """
+        self._source.compare = compare
 
     def _build(self, rows):
         if self._packing:

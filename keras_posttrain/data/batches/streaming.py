@@ -2,11 +2,17 @@
 
 import base64
 import dataclasses
+import functools
 
 import numpy as np
 
 from keras_posttrain.data.batches import packing as packing_lib
-from keras_posttrain.data.batches.lookahead import Lookahead
+from keras_posttrain.data.batches.lookahead import (
+    Lookahead,
+    check_record,
+    record,
+    resumed,
+)
 from keras_posttrain.data.rows.records import EXAMPLES
 
 # How many positions are kept; more than are ever prefetched.
@@ -42,6 +48,9 @@ class Position:
         stream: Grain's state of the stream at the window's start, `None` at
             the stream's start.
         carried: tuple of examples that earlier windows left over.
+        following: dict of `record`, of the first examples behind `stream`
+            as far as they were known; `None` before anything was read.
+        first: dict of `record`, of the first examples of an epoch.
     """
 
     epoch: int = 0
@@ -49,6 +58,8 @@ class Position:
     batch: int = 0
     stream: object = None
     carried: tuple = ()
+    following: dict | None = None
+    first: dict | None = None
 
 
 class Stream:
@@ -57,7 +68,8 @@ class Stream:
     The stream is read a window at a time. A window's rows, packed or single,
     give whole batches; the examples of rows that are left over go into the
     next window, so that only an epoch's last batch is partial. Where order
-    does not matter, a window is one batch.
+    does not matter, a window is one batch. The next epoch's first window is
+    read during the last steps of the epoch before.
 
     Args:
         examples: Grain `IterDataset` of `Example`s or `Preference`s.
@@ -66,11 +78,18 @@ class Stream:
         build: function of a list of rows to a batch.
         max_sequences: int, the most sequences of a row.
         window: int, how many sequences are packed and shuffled together.
+        epochs: int, how many epochs are read; none is read ahead after them.
+
+    Attributes:
+        compare: function that examples are compared with other processes by,
+            or `None`: see `Lookahead`.
     """
 
     num_batches = None
 
-    def __init__(self, examples, settings, build, max_sequences, window):
+    def __init__(
+        self, examples, settings, build, max_sequences, window, epochs=1
+    ):
         self.examples = examples
         self.batch_size = settings["batch_size"]
         self.packing = settings["packing"]
@@ -83,13 +102,16 @@ class Stream:
         if not (self.packing or self.shuffle):
             self.window = self.batch_size
         self.fingerprint = dict(settings)
-        self._ahead = None
+        self.epochs, self.compare = epochs, None
+        # A position that was restored, and the one where `_ahead` is at the
+        # end of the epoch before.
+        self._ahead = self._restored = self._ahead_of = None
 
     def close(self):
         """Stops reading ahead."""
         if self._ahead is not None:
             self._ahead.close()
-            self._ahead = None
+            self._ahead = self._ahead_of = None
 
     def initial_state(self):
         """Returns the position before the first batch."""
@@ -114,39 +136,59 @@ class Stream:
     def from_json(self, state):
         """Returns the position of a dict of `to_json`."""
         carried = tuple(map(_from_json, state["carried"]))
-        return Position(**(state | {"carried": carried}))
+        self._restored = Position(**(state | {"carried": carried}))
+        return self._restored
+
+    def _open(self, position):
+        """Returns the `Lookahead` at a position."""
+        follows, self._ahead_of = position is self._ahead_of, None
+        if follows and self._ahead.next_epoch():
+            return self._ahead
+        # An iterator that was dropped may still be reading.
+        self.close()
+        self._ahead = Lookahead(
+            resumed(self.examples, position.stream),
+            # Not a method: the thread that calls it must not keep this alive.
+            functools.partial(iter, self.examples),
+            max(1, self.epochs - position.epoch),
+            self.compare,
+            self.window,
+        )
+        return self._ahead
 
     def batches(self, position, step, skip):
         """Yields `(batch, position after it, whether the epoch ends)`."""
-        # An iterator that was dropped may still be reading.
-        self.close()
-        iterator = iter(self.examples)
-        if position.stream is not None:
-            iterator.set_state(position.stream)
-        ahead = self._ahead = Lookahead(iterator)
-        if ahead.at_end and not position.carried:
-            raise ValueError(
-                "A stream must have examples to train on. Received: a stream "
-                "with none left. Check its filter, its length, and the "
-                "report of the rows that were dropped."
-            )
+        ahead = self._open(position)
         at_end = False
         while not at_end:
-            start = dataclasses.replace(position, stream=ahead.state)
-            pool = [*position.carried, *ahead.take(self.window)]
-            at_end = ahead.at_end
+            stream, new = ahead.state, ahead.take(self.window)
+            pool, at_end = [*position.carried, *new], ahead.at_end
+            start = self._start(position, stream, new)
+            if not pool:
+                raise ValueError(
+                    "A stream must have examples to train on. Received: a "
+                    "stream with none left. Check its filter, its length, and "
+                    "the report of the rows that were dropped."
+                )
             rows = self._rows(pool, position)
             count = len(rows) // self.batch_size
             left = rows[count * self.batch_size :]
-            after = Position(
-                epoch=position.epoch,
-                window=position.window + 1,
-                stream=ahead.state,
-                carried=tuple(pool[i] for i in sorted(sum(left, []))),
-            )
             if at_end:
                 count = -(-len(rows) // self.batch_size)
-                after = Position(epoch=position.epoch + 1)
+                after = self._ahead_of = Position(
+                    epoch=position.epoch + 1,
+                    following=start.first,
+                    first=start.first,
+                )
+            else:
+                after = Position(
+                    epoch=position.epoch,
+                    window=position.window + 1,
+                    stream=ahead.state,
+                    carried=tuple(pool[i] for i in sorted(sum(left, []))),
+                    following=record([ahead.example]),
+                    first=start.first,
+                )
             for b in range(position.batch, count):
                 place = slice(b * self.batch_size, (b + 1) * self.batch_size)
                 behind = dataclasses.replace(start, batch=b + 1)
@@ -154,6 +196,19 @@ class Stream:
                 batch = self.build([[pool[i] for i in r] for r in rows[place]])
                 yield batch, after if last else behind, at_end and last
             position = after
+
+    def _start(self, position, stream, new):
+        """Returns a position with what is known of its window's examples.
+
+        One that was restored is checked to have the same ones.
+        """
+        if position is self._restored:
+            check_record(position.following, new)
+        known = record(new)
+        first = position.first if position.window else known
+        return dataclasses.replace(
+            position, stream=stream, following=known, first=first
+        )
 
     def _rows(self, pool, position):
         """Returns rows of indices into the pool, in training order."""
