@@ -4,8 +4,8 @@ Qwen3 models of some sizes are loaded from a Hugging Face directory, trained
 with all weights for some steps of 8 x 64 tokens, and exported. Each size is a
 process of its own, with a cache of compiled programs that is empty. Memory is
 the most that was resident, less what the imports take, as a multiple of the
-weights in float32: training holds weights, gradients and two moments, which
-is 4.
+weights in float32: weights, gradients and two moments are 4, and compiling
+takes the same for all sizes.
 
     python benchmarks/model_sizes.py
 """

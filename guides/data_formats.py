@@ -184,10 +184,10 @@ Rows with random access are tokenized before training, many of them by one
 process per core (the environment variable `KERAS_POSTTRAIN_WORKERS` sets
 another number). What takes more than a second is kept in
 `~/.cache/keras_posttrain/rows`, or in the directory that
-`KERAS_POSTTRAIN_CACHE` names (`off` for none, of compiled programs too): another run on the same rows,
-with the same tokenizer, template and settings, reads it there. Lengths and
-labels are kept with the rows, so that it plans its batches without reading
-each row.
+`KERAS_POSTTRAIN_CACHE` names (`off` for none, of compiled programs too):
+another run on the same rows, with the same tokenizer, template and settings,
+reads it there. Lengths and labels are kept with the rows, so that it plans its
+batches without reading each row.
 
 The rows of `.parquet` files, and of `.jsonl` files of 32 MiB and more, are not
 held in memory. A row group of Parquet is decoded once, to a temporary file in
