@@ -216,11 +216,11 @@ itself can be read only once, for one epoch. A dataset must have an end.
 
 A run resumes on the same stream. A checkpoint holds a hash of the rows that
 follow: up to 64 in the middle of a window, one between two windows. A stream
-that has others there is refused. Nothing more is read for this, and later rows
-are not compared. A stream that gives another order each time it is read cannot
-be resumed within an epoch. The next epoch is begun before the last one ends,
-so a function that gives each epoch rows of its own must count its calls
-itself, and not rely on a callback.
+that has others there is refused; where an epoch begins, it is a warning.
+Nothing more is read for this, and later rows are not compared. A stream that
+gives another order each time it is read cannot be resumed within an epoch. The
+next epoch is begun before the last one ends, so a function that gives each
+epoch rows of its own must count its calls itself, and not rely on a callback.
 """
 
 stream = grain.MapDataset.source(rows).to_iter_dataset()

@@ -480,8 +480,14 @@ def test_a_state_of_another_stream_is_refused(packing, shuffle, kind):
         for others in (rows[5:] + rows[:5], make_rows(seed=1), rows[:1]):
             other = of(rows=others)
             other.set_state(json.loads(state))
-            with pytest.raises(ValueError, match="same data and settings"):
-                take(other, 1)
+            place = json.loads(state)["position"]
+            if place["window"] or place["batch"]:
+                with pytest.raises(ValueError, match="same data and settings"):
+                    take(other, 1)
+            else:
+                # Some streams give another order in each epoch.
+                with pytest.warns(match="another order or is another stream"):
+                    take(other, 1)
         same = of(rows=rows)
         same.set_state(json.loads(state))
         take(same, 1)

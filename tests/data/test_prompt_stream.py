@@ -147,6 +147,11 @@ def test_a_position_in_another_stream_is_refused(shuffle):
         for state in states:
             other = of(others)
             other.set_state(state)
+            if not (state["position"]["window"] or state["position"]["taken"]):
+                # Some streams give another order in each epoch.
+                with pytest.warns(match="another order or is another stream"):
+                    assert other.take(1)
+                continue
             with pytest.raises(ValueError, match="same data and settings"):
                 other.take(1)
             # What could not be used is refused again.

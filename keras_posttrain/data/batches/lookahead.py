@@ -3,6 +3,7 @@
 import collections
 import copy
 import threading
+import warnings
 import weakref
 
 from keras_posttrain.data import order
@@ -159,8 +160,12 @@ def record(examples):
     return {"rows": len(examples), "tokens": digest_of(examples)}
 
 
-def check_record(known, examples):
-    """Raises where the first of some examples are not those of a record."""
+def check_record(known, examples, begins):
+    """Raises where the first of some examples are not those of a record.
+
+    Where an epoch `begins` with them it only warns: some streams give another
+    order in each.
+    """
     if known is None:
         return
     found = record(examples[: known["rows"]])
@@ -169,6 +174,15 @@ def check_record(known, examples):
         {names[name]: value for name, value in each.items()}
         for each in (found, known)
     )
+    if begins and ours != theirs:
+        warnings.warn(
+            "The run resumes where an epoch begins, and the stream does not "
+            "begin with the rows that the epochs before began with: it has "
+            "another order or is another stream. Received: "
+            f"{ours} instead of {theirs}",
+            stacklevel=2,
+        )
+        return
     order.check_same(ours, theirs)
 
 

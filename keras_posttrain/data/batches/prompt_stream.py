@@ -135,7 +135,8 @@ class PromptStream:
             )
         prompts = ahead.take(WINDOW)
         if self._restored and not self._windows:
-            check_record(self._known, prompts)
+            begins = not (self._number or self.used)
+            check_record(self._known, prompts, begins)
         if not prompts:
             raise ValueError(
                 "A stream must have prompts to sample from. Received: a "

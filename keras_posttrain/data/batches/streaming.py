@@ -203,7 +203,8 @@ class Stream:
         One that was restored is checked to have the same ones.
         """
         if position is self._restored:
-            check_record(position.following, new)
+            begins = not (position.window or position.batch)
+            check_record(position.following, new, begins)
         known = record(new)
         first = position.first if position.window else known
         return dataclasses.replace(
