@@ -5,14 +5,16 @@ for a few steps. The first start tokenizes the rows, the second one finds them
 in the cache. For comparison `datasets.map` renders and encodes the same rows
 with transformers in as many processes, without masks of the loss. A last run
 reads rows as a stream, for two epochs, and reports the longest wait of a step
-for data, and that of the second epoch's first step. Each case is a process of
-its own. Times count from the call of `fit` or `map`; CPU seconds are those of
-all processes.
+for data, and that of the second epoch's first step. The cases of GRPO sample
+for the questions alone, and their first step is the first rollout. Each case
+is a process of its own. Times count from the call of `fit` or `map`; CPU
+seconds are those of all processes.
 
     python benchmarks/growth.py --rows 1000 10000 100000
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -30,7 +32,10 @@ STEPS = 20
 # Windows of a stream have 2,048 rows; this many are read in each epoch.
 STREAM_ROWS, STREAM_EPOCHS = 10_000, 2
 BATCH_SIZE, LENGTH = 8, 256
-CASES = ("ours", "ours again", "datasets.map", "ours, a stream")
+CASES = (
+    "ours", "ours again", "datasets.map", "ours, a stream", "GRPO",
+    "GRPO again",
+)  # fmt: skip
 
 
 def words(rng):
@@ -51,13 +56,16 @@ def chat(rng, vocabulary):
     }
 
 
-def write_rows(path, count):
-    """Writes rows, all different; the same ones each time."""
+def write_rows(path, count, prompts):
+    """Writes rows, all different, and prompts; the same ones each time."""
     rng = random.Random(0)
     vocabulary = words(rng)
-    with open(path, "w") as file:
-        for _ in range(count):
-            file.write(json.dumps(chat(rng, vocabulary)) + "\n")
+    with open(path, "w") as file, open(prompts, "w") as other:
+        for number in range(count):
+            row = chat(rng, vocabulary)
+            file.write(json.dumps(row) + "\n")
+            prompt = {"prompt": row["messages"][:1], "answer": number}
+            other.write(json.dumps(prompt) + "\n")
 
 
 def memory():
@@ -132,6 +140,47 @@ def run_ours(preset, path, stream):
     return found
 
 
+def run_grpo(preset, path):
+    """Samples for a few prompts, and returns the figures of the run."""
+    # The other library's process needs none of them.
+    import keras_posttrain as kpt
+
+    task = kpt.GRPOTask.from_preset(preset, sequence_length=LENGTH)
+    ends = []
+
+    def reward(completions, answer):
+        ends.append((time.perf_counter(), cpu_seconds()))
+        return [0.0] * len(completions)
+
+    task.compile(rewards=[reward], num_generations=2, max_completion_length=8)
+    # Programs are compiled before.
+    few = [json.loads(line) for line, _ in zip(open(path), range(16))]
+    task.fit(few, batch_size=BATCH_SIZE, verbose=0)
+    ends.clear()
+
+    class End(Exception):
+        pass
+
+    def stop(task):
+        raise End()
+
+    begin, cpu = time.perf_counter(), cpu_seconds()
+    with contextlib.suppress(End):
+        task.fit(
+            path,
+            batch_size=BATCH_SIZE,
+            callbacks=[kpt.callbacks.Evaluate(stop, 1, name="end")],
+            verbose=2,
+        )
+    first, first_cpu = ends[0]
+    return {
+        "first step s": first - begin,
+        "first step CPU s": first_cpu - cpu,
+        "memory MiB": memory(),
+        "tokens a row": task.data_report.tokens / task.data_report.kept,
+    }
+
+
 def run_map(preset, path, processes, folder):
     """Renders and encodes the rows with `datasets.map`."""
     # Only this process needs them.
@@ -161,6 +210,8 @@ def run_map(preset, path, processes, folder):
 def run_case(case, preset, path, processes, folder):
     if case == "datasets.map":
         return run_map(preset, path, processes, folder / "datasets")
+    if case.startswith("GRPO"):
+        return run_grpo(preset, path)
     return run_ours(preset, path, case.endswith("stream"))
 
 
@@ -178,13 +229,16 @@ def run_all(arguments, folder):
         hidden_dim=32,
     )
     for count in arguments.rows:
-        path = folder / f"{count}.jsonl"
-        write_rows(path, count)
+        path, prompts = (
+            folder / f"{name}{count}.jsonl" for name in ("rows", "prompts")
+        )
+        write_rows(path, count, prompts)
         for case in arguments.cases:
             if case.endswith("stream") and count < STREAM_ROWS:
                 continue
             command = [sys.executable, __file__, "--case", case]
-            command += ["--preset", str(preset), "--file", str(path)]
+            file = prompts if case.startswith("GRPO") else path
+            command += ["--preset", str(preset), "--file", str(file)]
             command += ["--processes", str(arguments.processes)]
             environment = os.environ | {
                 "KERAS_BACKEND": "jax",
@@ -197,6 +251,7 @@ def run_all(arguments, folder):
             found = json.loads(done.stdout.splitlines()[-1])
             yield {"rows": count, "case": case, **found}
         path.unlink()
+        prompts.unlink()
         shutil.rmtree(folder / "datasets", ignore_errors=True)
 
 
