@@ -1,6 +1,9 @@
 """Compiles programs of a long run before they are needed."""
 
 import concurrent.futures
+import time
+
+from keras_posttrain import _console
 
 # Rollouts after which a run compiles, those of a long run, and those after
 # which a stream is taken for one.
@@ -39,3 +42,25 @@ def compile_all(lowered):
         for job in jobs:
             job.result()
     return len(jobs)
+
+
+def compile_shapes(lowered, count, is_shown):
+    """Compiles a step for other shapes of batches, and says so.
+
+    Args:
+        lowered: as in `compile_all`.
+        count: int, the shapes.
+        is_shown: bool, whether it is printed.
+    """
+    if is_shown:
+        _console.say(
+            f"fit: compiling the programs for {count} other shapes of batches "
+            "(`compile_ahead`) ..."
+        )
+    start = time.perf_counter()
+    programs = compile_all(lowered)
+    if is_shown:
+        _console.say(
+            f"fit: compiled {programs} programs for batches of other shapes "
+            f"in {time.perf_counter() - start:.0f} s"
+        )

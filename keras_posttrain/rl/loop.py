@@ -360,19 +360,9 @@ class RolloutRun:
                 yield step.lower(*self._step_state(), batch)
             yield from self.collector.forward.lowered(shapes)
 
-        is_shown = bool(shapes) and processes.is_first()
-        if is_shown:
-            _console.say(
-                f"fit: compiling the programs for {len(shapes)} other shapes "
-                "of batches ..."
-            )
-        start = time.perf_counter()
-        count = _compiling.compile_all(lowered())
-        if is_shown:
-            seconds = time.perf_counter() - start
-            _console.say(
-                f"fit: compiled {count} programs for batches of other shapes "
-                f"in {seconds:.0f} s"
+        if shapes:
+            _compiling.compile_shapes(
+                lowered(), len(shapes), processes.is_first()
             )
 
     def sync(self):

@@ -468,6 +468,7 @@ class Task(keras.Model):
         callbacks=None,
         verbose="auto",
         skip_steps=(),
+        compile_ahead="auto",
     ):
         """Trains on rows.
 
@@ -499,6 +500,11 @@ class Task(keras.Model):
             skip_steps: ints, steps whose batches are left out, counted as
                 `step` in the metrics log. The steps after them keep their
                 numbers and their batches.
+            compile_ahead: bool, whether the programs for all lengths that
+                batches of the run have are compiled after the first step, in
+                several threads, so that none of its later steps waits for
+                one. `"auto"` does so in runs of 200 steps and more. Streams
+                and packed rows are compiled as they come.
 
         Returns:
             A Keras `History` of the means over each epoch.
@@ -521,6 +527,7 @@ class Task(keras.Model):
             verbose=verbose,
             skip_steps=skip_steps,
             micro_batch_size=self.micro_batch_size,
+            compile_ahead=compile_ahead,
         )
         with processes.shared_rows(), _console.silenced(settings.verbose == 0):
             examples, self.data_report = self.prepare(dataset)

@@ -103,6 +103,14 @@ def verbosity(value):
         )
 
 
+def compile_ahead(value):
+    if value not in ("auto", True, False):
+        raise ValueError(
+            "`compile_ahead` must be 'auto', True or False. "
+            f"Received: compile_ahead={value!r}"
+        )
+
+
 def steps_to_skip(steps):
     """Returns a frozenset of the steps that a run leaves out."""
     try:

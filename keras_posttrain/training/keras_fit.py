@@ -6,7 +6,7 @@ import warnings
 import jax
 import keras
 
-from keras_posttrain import _console
+from keras_posttrain import _compiling, _console
 from keras_posttrain._spans import span
 from keras_posttrain.distribution import processes
 from keras_posttrain.losses import TokenLoss
@@ -42,9 +42,9 @@ class RowRun:
         # The arrays that the last step was trained on, for callbacks.
         self.last_batch = None
         size = data.epoch_size
-        checks.skipped_are_run(
-            settings.skip_steps, size and size * settings.epochs
-        )
+        self._steps = size and size * settings.epochs
+        self._done = 0
+        checks.skipped_are_run(settings.skip_steps, self._steps)
         data.keep_rows(processes.own_rows())
         data.compare_rows(processes.row_check())
         state.begin(settings.seed)
@@ -101,6 +101,11 @@ class RowRun:
             }
             held = self._step.held(frozen)
             self.last_batch = batch
+            self._done += 1
+            if self._steps and _compiling.is_due(
+                self.settings.compile_ahead, self._steps, self._done
+            ):
+                self._compile_ahead(program, changing, held, batch)
             with span("train"):
                 logs, new = program(changing, held, batch)
             state.consumed, state.step, state.logs = consumed, number, logs
@@ -115,6 +120,23 @@ class RowRun:
             return (logs if self._logs_are_read else {}), values
 
         return train_function
+
+    def _compile_ahead(self, program, changing, held, batch):
+        """Compiles the programs of the other shapes of batches."""
+        if not hasattr(program, "lower"):
+            # It runs eagerly.
+            return
+        shapes = list(self.data.other_shapes(batch, self.settings.epochs))
+        if not shapes:
+            return
+        _compiling.compile_shapes(
+            (
+                program.lower(changing, held, processes.put_rows(other))
+                for other in shapes
+            ),
+            len(shapes),
+            processes.is_first(),
+        )
 
     # The interface for checkpoints
 

@@ -21,6 +21,7 @@ class RunSettings:
     skip_steps: frozenset
     max_staleness: int = 0
     micro_batch_size: int | None = None
+    compile_ahead: object = "auto"
     silent: bool = False
 
     @classmethod
@@ -46,6 +47,7 @@ class RunSettings:
         given["epochs"] = checks.positive_int("epochs", given["epochs"])
         given["seed"] = checks.seed(given["seed"])
         checks.verbosity(verbose)
+        checks.compile_ahead(given.get("compile_ahead", "auto"))
         checks.may_train(policy, packing, callbacks)
         return cls(
             callbacks=callbacks,

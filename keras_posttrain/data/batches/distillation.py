@@ -131,6 +131,9 @@ class TeacherExtras:
     num_teachers: int = 1
     lookup: Callable | None = None
 
+    # Rows of the teacher have lengths of their own.
+    has_lengths = True
+
     def size(self, example):
         """Returns the tokens of a packed row that a sequence takes up."""
         own = len(example.token_ids)

@@ -158,6 +158,27 @@ class BatchLayout:
             at = stop
         return batches
 
+    @property
+    def pads_by_length(self):
+        """Bool, whether batches differ in the length of their rows alone."""
+        varies = getattr(self.extras, "has_lengths", False)
+        return self.token_budget is None and not varies
+
+    def row_lengths(self, summary):
+        """Returns the tokens of each example's longest row, without packing.
+
+        Args:
+            summary: dict of int32 arrays; see `summary_of`.
+        """
+        if "second" not in summary:
+            return summary["tokens"]
+        first = summary["tokens"] - summary["prompt"]
+        second = np.maximum(summary["second"], 0)
+        both = (
+            first + second if self.share_prefix else np.maximum(first, second)
+        )
+        return summary["prompt"] + both
+
     def other_shapes(self, batch, least=1):
         """Yields zeros in the other shapes that batches like one may have.
 
@@ -239,7 +260,10 @@ class BatchLayout:
         """Returns the tokens of a row, from those that each one needs."""
         if self.token_budget is not None:
             return self.token_budget
-        longest = max(lengths)
+        return self.padded(max(lengths))
+
+    def padded(self, longest):
+        """Returns the tokens of rows of which the longest has so many."""
         lengths = self.lengths(max(longest, self.sequence_length))
         return lengths[bisect.bisect_left(lengths, longest)]
 

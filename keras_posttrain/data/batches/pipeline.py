@@ -5,6 +5,7 @@ import bisect
 import os
 
 import grain
+import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from keras_posttrain.data import order
@@ -20,6 +21,8 @@ WINDOW = 2048
 PREFETCH = 8
 MAX_SEQUENCES = 64
 ENDLESS = 2**62
+# The epochs of which all batches are looked at for their lengths.
+KNOWN_EPOCHS = 4
 
 
 class BatchAdapter(DataAdapter):
@@ -241,6 +244,28 @@ class BatchAdapter(DataAdapter):
             if wanted:
                 yield batch
 
+    def other_shapes(self, batch, epochs):
+        """Yields zeros in the other shapes of a run's batches.
+
+        Nothing is known of streams, of packed rows, which have one shape or
+        depend on the tokens of all examples, and of tokens of teachers.
+
+        Args:
+            batch: dict of arrays, one of the batches.
+            epochs: int, those of the run.
+        """
+        layout, source = self._layout, self._source
+        if self.epoch_size is None or not layout.pads_by_length:
+            return
+        row_lengths = layout.row_lengths(summary_of(source.examples))
+        lengths = {
+            layout.padded(longest)
+            for longest in source.longest_rows(row_lengths, epochs)
+        }
+        for other in layout.other_shapes(batch):
+            if other["token_ids"].shape[1] in lengths:
+                yield other
+
     def close(self):
         """Stops reading a stream ahead, until it is iterated again."""
         self._source.close()
@@ -351,6 +376,25 @@ class RandomAccess:
     def from_json(self, position):
         """Returns the position of a dict of `to_json`."""
         return position["epoch"] * self.num_batches + position["batch"]
+
+    def longest_rows(self, row_lengths, epochs):
+        """Returns the tokens of the longest row of each batch, as a set.
+
+        Args:
+            row_lengths: int array of shape `(examples,)`.
+            epochs: int; of the orders of more than `KNOWN_EPOCHS` the first.
+        """
+        found, size = set(), self.batch_size
+        for epoch in range(min(epochs, KNOWN_EPOCHS)):
+            places = order.indices(
+                len(self.rows), self.shuffle, self.seed, epoch + 1
+            )
+            starts = np.arange(0, len(places), size)
+            found |= {
+                int(n)
+                for n in np.maximum.reduceat(row_lengths[places], starts)
+            }
+        return found
 
     def batches(self, position, step, skip):
         """Yields `(batch, position after it, whether the epoch ends)`."""

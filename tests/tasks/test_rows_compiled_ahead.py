@@ -1,0 +1,94 @@
+"""Programs of all lengths are compiled before a run on rows needs them."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain import _spans
+from tests.support import REFERENCE, random_rows, weights
+
+# Of the rows of each batch.
+LENGTHS = [10] * 10 + [100] + [10] * 10 + [220] + [10] * 2
+
+
+class Compiled(keras.callbacks.Callback):
+    """Names of the programs compiled at each step, from 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.step = [], 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.step += 1
+
+    def listen(self, span):
+        if span.name == "compile" and span.label == "jit(run)":
+            self.names.append(self.step)
+
+
+def sft_rows():
+    return [
+        row
+        for i, n in enumerate(LENGTHS)
+        for row in random_rows(2, n, n, seed=i)
+    ]
+
+
+def pairs():
+    return [
+        {
+            "prompt_ids": row["token_ids"][:4],
+            "chosen_ids": row["token_ids"][4:],
+            "rejected_ids": row["token_ids"][4:8],
+        }
+        for row in sft_rows()
+    ]
+
+
+def train(task, rows, compile_ahead, batch_size=2):
+    """The steps at which the step was compiled, and the weights."""
+    keras.utils.set_random_seed(0)
+    made = task.from_preset(REFERENCE / "models/llama3", sequence_length=256)
+    made.compile(keras.optimizers.SGD(1e-2))
+    reader = Compiled()
+    _spans.listen(reader.listen)
+    try:
+        made.fit(
+            rows,
+            batch_size=batch_size,
+            shuffle=False,
+            callbacks=[reader],
+            verbose=0,
+            compile_ahead=compile_ahead,
+        )
+    finally:
+        _spans.unlisten(reader.listen)
+    return reader.names, weights(made)
+
+
+@pytest.mark.parametrize(
+    "task, rows", [(kpt.SFTTask, sft_rows()), (kpt.DPOTask, pairs())]
+)
+def test_no_later_step_is_compiled(task, rows):
+    lazily, expected = train(task, rows, False)
+    assert len(lazily) == 3 and min(lazily[1:]) >= 10
+    ahead, found = train(task, rows, True)
+    assert len(ahead) == 3 and max(ahead) <= 1
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, name)
+
+
+def test_on_eight_devices(eight_devices):
+    keras.distribution.set_distribution(kpt.distribution.fsdp())
+    rows = [row for row in sft_rows() for _ in range(4)]
+    steps, _ = train(kpt.SFTTask, rows, True, batch_size=8)
+    assert len(steps) == 3 and max(steps) <= 1
+
+
+def test_short_runs_compile_as_they_need():
+    rows = sft_rows()
+    steps, _ = train(kpt.SFTTask, rows, "auto")
+    assert max(steps) >= 10
+    with pytest.raises(ValueError, match="compile_ahead='always'"):
+        train(kpt.SFTTask, rows, "always")
