@@ -13,7 +13,6 @@ KerasHub's own calls are those of Gemma 3n too.
 """
 
 import functools
-import statistics
 
 import jax.numpy as jnp
 import keras
@@ -257,6 +256,9 @@ def _largest(x, sparsity):
     """
     if sparsity == 0:
         return x
+    # Nothing else needs it, so that the package's import does without.
+    import statistics
+
     y = x.astype("float32")
     mean = jnp.mean(y, axis=-1, keepdims=True)
     bound = statistics.NormalDist().inv_cdf(sparsity) * _size(y - mean)
