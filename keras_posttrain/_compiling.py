@@ -5,8 +5,9 @@ import time
 
 from keras_posttrain import _console
 
-# Rollouts after which a run compiles, those of a long run, and those after
-# which a stream is taken for one.
+# Rollouts after which a run compiles, or the number of the step on rows before
+# which it does; those of a long run; and those after which a stream is taken
+# for one.
 AFTER = 2
 LONG_RUN = 200
 LONG_STREAM = 20
@@ -17,8 +18,9 @@ def is_due(setting, rollouts, done):
 
     Args:
         setting: bool, or `"auto"` for long runs only.
-        rollouts: int, those of the run, or `None` where it is not known.
-        done: int, how many are done.
+        rollouts: int, those of the run, or its steps on rows; `None` where
+            it is not known.
+        done: int, how many are done; of steps on rows with the next one.
     """
     if setting != "auto":
         return setting and done == AFTER

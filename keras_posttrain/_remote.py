@@ -318,10 +318,15 @@ class Owner:
     def take(self):
         """Makes this process's run the one that writes."""
         self._fs.pipe_file(self._file, _OWN)
+        self._accepted = {_OWN, None}
 
     def check(self):
         """Raises an `OtherRun` error if one of another process has begun."""
-        if self._read() not in self._accepted:
+        owner = self._read()
+        if owner == _OWN:
+            # An earlier owner that begins again is another run.
+            self._accepted = {_OWN, None}
+        if owner not in self._accepted:
             raise OtherRun(
                 f"Another run has begun to write to {self._address!r} since "
                 "this one did, so this one writes nothing more there. Stop "

@@ -211,7 +211,14 @@ def test_of_two_runs_at_an_address_the_last_one_writes(bucket):
     assert "2" in steps and "6" not in steps
     # What it logged after that is not there, and can be found.
     assert lines(found["metrics.jsonl"])[-1]["step"] < 6
-    # One that begins here later is the last.
+    # One that begins here later is the last, and of two processes that take
+    # turns each notices the other.
+    owner = _remote.Owner(run)
+    owner.take()
+    with mock.patch.object(_remote, "_OWN", b"another process"):
+        _remote.Owner(run).take()
+    with pytest.raises(_remote.OtherRun, match="use another address"):
+        owner.check()
     resumed = make_task()
     resumed.fit(ROWS, callbacks=callbacks(run, every=2), **settings)
     assert resumed.step == 12

@@ -200,6 +200,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _open(self):
         """Makes the directory, or copies what is at an address."""
+        self._other_run = None
         if self._folder.is_remote:
             processes.exchange_results(self._own)
         if self._folder.is_remote and processes.count() > 1:
@@ -422,7 +423,7 @@ class Checkpoint(keras.callbacks.Callback):
                 text = str(error)
             except Exception:  # noqa: BLE001 - whatever the store raises
                 # Storage that fails does so when the files are copied.
-                text = None
+                pass
         self._other_run = processes.from_first(text)
         if self._other_run:
             raise _remote.OtherRun(self._other_run)

@@ -503,8 +503,9 @@ class Task(keras.Model):
             compile_ahead: bool, whether the programs for all lengths that
                 batches of the run have are compiled after the first step, in
                 several threads, so that none of its later steps waits for
-                one. `"auto"` does so in runs of 200 steps and more. Streams
-                and packed rows are compiled as they come.
+                one. `"auto"` does so in runs of 200 steps and more. Streams,
+                packed rows, KTO's pairs and teachers' own rows are compiled
+                as they come.
 
         Returns:
             A Keras `History` of the means over each epoch.

@@ -6,6 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain import _spans
+from keras_posttrain.data.batches import pipeline
 from tests.support import REFERENCE, random_rows, weights
 
 # Of the rows of each batch.
@@ -77,6 +78,13 @@ def test_no_later_step_is_compiled(task, rows):
     assert len(ahead) == 3 and max(ahead) <= 1
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, name)
+
+
+def test_of_many_rows_all_lengths_are_compiled(monkeypatch):
+    """Their batches are not looked at, which would take long."""
+    monkeypatch.setattr(pipeline, "KNOWN_ROWS", 1)
+    steps, _ = train(kpt.SFTTask, sft_rows(), True)
+    assert len(steps) == 3 and max(steps) <= 1
 
 
 def test_on_eight_devices(eight_devices):

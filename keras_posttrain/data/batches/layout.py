@@ -160,8 +160,9 @@ class BatchLayout:
 
     @property
     def pads_by_length(self):
-        """Bool, whether batches differ in the length of their rows alone."""
+        """Bool, whether the examples' lengths alone give those of rows."""
         varies = getattr(self.extras, "has_lengths", False)
+        varies = varies or self.regroup is not None
         return self.token_budget is None and not varies
 
     def row_lengths(self, summary):

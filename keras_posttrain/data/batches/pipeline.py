@@ -21,8 +21,9 @@ WINDOW = 2048
 PREFETCH = 8
 MAX_SEQUENCES = 64
 ENDLESS = 2**62
-# The epochs of which all batches are looked at for their lengths.
-KNOWN_EPOCHS = 4
+# The most rows of all epochs whose batches are looked at for their lengths:
+# half a second.
+KNOWN_ROWS = 2**18
 
 
 class BatchAdapter(DataAdapter):
@@ -247,8 +248,8 @@ class BatchAdapter(DataAdapter):
     def other_shapes(self, batch, epochs):
         """Yields zeros in the other shapes of a run's batches.
 
-        Nothing is known of streams, of packed rows, which have one shape or
-        depend on the tokens of all examples, and of tokens of teachers.
+        Nothing is known of streams, of packed rows, of completions that are
+        paired with other prompts (KTO), and of tokens of teachers.
 
         Args:
             batch: dict of arrays, one of the batches.
@@ -380,20 +381,20 @@ class RandomAccess:
     def longest_rows(self, row_lengths, epochs):
         """Returns the tokens of the longest row of each batch, as a set.
 
+        Of many rows it may have lengths that are the longest in no batch.
+
         Args:
             row_lengths: int array of shape `(examples,)`.
-            epochs: int; of the orders of more than `KNOWN_EPOCHS` the first.
+            epochs: int, those of the run.
         """
-        found, size = set(), self.batch_size
-        for epoch in range(min(epochs, KNOWN_EPOCHS)):
-            places = order.indices(
-                len(self.rows), self.shuffle, self.seed, epoch + 1
-            )
-            starts = np.arange(0, len(places), size)
-            found |= {
-                int(n)
-                for n in np.maximum.reduceat(row_lengths[places], starts)
-            }
+        count = len(self.rows)
+        if count * epochs > KNOWN_ROWS:
+            return set(np.unique(row_lengths).tolist())
+        found, starts = set(), np.arange(0, count, self.batch_size)
+        for epoch in range(epochs):
+            places = order.indices(count, self.shuffle, self.seed, epoch + 1)
+            longest = np.maximum.reduceat(row_lengths[places], starts)
+            found.update(longest.tolist())
         return found
 
     def batches(self, position, step, skip):
