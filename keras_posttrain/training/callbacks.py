@@ -6,6 +6,7 @@ from keras_posttrain import _console
 from keras_posttrain.callbacks.checkpoint import Checkpoint
 from keras_posttrain.callbacks.divergence import Divergence
 from keras_posttrain.callbacks.evaluate import Evaluate
+from keras_posttrain.callbacks.garbage import Garbage
 from keras_posttrain.callbacks.process_group import ProcessGroup
 from keras_posttrain.callbacks.progress import Progress
 from keras_posttrain.distribution import processes
@@ -24,7 +25,7 @@ def ordered(callbacks, verbose):
     Evaluations come first: they add to the logs that the others read.
     Checkpoints come last: they save what the others count.
     """
-    own = [Divergence()]
+    own = [Divergence(), Garbage()]
     if processes.count() > 1:
         own.append(ProcessGroup())
     if verbose and not any(isinstance(c, Progress) for c in callbacks):
