@@ -15,6 +15,7 @@ seconds are those of all processes.
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 STEPS = 20
 # Windows of a stream have 2,048 rows; this many are read in each epoch.
 STREAM_ROWS, STREAM_EPOCHS = 10_000, 2
+# Steps after which pauses for the collection of garbage are measured.
+WARM = 50
 BATCH_SIZE, LENGTH = 8, 256
 CASES = (
     "ours", "ours again", "datasets.map", "ours, a stream", "GRPO",
@@ -113,7 +116,15 @@ def run_ours(preset, path, stream):
             lines = itertools.islice(open(path), STREAM_ROWS)
             return map(json.loads, lines)
 
-    clock, waits = Clock(), []
+    clock, waits, pauses = Clock(), [], []
+
+    def pause(phase, info):
+        """Records the beginnings and the ends of full collections."""
+        # A long run is warm after its first steps.
+        if info["generation"] == 2 and len(clock.ends) > WARM:
+            pauses.append(time.perf_counter())
+
+    gc.callbacks.append(pause)
     _spans.listen(lambda x: waits.append(x) if x.name == "data" else None)
     begin, cpu = time.perf_counter(), cpu_seconds()
     task.fit(
@@ -137,6 +148,9 @@ def run_ours(preset, path, stream):
     }
     if stream:
         found["next epoch's wait ms"] = waits[clock.epochs[1]]
+        ends = zip(pauses[::2], pauses[1::2])
+        longest = max((end - start for start, end in ends), default=0.0)
+        found["longest collection ms"] = 1e3 * longest
     return found
 
 
