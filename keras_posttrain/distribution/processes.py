@@ -203,8 +203,14 @@ def shared_rows():
 
     All processes must prepare the same datasets in it.
     """
-    share = sharing.Share(index(), count(), _exchange)
-    return sharing.shared(share if count() > 1 else None)
+    return sharing.shared(row_share())
+
+
+def row_share():
+    """Returns this process's `Share` of rows; `None` if it is alone."""
+    if count() == 1:
+        return None
+    return sharing.Share(index(), count(), _exchange, _compare_rows)
 
 
 def exchange_results(function):
@@ -255,20 +261,7 @@ def check_equal(values):
                 )
 
 
-def row_check():
-    """Returns the function that streams are compared by between processes.
-
-    It takes a function that reads some rows and returns `before`, `rows`,
-    `ends` and `tokens`: how many rows were compared before, how many these
-    are, whether the stream ends with them, and their hash. It raises a
-    `ValueError` in all processes where these differ, or where the function
-    raised an exception in one of them. All processes call it as often.
-    `None` for one process.
-    """
-    return _check_rows if count() > 1 else None
-
-
-def _check_rows(read):
+def _compare_rows(read):
     first, *rest = exchange_results(read)
     for k, found in enumerate(rest, 1):
         if found != first:
@@ -284,7 +277,7 @@ def _check_rows(read):
 
 def _rows(found):
     end = " and the end" if found["ends"] else ""
-    return f"{found['rows']:,} rows (tokens={found['tokens']!r}){end}"
+    return f"{found['rows']:,} rows (hash={found['hash']!r}){end}"
 
 
 def must_start_in_order():

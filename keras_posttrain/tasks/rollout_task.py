@@ -417,7 +417,7 @@ class RolloutTask(Task):
                 shuffle=shuffle,
                 seed=seed,
                 epochs=epochs,
-                compare=processes.row_check(),
+                share=processes.row_share(),
             )
             engines, opponents = make_opponents(
                 self.episode, self.rollout, self, self._copy

@@ -675,7 +675,7 @@ class Task(keras.Model):
             callback_lib.show(note, verbose not in (0, "auto"))
             dataset = self.make_batches(examples, batch_size, shuffle=False)
         dataset.keep_rows(processes.own_rows())
-        dataset.compare_rows(processes.row_check())
+        dataset.share_rows(processes.row_share())
         hidden = verbose == "auto" or not processes.is_first()
         self._evaluating = True
         try:

@@ -46,7 +46,7 @@ class RowRun:
         self._done = 0
         checks.skipped_are_run(settings.skip_steps, self._steps)
         data.keep_rows(processes.own_rows())
-        data.compare_rows(processes.row_check())
+        data.share_rows(processes.row_share())
         state.begin(settings.seed)
 
     def fit(self):

@@ -15,6 +15,8 @@ from keras_posttrain.data.batches.prompt_stream import PromptStream
 from keras_posttrain.data.rows.preparation import RowSettings
 from keras_posttrain.data.rows.prompts import prepare_prompts
 from keras_posttrain.data.rows.sft import prepare_sft
+from keras_posttrain.data.rows.sharing import Share
+from keras_posttrain.data.rows.stream_shares import SharedRow
 from keras_posttrain.data.rows.streams import KEPT, RowStream
 
 COUNT = 5000
@@ -138,11 +140,16 @@ def test_an_error_of_the_next_epoch_comes_there():
         next(iterate(data))
 
 
+def alone(parts):
+    """The `Share` of one process, and what it compares."""
+    return Share(0, 1, lambda x: [x], lambda read: parts.append(read()))
+
+
 def compared(rows, **given):
     """The parts of a stream that are compared, and its batches."""
     parts = []
     data, _ = adapter(rows, **given)
-    data.compare_rows(lambda read: parts.append(read()))
+    data.share_rows(alone(parts))
     return data, parts
 
 
@@ -255,8 +262,16 @@ def test_examples_with_images_are_few(monkeypatch):
     ahead.close()
     # As few of them are compared at once.
     read = []
-    monkeypatch.setattr(lookahead, "digest_of", lambda x: read.append(len(x)))
-    ahead = Lookahead(iter(stream), compare=lambda block: block(), window=8)
+
+    class Shared:
+        def compare(self, rows):
+            read.append(rows()["rows"])
+
+        def complete(self, rows):
+            return enumerate(rows)
+
+    stream = RowStream(rows, lambda row: SharedRow(0, row, None, b"", 1000))
+    ahead = Lookahead(iter(stream), shared=Shared(), window=8)
     ahead.take(8 * 8)
     assert read == [9] + 6 * [10]
     ahead.close()
@@ -304,7 +319,7 @@ def test_prompts_of_the_next_epoch_are_read_ahead(shuffle):
 
 def test_prompts_are_compared():
     parts = []
-    order = prompts_of(Rows(3000), compare=lambda read: parts.append(read()))
+    order = prompts_of(Rows(3000), share=alone(parts))
     order.take(8)
     assert [x["rows"] for x in parts] == [2049]
     order.take(2992)

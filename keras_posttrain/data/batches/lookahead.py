@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import functools
+import hashlib
 import threading
 import warnings
 import weakref
@@ -32,9 +34,10 @@ class Lookahead:
         begin: function without arguments that returns an iterator of the
             next epoch's examples.
         epochs: int, how many there are, the first one included.
-        compare: function that each part of the examples is compared with
-            other processes by, before any of it is given: see
-            `processes.row_check`. It is called in the thread that takes them.
+        shared: `SharedStream` whose rows the iterator gives, or `None` for
+            one process. Each part of the rows is compared with those of other
+            processes, and completed by their examples, before any of it is
+            given, in the thread that takes them.
         window: int, how many examples are taken at once.
 
     Attributes:
@@ -42,11 +45,11 @@ class Lookahead:
         state: the iterator's state before it.
     """
 
-    def __init__(self, iterator, begin=None, epochs=1, compare=None, window=1):
+    def __init__(self, iterator, begin=None, epochs=1, shared=None, window=1):
         self._pairs = _pairs(iterator, begin, epochs)
         self._reader, self._count, self._epochs = None, 0, epochs
         self._may_begin_again = epochs == 1
-        self._compare, self._window = compare, window
+        self._shared, self._window = shared, window
         self._begin_epoch()
 
     def _begin_epoch(self):
@@ -72,8 +75,8 @@ class Lookahead:
         return self._pair
 
     def _look(self):
-        if self._compare is not None and not self._block:
-            self._compare(self._read_block)
+        while self._shared is not None and not self._block:
+            self._read_block()
         self._pair = self._block.popleft() if self._block else self._get()
 
     def _get(self):
@@ -89,23 +92,38 @@ class Lookahead:
         return self._reader.get()
 
     def _read_block(self):
-        """Reads examples that are compared; returns what is compared."""
+        """Reads rows, and gets those of their examples made elsewhere."""
+        pairs = []
+        self._shared.compare(functools.partial(self._read_rows, pairs))
+        states, rows = zip(*pairs)
+        ends = rows[-1] is None
+        rows = rows[:-1] if ends else rows
+        for place, example in self._shared.complete(rows):
+            self._block.append((states[place], example))
+        if ends:
+            self._block.append(pairs[-1])
+
+    def _read_rows(self, pairs):
+        """Reads rows into a list of pairs; returns what is compared."""
         # One more at the beginning: windows are known to end before it.
         size = self._size + (not self._compared)
         before, num_bytes = self._compared, 0
-        while len(self._block) < size and num_bytes < MAX_BYTES:
-            self._block.append(self._get())
-            num_bytes += _size(self._block[-1][1])
-            if self._block[-1][1] is None:
+        while len(pairs) < size and num_bytes < MAX_BYTES:
+            pairs.append(self._get())
+            num_bytes += _size(pairs[-1][1])
+            if pairs[-1][1] is None:
                 break
-        found = [x for _, x in self._block if x is not None]
+        found = [x for _, x in pairs if x is not None]
         self._compared += len(found)
         self._size = min(2 * self._size, max(COMPARED, self._window))
+        digest = hashlib.blake2b(digest_size=8)
+        for row in found:
+            digest.update(row.digest)
         return {
             "before": before,
             "rows": len(found),
-            "ends": len(found) < len(self._block),
-            "tokens": digest_of(found),
+            "ends": len(found) < len(pairs),
+            "hash": digest.hexdigest(),
         }
 
     def take(self, count):
@@ -131,6 +149,28 @@ class Lookahead:
         """Ends the thread, and waits for the row that it is reading."""
         if self._reader is not None:
             self._reader.close()
+
+
+def read_ahead(examples, state, epochs, share, window):
+    """Returns the `Lookahead` of a stream at a state, over some epochs.
+
+    Args:
+        examples: `PreparedStream`.
+        state: Grain's, or `None` for the beginning.
+        epochs: int, how many are read, with this one.
+        share: `Share` of this process of several, or `None`.
+        window: int, how many examples are taken at once.
+    """
+    shared = None if share is None else examples.shared(share)
+    stream = examples if shared is None else shared
+    return Lookahead(
+        resumed(stream, state),
+        # Not a method of what takes them: the thread must not keep it alive.
+        functools.partial(iter, stream),
+        epochs,
+        shared,
+        window,
+    )
 
 
 def resumed(examples, state):
@@ -275,5 +315,8 @@ class _Reader(threading.Thread):
 
 def _size(example):
     """Returns the bytes of an example, most of which are its images."""
+    if (size := getattr(example, "num_bytes", None)) is not None:
+        # Of a `SharedRow`.
+        return size
     images = getattr(example, "images", None)
     return 0 if images is None else images.pixels.nbytes

@@ -121,13 +121,13 @@ class BatchAdapter(DataAdapter):
         """
         self._own = own
 
-    def compare_rows(self, compare):
-        """Compares the rows of a stream with those of other processes.
+    def share_rows(self, share):
+        """Makes a share of the rows of a stream; other processes the others.
 
-        `compare` is what `processes.row_check` returns. The rows of a list
-        are compared by its fingerprint.
+        `share` is a `Share`, or `None` for all of them. A list is shared when
+        it is prepared, and its rows are compared by its fingerprint.
         """
-        self._source.compare = compare
+        self._source.share = share
 
     def _build(self, rows):
         if self._packing:

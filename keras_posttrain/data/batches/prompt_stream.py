@@ -1,16 +1,14 @@
 """The prompts of a stream in order, with a position."""
 
 import dataclasses
-import functools
 
 import numpy as np
 
 from keras_posttrain.data import order
 from keras_posttrain.data.batches.lookahead import (
-    Lookahead,
     check_record,
+    read_ahead,
     record,
-    resumed,
 )
 from keras_posttrain.data.rows.datasets import is_stream
 from keras_posttrain.data.rows.prompts import PromptOrder
@@ -19,10 +17,10 @@ from keras_posttrain.data.rows.prompts import PromptOrder
 WINDOW = 2048
 
 
-def prompt_order(prompts, *, epochs=1, compare=None, **settings):
+def prompt_order(prompts, *, epochs=1, share=None, **settings):
     """Makes the `PromptOrder` of a list or the `PromptStream` of a stream."""
     if is_stream(prompts):
-        settings |= {"epochs": epochs, "compare": compare}
+        settings |= {"epochs": epochs, "share": share}
         return PromptStream(prompts, **settings)
     return PromptOrder(prompts, **settings)
 
@@ -64,8 +62,7 @@ class PromptStream:
         shuffle: bool; every epoch has another order.
         seed: int, of the order.
         epochs: int, how many epochs are read; none is read ahead after them.
-        compare: function that prompts are compared with other processes by,
-            or `None`: see `Lookahead`.
+        share: `Share` of this process of several, or `None`.
     """
 
     # How many there are is not known, nor how long they are.
@@ -79,9 +76,9 @@ class PromptStream:
         shuffle=True,
         seed=0,
         epochs=1,
-        compare=None,
+        share=None,
     ):
-        self.epochs, self.compare = epochs, compare
+        self.epochs, self.share = epochs, share
         self.prompts = prompts
         self.batch_size = batch_size
         self.shuffle, self.seed = shuffle, seed
@@ -126,11 +123,11 @@ class PromptStream:
         # Of one that fails no more is read.
         self._iterator = None
         if ahead is None:
-            ahead = Lookahead(
-                resumed(self.prompts, before),
-                functools.partial(iter, self.prompts),
+            ahead = read_ahead(
+                self.prompts,
+                before,
                 max(1, self.epochs - self.epoch),
-                self.compare,
+                self.share,
                 WINDOW,
             )
         prompts = ahead.take(WINDOW)

@@ -2,16 +2,14 @@
 
 import base64
 import dataclasses
-import functools
 
 import numpy as np
 
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches.lookahead import (
-    Lookahead,
     check_record,
+    read_ahead,
     record,
-    resumed,
 )
 from keras_posttrain.data.rows.records import EXAMPLES
 
@@ -81,8 +79,7 @@ class Stream:
         epochs: int, how many epochs are read; none is read ahead after them.
 
     Attributes:
-        compare: function that examples are compared with other processes by,
-            or `None`: see `Lookahead`.
+        share: `Share` of this process of several, or `None`.
     """
 
     num_batches = None
@@ -102,7 +99,7 @@ class Stream:
         if not (self.packing or self.shuffle):
             self.window = self.batch_size
         self.fingerprint = dict(settings)
-        self.epochs, self.compare = epochs, None
+        self.epochs, self.share = epochs, None
         # A position that was restored, and the one where `_ahead` is at the
         # end of the epoch before.
         self._ahead = self._restored = self._ahead_of = None
@@ -146,12 +143,11 @@ class Stream:
             return self._ahead
         # An iterator that was dropped may still be reading.
         self.close()
-        self._ahead = Lookahead(
-            resumed(self.examples, position.stream),
-            # Not a method: the thread that calls it must not keep this alive.
-            functools.partial(iter, self.examples),
+        self._ahead = read_ahead(
+            self.examples,
+            position.stream,
             max(1, self.epochs - position.epoch),
-            self.compare,
+            self.share,
             self.window,
         )
         return self._ahead

@@ -5,7 +5,6 @@ import datetime
 import fcntl
 import functools
 import hashlib
-import io
 import os
 import pathlib
 import pickle
@@ -56,7 +55,7 @@ class Entry:
             return None
         settings = (*_versions(), *_today(preparation), preparation.key)
         try:
-            key = hashlib.blake2b(_bytes_of(settings), digest_size=16)
+            key = hashlib.blake2b(reading.bytes_of(settings), digest_size=16)
             key.update(digest_of_rows(rows))
         except (pickle.PicklingError, TypeError, AttributeError, ValueError):
             return None
@@ -154,19 +153,7 @@ def digest_of_rows(rows):
     if reading.is_hugging_face(rows):
         parts = reading.arrow_bytes(rows)
     else:
-        parts = map(_bytes_of, reading.parts(rows))
+        parts = map(reading.bytes_of, reading.parts(rows))
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def _bytes_of(value):
-    """Pickles a value; equal values, and no others, give equal bytes.
-
-    Without `fast` the bytes would depend on which equal parts are one object.
-    """
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=5)
-    pickler.fast = True
-    pickler.dump(value)
-    return buffer.getbuffer()

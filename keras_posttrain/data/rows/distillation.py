@@ -68,10 +68,12 @@ def prepare_distillation(
         or settings.vocabulary_size,
         teacher_column=teacher_column,
         teacher_names=teacher_names,
-        report=DistillationReport(settings.name),
     )
     examples, report = prepare_rows(
-        dataset, Preparation(encode, settings, MESSAGES, encode.report)
+        dataset,
+        Preparation(
+            encode, settings, MESSAGES, DistillationReport(settings.name)
+        ),
     )
     if report.teacher_tokens and not report.predicted_tokens:
         raise ValueError(

@@ -15,7 +15,6 @@ from keras_posttrain.data.rows.distillation_columns import (
 )
 from keras_posttrain.data.rows.distillation_example import (
     DistillationExample,
-    DistillationReport,
     teacher_view,
 )
 from keras_posttrain.data.rows.examples import Example
@@ -38,14 +37,13 @@ class DistillationEncoder:
     teacher_vocabulary_size: int
     teacher_column: str | None
     teacher_names: list | None
-    report: DistillationReport
 
     def __post_init__(self):
         encoding.check_train_on(self.train_on)
         if self.teacher_names is not None:
             self.teacher_names = list(self.teacher_names)
         self.row_type = RowTypeCheck()
-        self.first_prompt, self.last = {}, -1
+        self.first_prompt = {}
 
     @property
     def firsts(self):
@@ -53,7 +51,7 @@ class DistillationEncoder:
 
     @property
     def key(self):
-        others = ("report", "settings", "teacher_tokenizer")
+        others = ("settings", "teacher_tokenizer")
         names = [f.name for f in dataclasses.fields(self)]
         teacher = self.teacher_tokenizer
         return {n: getattr(self, n) for n in names if n not in others} | {
@@ -74,16 +72,19 @@ class DistillationEncoder:
             teacher = teacher_index(
                 row, self.teacher_column, self.teacher_names, where
             )
-        build = functools.partial(Example, row=index)
+        build, count = functools.partial(Example, row=index), None
         if teacher_ids is not None or teacher is not None:
             build = functools.partial(
                 self._build, index, mask, teacher_ids, source, teacher
             )
+        if teacher_ids is not None:
+            count = functools.partial(self._count, len(ids), len(teacher_ids))
         return EncodedRow(
             [(ids, mask)],
             lambda sides: build(*sides[0]),
             columns.weight(row, where),
             (*columns.read_columns(kind), column, self.teacher_column),
+            count=count,
         )
 
     def _build(
@@ -93,17 +94,7 @@ class DistillationEncoder:
             source[mask == 0] = -1
             source = source[: len(token_ids)]
             source[source >= self.teacher_limit] = -1
-            if len(teacher_ids) > self.teacher_limit:
-                # A row that is cut on both sides is counted once.
-                self.report.cut += len(token_ids) == len(mask)
             teacher_ids = teacher_ids[: self.teacher_limit].astype(np.int32)
-            predicted = (source >= 0) & (weights != 0)
-            if index > self.last:
-                # A stream is read again in each epoch.
-                self.last = index
-                self.report.teacher_tokens += len(teacher_ids)
-                self.report.predicted_tokens += int(predicted.sum())
-                self.report.unpredicted_rows += not predicted.any()
         return DistillationExample(
             token_ids,
             weights,
@@ -112,6 +103,17 @@ class DistillationEncoder:
             teacher_source=source,
             teacher_index=teacher,
         )
+
+    def _count(self, length, teacher_length, report, example):
+        """Counts what the teacher reads of a row; lengths are uncut."""
+        if teacher_length > self.teacher_limit:
+            # A row that is cut on both sides is counted once.
+            report.cut += len(example.token_ids) == length
+        weights, source = example.completion_mask, example.teacher_source
+        predicted = (source >= 0) & (weights != 0)
+        report.teacher_tokens += len(example.teacher_ids)
+        report.predicted_tokens += int(predicted.sum())
+        report.unpredicted_rows += not predicted.any()
 
     def _encode_row(self, row, kind, where):
         return encoding.encode_row(

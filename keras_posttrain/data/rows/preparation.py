@@ -93,6 +93,8 @@ class EncodedRow:
         weight: float, by which the masks are multiplied.
         read: the columns that were read, or `None` where all are.
         num_image_tokens: int, how many tokens of images each side has.
+        count: function of a report and the example that adds further numbers
+            of the row to the report, or `None`.
     """
 
     sides: list
@@ -100,6 +102,7 @@ class EncodedRow:
     weight: float = 1.0
     read: tuple | None = None
     num_image_tokens: int = 0
+    count: Callable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +185,8 @@ class Preparation:
     def first_values(self):
         """Returns `encode.firsts` as lists that JSON can store."""
         return [
-            [[source, *first] for source, first in firsts.items()]
+            # A thread that reads a stream may add one meanwhile.
+            [[source, *first] for source, first in list(firsts.items())]
             for firsts in self.encode.firsts
         ]
 
@@ -221,10 +225,23 @@ class Preparation:
         return restore
 
     def __call__(self, index, row):
-        report = self.report
         if index < self._counted:
-            report = type(report)(report.name)
-        self._counted = max(self._counted, index + 1)
+            return self.counted(index, row)[0]
+        self._counted = index + 1
+        return self._prepare(index, row, self.report)
+
+    def counted(self, index, row):
+        """Returns the example of a row, and the `counts` of its report."""
+        report = type(self.report)(self.report.name)
+        return self._prepare(index, row, report), report.counts()
+
+    def count(self, index, counts):
+        """Adds the `counts` of a row to the report, if it is a new one."""
+        if index >= self._counted:
+            self._counted = index + 1
+            self.report.add(counts)
+
+    def _prepare(self, index, row, report):
         report.rows += 1
         where = f"row {index} of `{self.settings.name}`"
         if source := getattr(row, "source", None):
@@ -246,6 +263,8 @@ class Preparation:
         report.cut += length > self.limit
         report.tokens += sum(len(ids) for ids, _ in sides)
         report.loss_tokens += sum(np.count_nonzero(m) for _, m in sides)
+        if encoded.count is not None:
+            encoded.count(report, example)
         return example
 
     def _encoded(self, index, row, where, report):

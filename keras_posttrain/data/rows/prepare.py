@@ -15,6 +15,7 @@ from keras_posttrain.data.rows.parallel import (
 from keras_posttrain.data.rows.preparation import prepare_part
 from keras_posttrain.data.rows.records import Part
 from keras_posttrain.data.rows.store import StoredExamples, StoreWriter
+from keras_posttrain.data.rows.stream_shares import PreparedStream
 
 # Rows that take longer, in seconds, are prepared in several processes, and
 # are kept for the next run.
@@ -39,8 +40,7 @@ def prepare_rows(dataset, prepare):
     report = prepare.report
     rows = datasets.open_dataset(dataset, report.name)
     if datasets.is_stream(rows):
-        examples = rows.map_with_index(prepare)
-        return examples.filter(lambda example: example is not None), report
+        return PreparedStream(rows, prepare), report
     entry = Entry.of(rows, prepare)
     examples = _read(entry, rows, prepare)
     share = sharing.current()

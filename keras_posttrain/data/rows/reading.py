@@ -1,5 +1,8 @@
 """Reads rows with random access, many at a time."""
 
+import io
+import pickle
+
 # Rows that are read at once.
 PART = 1024
 
@@ -39,3 +42,15 @@ def arrow_bytes(rows, size=16 * PART):
         part = table[at : at + size].combine_chunks()
         for batch in part.to_batches():
             yield memoryview(batch.serialize())
+
+
+def bytes_of(value):
+    """Pickles a value; equal values, and no others, give equal bytes.
+
+    Without `fast` the bytes would depend on which equal parts are one object.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getbuffer()

@@ -17,11 +17,18 @@ class Share:
         count: int, the number of processes.
         exchange: function of this process's bytes to a list of those of all;
             all processes must call it.
+        compare: function of a function that reads rows and returns a dict of
+            `before`, `rows`, `ends` and `hash`: how many rows were compared
+            before, how many these are, whether the stream ends with them, and
+            their hash. It raises a `ValueError` in all processes where these
+            differ, or where the function raised an exception in one of them.
+            All processes must call it.
     """
 
     index: int
     count: int
     exchange: Callable
+    compare: Callable
 
 
 @contextlib.contextmanager
