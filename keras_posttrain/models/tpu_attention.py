@@ -4,8 +4,6 @@ XLA cannot partition the kernel. On a mesh it runs in `jax.shard_map`, each
 device with its rows and its heads.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -17,6 +15,9 @@ from keras_posttrain.models.rematerialisation import ATTENDED
 # Possible sizes of the square blocks of scores. The size must divide the
 # length and, for the vector units of a TPU, be a multiple of the smallest.
 BLOCKS = (512, 256, 128)
+# How many blocks a row must have at least, in each direction, for those that
+# no segment shares to be left out: rows are then computed one after the other.
+SKIPPED_FROM = 4
 # Values of `jax_default_matmul_precision` that use one pass over 16-bit
 # numbers.
 PRECISIONS = (None, "default", "bfloat16", "fastest")
@@ -47,26 +48,30 @@ def splash_attention(
     """Computes `models/attention.py:segment_attention` by a TPU kernel.
 
     The tokens of a segment are adjacent and in the order of their positions.
-    A mask that is causal by column is therefore causal by position. With
-    `interpret`, for tests, the kernel runs without a TPU. With `pieces`, a
-    `Pieces`, the arrays are those of `attention.py:segment_attention`.
+    A mask that is causal by column is therefore causal by position. In long
+    rows, blocks of scores that no segment shares are neither computed nor
+    read. With `interpret`, for tests, the kernel runs without a TPU. With
+    `pieces`, a `Pieces`, the arrays are those of
+    `attention.py:segment_attention`.
     """
     # The kernel does not scale the scores.
     query = (query * jnp.asarray(scale, "float32")).astype(query.dtype)
     settings = sliding_window, soft_cap, interpret
 
     def run(kernel, query, key, value, ids, sinks):
+        def of_row(query, key, value, *ids):
+            shorter = _skipping(kernel, *ids)
+            return shorter(query, key, value, _ids(*ids), sinks=sinks)
+
         heads_first = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-        out = jax.vmap(functools.partial(kernel, sinks=sinks))(
-            *heads_first, _ids(*ids)
-        )
+        out = jax.vmap(of_row)(*heads_first, *ids)
         return jnp.swapaxes(out, 1, 2).astype(query.dtype)
 
     if pieces is None:
 
         def local(query, key, value, segment_ids, sinks):
             kernel = _kernel(query.shape[1:3], *settings)
-            ids = segment_ids, segment_ids
+            ids = (_runs(segment_ids),) * 2
             return run(kernel, query, key, value, ids, sinks)
 
         return sharding.over_heads(
@@ -84,10 +89,76 @@ def splash_attention(
     # Each device gets the mask of its own queries.
     layout = NamedSharding(pieces.mesh, P(None, pieces.axis))
     part = kernel.manual_sharding_spec(layout)
-    ids = pieces.pad(segment_ids)
+    ids = _runs(pieces.pad(segment_ids))
     return pieces.attend(
         of_pieces, query, key, value, ids, sinks, (kernel, part)
     )
+
+
+def _runs(segment_ids):
+    """Numbers the segments of each row, and its padding, in their order."""
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(
+        jnp.cumsum(changes, axis=1, dtype="int32"), [(0, 0), (1, 0)]
+    )
+
+
+def _skipping(kernel, of_queries, of_keys):
+    """Returns a kernel without the blocks that no segment shares.
+
+    `of_queries` and `of_keys` are int arrays `(length,)` of `_runs`.
+    """
+    infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    num_queries = infos[0].data_next.shape[1]
+    num_keys = infos[2].data_next.shape[2]
+    if num_keys < SKIPPED_FROM:
+        return kernel
+    first_q, last_q = _bounds(of_queries, num_queries)
+    first_k, last_k = _bounds(of_keys, num_keys)
+    shared = first_q[:, None] <= last_k
+    shared &= first_k <= last_q[:, None]
+    infos = [
+        _without(info, shared, of_keys_first=i == 2)
+        for i, info in enumerate(infos)
+    ]
+    return type(kernel)(*infos, **kernel.kwargs)
+
+
+def _bounds(runs, num_blocks):
+    """Returns the least and the largest run of each block."""
+    blocks = runs.reshape(num_blocks, -1)
+    return blocks.min(axis=1), blocks.max(axis=1)
+
+
+def _without(info, shared, of_keys_first):
+    """Returns a `MaskInfo` of the kernel without blocks that are not shared.
+
+    The kernel visits the blocks of `data_next[0]` by rows, which are blocks
+    of queries, and computes those where `block_mask` is not 0. `data_next` is
+    the block of keys of such a place, and elsewhere that of the next one, as
+    it is what the kernel reads. `of_keys_first` is for the gradients of keys:
+    columns are visited one after the other, and are blocks of keys, and
+    `data_next` is a block of queries.
+
+    Args:
+        info: `MaskInfo`, the same for all heads, of a mask without blocks of
+            its own: it is a function.
+        shared: bool array `(blocks of queries, blocks of keys)`.
+    """
+    block, mask = info.data_next[0], info.block_mask[0]
+    if of_keys_first:
+        block, mask, shared = block.T, mask.T, shared.T
+    is_kept = jnp.take_along_axis(shared, block.astype("int32"), axis=1)
+    mask = jnp.where(is_kept, mask, 0)
+    # The place of the next block that is computed, or of the last one.
+    places = jnp.arange(mask.size)
+    kept = jnp.where(mask.reshape(-1) > 0, places, mask.size)
+    following = jax.lax.cummin(kept, reverse=True)
+    last = jnp.max(jnp.where(mask.reshape(-1) > 0, places, 0))
+    block = block.reshape(-1)[jnp.minimum(following, last)].reshape(mask.shape)
+    if of_keys_first:
+        block, mask = block.T, mask.T
+    return info._replace(data_next=block[None], block_mask=mask[None])
 
 
 def _ids(of_queries, of_keys):

@@ -576,6 +576,58 @@ def test_kernel_of_tpus(settings):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+def test_kernel_of_tpus_leaves_out_what_no_segment_shares(monkeypatch):
+    """Values and gradients are XLA's, and other blocks may be no numbers."""
+    monkeypatch.setattr(tpu_attention, "BLOCKS", (128,))
+    length, bad = 768, slice(256, 512)
+    arrays, *_ = example(length, head_dim=64)
+    # Segments that begin and end within blocks; one that has two blocks of
+    # its own, and padding. The second row has one segment.
+    ends = [100, 256, 512, 530, 700, length]
+    segments = np.searchsorted(ends, np.arange(length), side="right") + 1
+    segments = np.stack([np.where(segments < 6, segments, 0)] * 2)
+    segments[1] = 1
+    positions = np.tile(np.arange(length), (2, 1))
+    used = (segments > 0)[..., None, None]
+    weights = np.random.default_rng(1).normal(size=arrays[0].shape) * used
+
+    def gradients(attend, arrays, weights):
+        def total(*x):
+            return jnp.sum(weights * attend(*x))
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*arrays)
+
+    def ours(window, *x):
+        return tpu_attention.splash_attention(
+            *x, jnp.asarray(segments), scale=0.1, sliding_window=window,
+            interpret=True,
+        )  # fmt: skip
+
+    def xlas(window, *x):
+        return segment_attention(
+            *x, segments, positions, scale=0.1, sliding_window=window
+        )
+
+    for window in (None, 200):
+        got, want = (
+            gradients(functools.partial(f, window), arrays, weights)
+            for f in (ours, xlas)
+        )
+        for a, b in zip(*map(jax.tree.leaves, (got, want))):
+            np.testing.assert_allclose(a, b, atol=2e-4)
+    # What other segments have in the blocks of the third one is not read.
+    poisoned = [np.array(x) for x in arrays]
+    for x in poisoned:
+        x[0, bad] = np.nan
+    out = np.asarray(ours(None, *poisoned))
+    assert np.isnan(out[0, bad]).all() and np.isfinite(out[1]).all()
+    assert np.isfinite(np.delete(out[0], bad, axis=0)).all()
+    weights[0, bad] = 0
+    _, found = gradients(functools.partial(ours, None), poisoned, weights)
+    for x in found:
+        assert np.isfinite(np.delete(np.asarray(x[0]), bad, axis=0)).all()
+
+
 def test_kernel_of_tpus_is_for_tpus_alone():
     (query, _, _), *_ = example(256, head_dim=64)
     assert not tpu_attention.is_supported(query)
