@@ -16,6 +16,7 @@ from keras_posttrain.models import (
     experts,
     gemma3n,
     gemma4,
+    gpu_attention,
     qwen3_5,
     recurrence,
     rematerialisation,
@@ -88,6 +89,8 @@ class Policy:
             plan does.
         choose_remat: function of the policy and the tokens of a batch on a
             device to one of `rematerialisation.CHOICES`, for `"auto"`.
+        chooser: `gpu_attention.Chooser` of what computes attention, or
+            `None` for an automatic choice.
     """
 
     def __init__(
@@ -98,12 +101,14 @@ class Policy:
         chunk_size=None,
         num_layers=None,
         choose_remat=None,
+        chooser=None,
     ):
         self.causal_lm = causal_lm
         self.backbone = causal_lm.backbone
         self.adapter = adapter
         self.remat = remat
         self.choose_remat = choose_remat
+        self.chooser = chooser or gpu_attention.Chooser()
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
@@ -363,6 +368,8 @@ class Policy:
             capture=capture,
             numbers=self.attending,
             pieces=pieces,
+            chooser=self.chooser,
+            is_packed=_is_packed(batch),
         )
         rows = None
         if self.is_recurrent:
@@ -783,6 +790,12 @@ def _check_not_gemma3n(backbone):
             "directory to `from_preset`. Received: a KerasHub model with a "
             f"{type(backbone).__name__}"
         )
+
+
+def _is_packed(batch):
+    """Returns whether a row of a batch may hold several sequences."""
+    mask = batch.get("sequence_mask")
+    return mask is None or mask.shape[1] > 1
 
 
 def token_counts(batch):
