@@ -142,10 +142,20 @@ class Chooser:
 
     Args:
         wanted: one of `CHOICES`.
+        is_silent: bool, whether it says nothing.
     """
 
-    def __init__(self, wanted="auto"):
-        self.wanted, self._said = wanted, set()
+    def __init__(self, wanted="auto", is_silent=False):
+        self.wanted, self.is_silent, self._said = wanted, is_silent, set()
+
+    @property
+    def of_engine(self):
+        """`Chooser` of an engine's rows, which packs them as it likes.
+
+        It takes what it can, and says nothing.
+        """
+        wanted = BLOCKS if self.wanted == BLOCKS else "auto"
+        return Chooser(wanted, is_silent=True)
 
     def kernel(self, case, layer):
         """Returns one of `KERNELS` and why cuDNN or Pallas was not chosen.
@@ -182,7 +192,8 @@ class Chooser:
             is_packed: bool, as of `Case`.
         """
         counts = collections.Counter(x for x in found if x[0] is not None)
-        if not counts or sharding.compute_capability() is None:
+        known = sharding.compute_capability() is not None
+        if self.is_silent or not counts or not known:
             return
         parts = [
             f"{kernel} in {count} layer{'s' if count > 1 else ''}"

@@ -228,8 +228,9 @@ class Policy:
             batch: dict with `token_ids`, `segment_ids` and `positions`, int
                 arrays of shape `(rows, length)`; `sequence_ids` of shape
                 `(rows, num_sequences)` where an adapter drops inputs;
-                `prefix_segments` of that shape where segments continue
-                others: see `attention.py:subtree_ends`; then also
+                `sequence_mask` of that shape, without which rows are an
+                engine's; `prefix_segments` of that shape where segments
+                continue others: see `attention.py:subtree_ends`; then also
                 `shared_by` where routing is recorded; `routed_experts`
                 where it is replayed, as of `experts.py:given_choices`, of
                 shape `(rows, length, mixtures, top_k)`; `pixels` and
@@ -368,8 +369,7 @@ class Policy:
             capture=capture,
             numbers=self.attending,
             pieces=pieces,
-            chooser=self.chooser,
-            is_packed=_is_packed(batch),
+            **self._kernels(batch),
         )
         rows = None
         if self.is_recurrent:
@@ -380,6 +380,13 @@ class Policy:
                 rows = recurrence.TreeRows(ids, prefixes, kept)
         with scope, recurrence.recurrent_scope(rows):
             yield
+
+    def _kernels(self, batch):
+        """Returns the arguments `chooser` and `is_packed` of a scope."""
+        mask = batch.get("sequence_mask")
+        if mask is None:
+            return {"chooser": self.chooser.of_engine, "is_packed": True}
+        return {"chooser": self.chooser, "is_packed": mask.shape[1] > 1}
 
     def prefill(self, batch, slots=None, windows=None):
         """Computes the keys, rotated, and values of prompts, and states.
@@ -790,12 +797,6 @@ def _check_not_gemma3n(backbone):
             "directory to `from_preset`. Received: a KerasHub model with a "
             f"{type(backbone).__name__}"
         )
-
-
-def _is_packed(batch):
-    """Returns whether a row of a batch may hold several sequences."""
-    mask = batch.get("sequence_mask")
-    return mask is None or mask.shape[1] > 1
 
 
 def token_counts(batch):

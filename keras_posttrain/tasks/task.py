@@ -121,7 +121,9 @@ class Task(keras.Model):
             without shared prompts, and heads of up to 128 numbers (cuDNN,
             and 256 by capability 9.0) or of 32, 64 or 128 (Pallas);
             sliding windows shorter than a row need cuDNN. Other devices
-            refuse `"cudnn"` and `"pallas"`. No GPU has run the kernels yet.
+            refuse `"cudnn"` and `"pallas"`. The built-in engine, which packs
+            prompts, takes `"auto"` for these. No GPU has run the kernels
+            yet.
 
     Example:
 

@@ -81,7 +81,8 @@ def one_device():
 def lower(task, packing, distribution, platform="cuda", remat="none"):
     """The text of a training step, lowered for a platform."""
     with planned(task, distribution, remat=remat) as plan:
-        batch = plan.task.example_batch(8, packing=packing)
+        more = {"packing": True} if packing else {}
+        batch = plan.task.example_batch(8, **more)
         changing, held, batch = plan.shapes(batch)
         program = compile_step(plan.task.train_step)
         traced = program.trace({**changing, **counters(1, 0)}, held, batch)
@@ -115,6 +116,22 @@ def test_a_training_step_calls_a_kernel_in_each_layer(gpu, packing):
     kernel = "pallas" if packing else "cudnn"
     text = lower(make_task(), packing, one_device())
     assert calls(text) == {kernel: LAYERS, f"{kernel} backward": LAYERS}
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_other_tasks_can_be_set_to_cudnn(gpu, kind):
+    """Rows hold one sequence each. DPO's reference is a forward pass more."""
+    task = getattr(kpt, f"{kind}Task")(
+        make_model(), sequence_length=LENGTH, attention="cudnn",
+        lora=kpt.LoRA(rank=2),
+    )  # fmt: skip
+    more = {"rewards": [len], "max_completion_length": 32}
+    task.compile(**(more if kind == "GRPO" else {}))
+    forward = LAYERS * (1 + (kind == "DPO"))
+    assert calls(lower(task, False, one_device())) == {
+        "cudnn": forward,
+        "cudnn backward": LAYERS,
+    }
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -311,6 +328,21 @@ def test_what_a_choice_cannot_compute(
         "0. Use attention='auto', which chooses for each layer. "
         f"Received: {received}"
     ) in str(error.value)
+
+
+def test_an_engine_takes_what_it_can(gpu, capsys):
+    """Its rows are packed, whatever rows a task trains on; it has no line."""
+    batch = {
+        name: np.ones((1, LENGTH), "int32")
+        for name in ("token_ids", "segment_ids", "positions")
+    }
+    # Of the last layer only keys and values are read.
+    for choice, found in (("cudnn", {"pallas": LAYERS - 1}), ("blocks", {})):
+        policy = Policy(make_model(), chooser=Chooser(choice))
+        traced = jax.jit(policy.prefill).trace(batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert calls(text) == found
+    assert capsys.readouterr().out == ""
 
 
 def test_devices_that_have_no_kernels():
