@@ -6,8 +6,8 @@ JAX's public function has no segments, and a mask would be an array of
 computes packed rows. What neither can compute is computed in blocks of scores
 by XLA, as on a CPU: see `block_attention.py`.
 
-No GPU has run this yet. Tests compile the kernels for CUDA as far as JAX does
-without a GPU, and run the Pallas kernel in JAX's interpreter.
+No GPU has run this yet. Tests lower programs for CUDA, which JAX does without
+a GPU, and run the Pallas kernel in JAX's interpreter.
 """
 
 import collections
