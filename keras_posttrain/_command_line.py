@@ -139,6 +139,7 @@ LAST = (
     Option("dtype", "task", TEXT, "TYPE"),
     Option("truncation", "task", TEXT, "KIND"),
     Option("remat", "task", TEXT, "KIND"),
+    Option("attention", "task", TEXT, "KIND"),
     Option("micro-batch-size", "compile"),
     Option("packing", "fit", optional=True),
     Option("seed", "fit"),

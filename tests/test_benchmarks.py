@@ -555,3 +555,46 @@ def test_trees_hold_the_same_loss_in_all_layouts(folder):
             "prompt": 3 * 128 + 8 * 4 * 128,
             "separate": 8 * 5 * 128,
         }
+
+
+def test_steps_by_what_computes_attention(folder, monkeypatch):
+    """The operations of fine-tuning the tiny model, derived by hand.
+
+    A layer's matrices have 64 * (64 + 32 + 32 + 64 + 3 * 128) = 36,864
+    weights, the head has 64 * 512; four operations for each of them and a
+    token. Adapters of rank 16 have 16 * (128 + 96 + 96 + 128 + 3 * 192) =
+    16,384 a layer; six operations. Of two layers these are 622,592 for a
+    token, and attention of four rows of 64 tokens 12 * 64 * 2 * 4 * 64**2.
+    """
+    gpu = load("gpu")
+    monkeypatch.setattr(gpu, "WARM_UP", 1)
+    monkeypatch.setattr(gpu, "STEPS", 1)
+    figures = gpu.run("sft", "tiny", "blocks")
+    assert figures["tokens"] == 256
+    assert figures["flops"] == 256 * 622_592 + 12 * 64 * 2 * 4 * 64**2
+    assert len(figures["losses"]) == 2 and len(figures["seconds"]) == 1
+    figures |= {"seconds": [0.5], "updates": [0.5], "memory": 2**31}
+    figures |= {"device": "NVIDIA H100 80GB HBM3", "flops": 989e12 / 8}
+    found = {
+        ("sft", "blocks"): figures,
+        ("sft", "cudnn"): {"error": "no memory"},
+    }
+    text = gpu.table(found)
+    assert f"| 512 | 2.0 | 247 | 25.0% | {figures['losses'][-1]:.4f} |" in text
+    assert "| sft | cudnn | no memory |" in text
+    assert gpu.differences(found) == []
+    found["sft", "cudnn"] = {"losses": [1.05 * figures["losses"][-1]]}
+    assert len(gpu.differences(found)) == 1
+
+
+def test_peaks_of_gpus(folder):
+    gpu = load("gpu")
+    names = {
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L4": 121,
+        "NVIDIA L40": None,
+        "cpu": None,
+    }
+    assert {name: gpu.peak(name) for name in names} == names

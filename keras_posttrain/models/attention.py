@@ -8,6 +8,9 @@ experts, of Gemma 4 and of Qwen 3.5 lack the hook: `add_hook`,
 `add_hook_of_gemma4` and `add_hook_of_qwen3_5` give it to them. Those of
 gpt-oss also have a sink for each head, a score whose key has no value: it
 takes a part of the softmax and adds nothing to the output.
+
+What computes it depends on the device: kernels of `tpu_attention.py` and
+`gpu_attention.py` where they can, else blocks of scores.
 """
 
 import contextlib
@@ -21,7 +24,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 
-from keras_posttrain.models import block_attention, tpu_attention
+from keras_posttrain.models import (
+    block_attention,
+    gpu_attention,
+    tpu_attention,
+)
 from keras_posttrain.models.context import Pieces
 from keras_posttrain.models.rematerialisation import ATTENDED
 
@@ -48,6 +55,8 @@ def attention_scope(
     capture=None,
     numbers=None,
     pieces=None,
+    chooser=None,
+    is_packed=True,
 ):
     """Makes decoder layers called inside attend within segments.
 
@@ -74,11 +83,15 @@ def attention_scope(
             `None` if all do.
         pieces: `Pieces` of the rows, of which the layers take the tokens, or
             `None` for those of the rows.
+        chooser: `gpu_attention.Chooser` of what computes the attention, or
+            `None` for an automatic choice.
+        is_packed: bool, whether a row may hold several sequences.
     """
     if pieces is None:
         pieces = Pieces(*segment_ids.shape)
     rows, length = pieces.shape
     layers = itertools.count() if numbers is None else iter(numbers)
+    chooser, chosen = chooser or gpu_attention.Chooser(), []
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
@@ -104,12 +117,20 @@ def attention_scope(
             capture.attentions[layer] = attention_weights(
                 q, k, *tokens, **settings
             )
-        out = segment_attention(q, k, v, *tokens, **settings, pieces=pieces)
+        case = gpu_attention.Case.of(
+            (q, k, v), settings, is_packed=is_packed,
+            is_split=pieces.count > 1, shares_prompts=subtree_ends is not None,
+        )  # fmt: skip
+        chosen.append(chooser.kernel(case, layer))
+        out = segment_attention(
+            q, k, v, *tokens, **settings, pieces=pieces, kernel=chosen[-1][0]
+        )
         return cache, out.reshape(rows * length, num_heads * head_dim)
 
     places = pieces.cut(positions).reshape(-1)
     with vllm_context_scope(paged_attention_func=attend, positions=places):
         yield
+    chooser.say(chosen, is_packed)
 
 
 def _add_window(windows, window, donor):
@@ -331,6 +352,7 @@ def subtree_ends(prefix_segments, segment_ids):
 def segment_attention(
     query, key, value, segment_ids, positions, subtree_ends=None, *, scale,
     sliding_window=None, soft_cap=None, sinks=None, images=None, pieces=None,
+    kernel=None,
 ):  # fmt: skip
     """Computes causal grouped-query attention within each segment.
 
@@ -351,10 +373,18 @@ def segment_attention(
         pieces: `Pieces` of the rows or `None`. With several of a row,
             `query`, `key` and `value` are of pieces,
             `(*pieces.shape, heads, head_dim)`, and no images are supported.
+        kernel: one of `gpu_attention.KERNELS`, or `None` for what other
+            devices than CUDA GPUs have.
     """
+    if kernel in (gpu_attention.CUDNN, gpu_attention.PALLAS):
+        return gpu_attention.attend(
+            kernel, query, key, value, segment_ids, scale=scale,
+            window=sliding_window,
+        )  # fmt: skip
     if pieces is not None and pieces.count == 1:
         pieces = None
-    if images is None and tpu_attention.is_supported(query, subtree_ends):
+    is_free = kernel is None and images is None
+    if is_free and tpu_attention.is_supported(query, subtree_ends):
         # The kernel names its outputs and statistics itself.
         return tpu_attention.splash_attention(
             query,

@@ -16,6 +16,7 @@ from keras_posttrain.models import (
     experts,
     gemma3n,
     gemma4,
+    gpu_attention,
     qwen3_5,
     recurrence,
     rematerialisation,
@@ -88,6 +89,8 @@ class Policy:
             plan does.
         choose_remat: function of the policy and the tokens of a batch on a
             device to one of `rematerialisation.CHOICES`, for `"auto"`.
+        chooser: `gpu_attention.Chooser` of what computes attention, or
+            `None` for an automatic choice.
     """
 
     def __init__(
@@ -98,12 +101,14 @@ class Policy:
         chunk_size=None,
         num_layers=None,
         choose_remat=None,
+        chooser=None,
     ):
         self.causal_lm = causal_lm
         self.backbone = causal_lm.backbone
         self.adapter = adapter
         self.remat = remat
         self.choose_remat = choose_remat
+        self.chooser = chooser or gpu_attention.Chooser()
         self.chunk_size = chunk_size
         self.num_layers = num_layers
         self._routing = None
@@ -223,8 +228,9 @@ class Policy:
             batch: dict with `token_ids`, `segment_ids` and `positions`, int
                 arrays of shape `(rows, length)`; `sequence_ids` of shape
                 `(rows, num_sequences)` where an adapter drops inputs;
-                `prefix_segments` of that shape where segments continue
-                others: see `attention.py:subtree_ends`; then also
+                `sequence_mask` of that shape, without which rows are an
+                engine's; `prefix_segments` of that shape where segments
+                continue others: see `attention.py:subtree_ends`; then also
                 `shared_by` where routing is recorded; `routed_experts`
                 where it is replayed, as of `experts.py:given_choices`, of
                 shape `(rows, length, mixtures, top_k)`; `pixels` and
@@ -363,6 +369,7 @@ class Policy:
             capture=capture,
             numbers=self.attending,
             pieces=pieces,
+            **self._kernels(batch),
         )
         rows = None
         if self.is_recurrent:
@@ -373,6 +380,13 @@ class Policy:
                 rows = recurrence.TreeRows(ids, prefixes, kept)
         with scope, recurrence.recurrent_scope(rows):
             yield
+
+    def _kernels(self, batch):
+        """Returns the arguments `chooser` and `is_packed` of a scope."""
+        mask = batch.get("sequence_mask")
+        if mask is None:
+            return {"chooser": self.chooser.of_engine, "is_packed": True}
+        return {"chooser": self.chooser, "is_packed": mask.shape[1] > 1}
 
     def prefill(self, batch, slots=None, windows=None):
         """Computes the keys, rotated, and values of prompts, and states.

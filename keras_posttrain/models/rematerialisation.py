@@ -9,7 +9,7 @@ import contextlib
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from keras_posttrain.models import sharding
+from keras_posttrain.models import gpu_attention, sharding
 from keras_posttrain.models.linear import is_linear, sublayers
 
 # The outputs of attention and, where a kernel has them, its statistics; those
@@ -42,7 +42,16 @@ def saveable(choice):
     policies = jax.checkpoint_policies
     if choice == "none":
         return policies.save_anything_except_these_names(sharding.GATHERED)
-    return policies.save_only_these_names(sharding.SUMMED, *KEPT[choice])
+    named = policies.save_only_these_names(sharding.SUMMED, *KEPT[choice])
+    if ATTENDED not in KEPT[choice]:
+        return named
+
+    def is_kept(primitive, *values, **parameters):
+        return named(primitive, *values, **parameters) or (
+            gpu_attention.computes(primitive, parameters)
+        )
+
+    return is_kept
 
 
 def linear_layers(layer):

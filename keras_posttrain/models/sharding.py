@@ -242,6 +242,17 @@ def platform():
     return _device().platform
 
 
+def compute_capability():
+    """Returns the compute capability of the CUDA GPUs compiled for.
+
+    It is a tuple of ints, such as `(9, 0)`, and `None` for devices that are
+    no CUDA GPUs.
+    """
+    found = str(getattr(_device(), "compute_capability", "")).split(".")
+    # That of AMD's GPUs is a name.
+    return tuple(map(int, found)) if all(map(str.isdecimal, found)) else None
+
+
 def device_memory():
     """Returns the bytes of memory of a device, `None` if unknown.
 

@@ -26,6 +26,7 @@ class ValueHead(keras.layers.Layer):
         lora: `LoRA`, to train an adapter of that model instead of its
             weights, or `None`.
         sequence_length: int, the most tokens of a row.
+        remat, chooser: as of `Policy`, for that model.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ValueHead(keras.layers.Layer):
         lora=None,
         sequence_length=1024,
         remat="none",
+        chooser=None,
         name="value_model",
     ):
         super().__init__(name=name, dtype="float32")
@@ -46,10 +48,13 @@ class ValueHead(keras.layers.Layer):
         self.causal_lm = causal_lm
         self.adapter = self.policy = None
         if causal_lm is not None:
-            self._take_model(lora, sequence_length, remat)
+            self._take_model(lora, sequence_length)
+            self.policy = Policy(
+                causal_lm, self.adapter, remat, chooser=chooser
+            )
         self.built = True
 
-    def _take_model(self, lora, sequence_length, remat):
+    def _take_model(self, lora, sequence_length):
         causal_lm = self.causal_lm
         guards.check_model(causal_lm, sequence_length)
         loading.repair(causal_lm)
@@ -65,7 +70,6 @@ class ValueHead(keras.layers.Layer):
             embedding.reverse_embeddings.trainable = False
         if lora is not None:
             self.adapter = Adapter(causal_lm, lora, name=f"{self.name}_lora")
-        self.policy = Policy(causal_lm, adapter=self.adapter, remat=remat)
 
     def values(self, batch, hidden, dropout_key=None):
         """Computes the expected return before each token is sampled.

@@ -85,8 +85,9 @@ class PlannedTask:
         own, replaced = source.policy, dict(settings)
         remat = replaced.pop("remat")
         policy = Policy(
-            own.causal_lm, own.adapter, remat, own.chunk_size, layers
-        )
+            own.causal_lm, own.adapter, remat, own.chunk_size, layers,
+            chooser=own.chooser,
+        )  # fmt: skip
         left_out = _left_out(policy)
         twin = object.__new__(_without(type(source), left_out))
         # Past Keras's `__setattr__`, whose tracker the twin shares.

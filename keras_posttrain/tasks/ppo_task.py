@@ -195,6 +195,7 @@ class PPOTask(RolloutTask):
             sequence_length=self.sequence_length,
             # Only one of two models can take the memory that is free.
             remat="full" if self.policy.remat == "auto" else self.policy.remat,
+            chooser=self.policy.chooser,
         )
 
     # Training

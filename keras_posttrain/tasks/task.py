@@ -16,6 +16,7 @@ from keras_posttrain.distribution import processes, shapes_only
 from keras_posttrain.losses import Loss, RouterLoss, TokenLoss
 from keras_posttrain.models import (
     device_transfer,
+    gpu_attention,
     guards,
     presets,
     quantized,
@@ -110,6 +111,19 @@ class Task(keras.Model):
         chunk_size: int or `None`, tokens whose logits exist at once. By
             default as many as hold about 2**23 logits on a CPU, and on
             accelerators a 32nd of the memory.
+        attention: what computes attention on CUDA GPUs, in decoder layers
+            of models that can be packed. `"cudnn"` is cuDNN's kernel, for
+            rows of one sequence each; `"pallas"` JAX's Pallas kernel, for
+            packed rows too; `"blocks"` is XLA, in blocks of scores. `"auto"`
+            takes for each layer the first of them that can compute it, and
+            says which. The kernels need compute capability 8.0, 16-bit
+            numbers and layers without soft caps, sinks or images, rows
+            without shared prompts, and heads of up to 128 numbers (cuDNN,
+            and 256 by capability 9.0) or of 32, 64 or 128 (Pallas);
+            sliding windows shorter than a row need cuDNN. Other devices
+            refuse `"cudnn"` and `"pallas"`. The built-in engine, which packs
+            prompts, takes `"auto"` for these. No GPU has run the kernels
+            yet.
 
     Example:
 
@@ -150,11 +164,13 @@ class Task(keras.Model):
         chat_template_kwargs=None,
         remat="none",
         chunk_size=None,
+        attention="auto",
         name=None,
     ):
         checks.task_arguments(
             lora, sequence_length, truncation, remat, chunk_size
         )
+        gpu_attention.check_choice(attention)
         if reference is not None:
             raise ValueError(
                 f"{type(self).__name__} compares with no reference model; "
@@ -187,6 +203,7 @@ class Task(keras.Model):
             remat,
             chunk_size,
             choose_remat=recomputation.choose,
+            chooser=gpu_attention.Chooser(attention),
         )
         checks.expert_axis(self.policy)
         checks.context_axis(self.policy)
@@ -223,6 +240,7 @@ class Task(keras.Model):
         quantize=None,
         trainable=True,
         vision=False,
+        attention="auto",
         **kwargs,
     ):
         """Creates a task from a preset.
@@ -252,13 +270,14 @@ class Task(keras.Model):
                 with its vision tower, for rows with images. The tower stays
                 frozen. A KerasHub preset has its own tower in any case.
             lora, reference, sequence_length, truncation, chat_template,
-                remat, **kwargs: see the class.
+                remat, attention, **kwargs: see the class.
 
         Raises:
             ValueError: where the preset is unknown, or its model cannot be
                 built faithfully; the message names the field.
         """
         checks.task_arguments(lora, sequence_length, truncation, remat)
+        gpu_attention.check_choice(attention)
         guards.check_dtype(dtype)
         tokenizer = presets.as_tokenizer(tokenizer)
         causal_lm = presets.load_causal_lm(
@@ -278,6 +297,7 @@ class Task(keras.Model):
             truncation=truncation,
             chat_template=chat_template,
             remat=remat,
+            attention=attention,
             **kwargs,
         )
         task.preset = str(preset)
@@ -306,8 +326,8 @@ class Task(keras.Model):
             lora: `kpt.LoRA` of a new adapter, or `None`: without an adapter
                 to continue, all weights are trained.
             **kwargs: see the class. `sequence_length`, `truncation`,
-                `chat_template_kwargs`, `remat` and `chunk_size` are those of
-                `task` by default.
+                `chat_template_kwargs`, `remat`, `chunk_size` and `attention`
+                are those of `task` by default.
 
         Returns:
             The new task.
@@ -332,6 +352,7 @@ class Task(keras.Model):
             "chat_template_kwargs": task.chat_template_kwargs,
             "remat": task.policy.remat,
             "chunk_size": task.policy.chunk_size,
+            "attention": task.policy.chooser.wanted,
         }
         checks.lora(lora)
         model, settings = task.causal_lm, settings | kwargs
@@ -1308,6 +1329,7 @@ class Task(keras.Model):
                     self.policy.remat,
                     self.policy.chunk_size,
                     choose_remat=recomputation.choose,
+                    chooser=self.policy.chooser,
                 )
                 return
             self.adapter.load(path)

@@ -240,12 +240,17 @@ def frozen_model(model, policy, *, role="reference", same_tokens=True):
         set_sequence_length(model, sequence_length_of(policy.causal_lm))
     variables = model_variables(model)
     return FrozenPolicy(
-        Policy(model, chunk_size=policy.chunk_size),
+        _companion(policy, model),
         "model",
         role=role,
         variables=variables,
         values=[v.value for v in variables],
     )
+
+
+def _companion(policy, model):
+    """Returns the `Policy` of another model in the steps of a policy."""
+    return Policy(model, chunk_size=policy.chunk_size, chooser=policy.chooser)
 
 
 def _has_tower(causal_lm, preset):
@@ -296,7 +301,7 @@ def frozen_shapes(model, policy, weights, *, role="reference"):
                     model, dtype, load_weights=False, vision=vision
                 )
             repair(model)
-            own = Policy(model, chunk_size=policy.chunk_size)
+            own = _companion(policy, model)
         variables = model_variables(model)
         return FrozenPolicy(own, "model", role=role, variables=variables)
     if policy.adapter and policy.adapter.is_zero:

@@ -64,6 +64,7 @@ def not_compiled(task):
         ("truncation", "left", ["'error', 'drop' or 'cut'", "='left'"]),
         ("truncation", True, ["'error', 'drop' or 'cut'", "truncation=True"]),
         ("remat", "half", ["'full' or 'auto'", "remat='half'"]),
+        ("attention", "flash", ["'cudnn' or 'pallas'", "attention='flash'"]),
         ("reference", "qwen3", ["no reference model", "reference='qwen3'"]),
         ("train_on", "prompt", ["'completion', 'assistant'", "='prompt'"]),
     ],
