@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import keras_posttrain as kpt
+from keras_posttrain.distribution import topology
 from keras_posttrain.models import attention, block_attention, tpu_attention
 from keras_posttrain.models.attention import (
     BLOCK,
@@ -626,6 +629,34 @@ def test_kernel_of_tpus_leaves_out_what_no_segment_shares(monkeypatch):
     _, found = gradients(functools.partial(ours, None), poisoned, weights)
     for x in found:
         assert np.isfinite(np.delete(np.asarray(x[0]), bad, axis=0)).all()
+
+
+def test_the_tpus_compiler_takes_the_kernel(monkeypatch):
+    """Forward and backward, with blocks left out and windows."""
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(tpu_attention, "BLOCKS", (128,))
+    chips = np.array(topology.get("v5e:1x1").devices)
+    layout = NamedSharding(Mesh(chips, "x"), P())
+    shape = jax.ShapeDtypeStruct
+    query = shape((2, 512, 4, 64), "bfloat16", sharding=layout)
+    key = shape((2, 512, 2, 64), "bfloat16", sharding=layout)
+    segments = shape((2, 512), "int32", sharding=layout)
+
+    def gradients(query, key, segments):
+        def total(query, key):
+            outs = [
+                tpu_attention.splash_attention(
+                    query, key, key, segments, scale=0.1, sliding_window=window
+                )
+                for window in (None, 130)
+            ]
+            return sum(jnp.sum(out.astype("float32")) for out in outs)
+
+        return jax.grad(total, (0, 1))(query, key)
+
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.jit(gradients).lower(query, key, segments).compile()
+    assert program.as_text().count("tpu_custom_call") >= 6
 
 
 def test_kernel_of_tpus_is_for_tpus_alone():
