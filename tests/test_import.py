@@ -280,7 +280,7 @@ assert "class GRPOTask" in text
 """
 
 
-def test_it_adds_four_small_modules_to_kerass_import():
+def test_it_adds_five_small_modules_to_kerass_import():
     """So it takes milliseconds: what a name needs is imported with it."""
     own = "_cache _compilation_cache _deferred_imports _lazy_imports".split()
     expected = {"keras_posttrain", *(f"keras_posttrain.{x}" for x in own)}
