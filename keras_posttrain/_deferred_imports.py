@@ -59,7 +59,9 @@ class _PackageFinder:
         for finder in [f for f in sys.meta_path if f is not self]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader = _Loader(spec.loader)
+                # A folder without files has no loader.
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
                 return spec
         return None
 

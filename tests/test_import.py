@@ -270,6 +270,8 @@ for name in ("SFTTaks", "_no_module", "__wrapped__"):
 from keras_posttrain import losses
 assert losses is kpt.losses and losses.dpo_loss and losses.pairs
 assert "keras_posttrain.losses.distillation" not in sys.modules
+# The file that a server on another machine is started with.
+assert kpt.rollout.vllm.worker.__file__.endswith("worker.py")
 assert "keras_hub" not in sys.modules
 
 from keras_posttrain import *
