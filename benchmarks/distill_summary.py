@@ -11,6 +11,7 @@ NAMES = {
     "tunix": "Tunix logit strategy",
 }
 KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb")
+KEYS += ("operations_per_token",)
 # Figures of the first step that must agree, with relative tolerances.
 CHECKS = {"first_loss": 1e-4, "grad_norm": 1e-3}
 
@@ -99,9 +100,12 @@ def markdown(results, options):
         results,
         options,
         "Tokens are those of the rows, read by student and teacher. `ours` "
-        "is our tokens/s over that of the row.",
+        "is our tokens/s over that of the row. `of limit` is the share of the "
+        "tokens/s at which the least arithmetic of the work (`flops.py`) "
+        "takes all of the machine's.",
     )
-    columns = ["library", "tokens/s", "slowest to fastest", "ours", "s/step"]
+    columns = ["library", "tokens/s", "slowest to fastest", "ours"]
+    columns += ["of limit", "s/step"]
     columns += ["first step s", "peak GiB", "first loss", "gradient norm"]
     columns += ["other"]
     ours = rows.get("ours")
@@ -113,6 +117,7 @@ def markdown(results, options):
             f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}x"
             if ours
             else "",
+            summary.reached(row, options.limits),
             f"{row['step_s']:.2f}",
             f"{row['first_step_s']:.1f}",
             f"{row['peak_gb']:.2f}",
@@ -124,6 +129,8 @@ def markdown(results, options):
             rows.items(), key=lambda item: -item[1]["tokens_per_s"]
         )
     ]
+    most = summary.limit_of(rows.values(), options.limits)
+    cells = summary.limit_row(columns, "tokens/s", most) + cells
     out += [*summary.table(columns, cells), "", "## Ratios", ""]
     out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]
     problems = summary.errors(results) + list(disagreements(results))

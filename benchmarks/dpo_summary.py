@@ -7,6 +7,7 @@ import summary
 
 NAMES = {"ours": "keras_posttrain", "trl": "TRL", "tunix": "Tunix"}
 KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb")
+KEYS += ("operations_per_token",)
 CHECKS = ("first_loss", "chosen_logp", "rejected_logp", "grad_norm")
 FIRST_LOSS = 1e-4  # from log 2: the first policy is the reference
 # Relative, of the first step's log-probs of some 150 tokens.
@@ -162,9 +163,12 @@ def markdown(results, options):
         options,
         "Tokens are real ones, the prompt counted with each completion, "
         "also where it is computed once. `ours` is our best tokens/s over "
-        "that of the row.",
+        "that of the row. `of limit` is the share of the tokens/s at which "
+        "the least arithmetic of the work (`flops.py`) takes all of the "
+        "machine's.",
     )
-    columns = ["library", "tokens/s", "slowest to fastest", "ours", "s/step"]
+    columns = ["library", "tokens/s", "slowest to fastest", "ours"]
+    columns += ["of limit", "s/step"]
     columns += ["first step s", "peak GiB", "first loss", "chosen log-prob"]
     columns += ["rejected log-prob", "gradient norm", "other"]
     ours = [r["tokens_per_s"] for run, r in rows.items() if run.peer == "ours"]
@@ -174,6 +178,7 @@ def markdown(results, options):
             f"{row['tokens_per_s']:.0f}",
             summary.span(row),
             f"{max(ours) / row['tokens_per_s']:.2f}x" if ours else "",
+            summary.reached(row, options.limits),
             f"{row['step_s']:.2f}",
             f"{row['first_step_s']:.1f}",
             f"{row['peak_gb']:.2f}",
@@ -187,6 +192,8 @@ def markdown(results, options):
             rows.items(), key=lambda item: -item[1]["tokens_per_s"]
         )
     ]
+    most = summary.limit_of(rows.values(), options.limits)
+    cells = summary.limit_row(columns, "tokens/s", most) + cells
     out += [*summary.table(columns, cells), "", "## Ratios", ""]
     out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]
     problems = summary.errors(results) + list(disagreements(results))

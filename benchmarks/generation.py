@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 
+import flops
 import report
 import workloads
 
@@ -76,6 +77,14 @@ def check(work, samples):
             )
 
 
+def needed(work, prompts, samples):
+    """Returns the least operations and bytes of a pass, see `flops`."""
+    lengths = [len(ids) for ids, _ in samples]
+    n = work.samples
+    groups = [lengths[i : i + n] for i in range(0, len(lengths), n)]
+    return flops.rollout(work.model, [len(ids) for ids in prompts], groups)
+
+
 def mean_logp(samples):
     """Returns the mean log-prob of sampled tokens, minus the entropy."""
     if any(logps is None for _, logps in samples):
@@ -105,13 +114,15 @@ def measure(args, sample, packages, *, ready_s, prefill=True, **extra):
 
     first_call_s, samples = call(0)
     check(work, samples)
-    pass_s, counts, means = [], [], []
+    pass_s, counts, means, least = [], [], [], []
     while len(pass_s) < args.passes and sum(pass_s) < PASSES_S:
         seconds, samples = call(len(pass_s) + 1)
         check(work, samples)
         pass_s.append(seconds)
         counts.append(sum(len(ids) for ids, _ in samples))
         means.append(mean_logp(samples))
+        least.append(needed(work, prompts, samples))
+    operations, read = map(sum, zip(*least, strict=True))
     figures = {
         "tokens_per_s": statistics.median(
             n / s for n, s in zip(counts, pass_s, strict=True)
@@ -120,6 +131,8 @@ def measure(args, sample, packages, *, ready_s, prefill=True, **extra):
         "first_call_s": first_call_s,
         "pass_s": pass_s,
         "new_tokens": counts,
+        "operations_per_token": operations / sum(counts),
+        "bytes_per_token": read / sum(counts),
         "mean_logp": None if None in means else statistics.mean(means),
         # Before the calls below, which are not part of the work.
         "peak_gb": report.peak_gb(),

@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 
+import flops
 import report
 import workloads
 from grpo_summary import PARTS
@@ -90,6 +91,25 @@ class Log:
         return self.rewards[-1]
 
 
+def least_work(work, steps):
+    """Returns the least work of a step after the first, see `flops`."""
+    lengths = [len(ids) for ids in work.prompt_ids(steps)]
+    n, tokens = work.prompts, work.max_tokens
+    later = [lengths[i : i + n] for i in range(n, len(lengths), n)]
+    samples = [[tokens] * work.samples] * n
+    rollouts = [flops.rollout(work.model, step, samples) for step in later]
+    operations, read = map(statistics.mean, zip(*rollouts, strict=True))
+    updates = [
+        flops.grpo(work.model, step, work.samples, tokens, workloads.LORA_RANK)
+        for step in later
+    ]
+    return {
+        "rollout_operations": operations,
+        "rollout_bytes": read,
+        "update_operations": statistics.mean(updates),
+    }
+
+
 def emit(args, packages, log, *, first_loss, **extra):
     """Prints the figures of a run as one line of JSON.
 
@@ -127,6 +147,7 @@ def emit(args, packages, log, *, first_loss, **extra):
         mean_logp=math.fsum(log.logp_sums) / sum(log.trained),
         reward=statistics.mean(log.rewards),
         trained_tokens=statistics.mean(log.trained),
+        **least_work(work, args.steps),
         steps=[{k: round(v, 4) for k, v in s.items()} for s in log.steps],
         **extra,
     )

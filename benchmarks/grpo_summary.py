@@ -14,7 +14,8 @@ CASES = {
 PARTS = ("rollout", "reward", "train", "sync")
 SECONDS = tuple(f"{part}_s" for part in ("step", *PARTS, "other", "compile"))
 CHECKS = ("trained_tokens", "first_loss", "grad_norm", "mean_logp", "reward")
-KEYS = ("tokens_per_s", "peak_gb", *SECONDS, *CHECKS)
+LEAST = ("rollout_operations", "rollout_bytes", "update_operations")
+KEYS = ("tokens_per_s", "peak_gb", *SECONDS, *CHECKS, *LEAST)
 # The advantages of a group sum to 0, and so does the first loss, except for
 # tokens that a library's mask leaves out.
 FIRST_LOSS = 1e-3
@@ -203,6 +204,21 @@ def ratios(rows, results):
         )
 
 
+def least_s(row, limits):
+    """Returns the seconds of a step at the machine's limits, or `None`."""
+    sampled, read, trained = (row[key] for key in LEAST)
+    if not limits or not sampled:
+        return None
+    least = summary.least_seconds(limits, sampled, read)
+    return least + summary.least_seconds(limits, trained)
+
+
+def of_limit(row, limits):
+    """Returns the share that this is of a step as text."""
+    least = least_s(row, limits)
+    return f"{least / row['step_s']:.0%}" if least else ""
+
+
 def markdown(results, options):
     rows = {run: summary.medians(r, KEYS) for run, r in results.items()}
     rows = {run: row for run, row in rows.items() if row}
@@ -211,9 +227,11 @@ def markdown(results, options):
         results,
         options,
         "A pass is a step: one rollout, one update. `ours` is our fastest "
-        "steps per second over that of the row.",
+        "steps per second over that of the row. `of limit` is the share of "
+        "a step that the least work of its rollout and its update "
+        "(`flops.py`) takes at the machine's limits.",
     )
-    columns = ["library", "s/step", "ours", *PARTS, "rest"]
+    columns = ["library", "s/step", "ours", "of limit", *PARTS, "rest"]
     columns += ["compile s", "peak GiB", "new tokens/s"]
     columns += ["slowest to fastest", "other"]
     checks = ["library", "tokens trained", "first loss", "gradient norm"]
@@ -232,6 +250,7 @@ def markdown(results, options):
                 run.label,
                 summary.number(row["step_s"]),
                 f"{row['step_s'] / best:.2f}x" if best else "",
+                of_limit(row, options.limits),
                 *(summary.number(row[f"{p}_s"]) for p in PARTS),
                 summary.number(row["other_s"]),
                 summary.number(row["compile_s"], 1),
@@ -253,6 +272,8 @@ def markdown(results, options):
             ]
             for run, row in mine
         ]
+        least = summary.number(least_s(mine[0][1], options.limits))
+        speed = summary.limit_row(columns, "s/step", least) + speed
         out += [f"## {case}: {what}", "", *summary.table(columns, speed), ""]
         out += [*summary.table(checks, work), ""]
     out += ["## Ratios", ""]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 from summary import BUSY
 
@@ -155,6 +156,22 @@ def execute(run, script, python, options):
     return {"error": done.stderr.strip()[-2000:] or f"exit {done.returncode}"}
 
 
+def limits(options):
+    """Returns a list of the limits of the machine, empty if it failed."""
+    run = types.SimpleNamespace(peer="ours", flags=[], environ={})
+    python = python_of("ours", options.envs)
+    figures = execute(run, "limits.py", python, options)
+    if "error" in figures:
+        print(f"No limits: {figures['error']}", flush=True)
+        return []
+    print(
+        f"limits: {figures['operations_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"{figures['bytes_per_s'] / 1e9:.1f} GB/s",
+        flush=True,
+    )
+    return [figures]
+
+
 def commit():
     """Returns the commit of this checkout."""
     done = subprocess.run(
@@ -197,7 +214,9 @@ def save(benchmark, results, options):
         )
         for run, repeats in results.items()
     )
-    raw = f'{{"commit": {json.dumps(options.commit)}, "runs": [\n{runs}\n]}}\n'
+    head = f'"commit": {json.dumps(options.commit)}'
+    head += f', "limits": {json.dumps(options.limits)}'
+    raw = f'{{{head}, "runs": [\n{runs}\n]}}\n'
     path.with_suffix(".json").write_text(raw)
     return problems, text
 
@@ -213,11 +232,13 @@ def drive(benchmark, options):
     pythons = {name: python_of(name, options.envs) for name in needed}
     if options.setup:
         return 0
-    options.commit = commit()
+    options.commit, options.limits = commit(), []
     results = {run: [] for run in runs}
     problems, text = [], ""
     # Repeats alternate, so that a slow period affects all libraries.
     for repeat in range(options.repeats):
+        wait_until_quiet(options.quiet_wait)
+        options.limits += limits(options)
         for run in runs:
             wait_until_quiet(options.quiet_wait)
             start = time.monotonic()

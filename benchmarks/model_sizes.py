@@ -51,7 +51,7 @@ def run(preset, folder):
     import jax
     import keras
 
-    import keras_posttrain as kpt
+    from keras_posttrain import SFTTask
 
     class Clock(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -62,7 +62,7 @@ def run(preset, folder):
             self.ends.append(time.perf_counter())
 
     before, start = most_memory(), time.perf_counter()
-    task = kpt.SFTTask.from_preset(preset, sequence_length=LENGTH)
+    task = SFTTask.from_preset(preset, sequence_length=LENGTH)
     loaded = time.perf_counter()
     weights = sum(v.value.nbytes for v in task.weights)
     after_loading = most_memory()

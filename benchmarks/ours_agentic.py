@@ -13,6 +13,8 @@ import keras
 import preset
 import workloads
 
+from keras_posttrain import GRPOTask
+
 WORK = workloads.AGENTIC
 
 
@@ -29,7 +31,7 @@ class Seconds(keras.callbacks.Callback):
 
 def make_task(folder):
     preset.write(WORK.model, folder, chat=True)
-    return kpt.GRPOTask.from_preset(
+    return GRPOTask.from_preset(
         folder,
         lora=kpt.LoRA(rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA),
         sequence_length=WORK.longest,

@@ -12,6 +12,8 @@ import preset
 import report
 import workloads
 
+from keras_posttrain import DistillTask
+
 
 def main():
     args = report.distill_arguments()
@@ -23,7 +25,7 @@ def main():
             path.mkdir()
         preset.write(work.student, student)
         preset.write(work.teacher, teacher, work.teacher_seed)
-        task = kpt.DistillTask.from_preset(
+        task = DistillTask.from_preset(
             str(student), teacher=str(teacher), sequence_length=work.length
         )
         task.compile(

@@ -12,6 +12,8 @@ import preset
 import report
 import workloads
 
+from keras_posttrain import DPOTask
+
 
 def main():
     args = report.pair_arguments("--packing", "--share-prefix")
@@ -19,7 +21,7 @@ def main():
     keras.utils.set_random_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         preset.write(work.model, pathlib.Path(folder))
-        task = kpt.DPOTask.from_preset(
+        task = DPOTask.from_preset(
             folder,
             lora=kpt.LoRA(
                 rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA

@@ -12,13 +12,15 @@ import preset
 import report
 import workloads
 
+from keras_posttrain import SFTTask
+
 
 def main():
     args = report.arguments()
     with tempfile.TemporaryDirectory() as folder:
         preset.write(args.shape.model, pathlib.Path(folder))
         lora = kpt.LoRA(rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
-        task = kpt.SFTTask.from_preset(
+        task = SFTTask.from_preset(
             folder,
             lora=lora if args.lora else None,
             quantize=args.quantize,

@@ -9,6 +9,7 @@ import statistics
 import time
 from importlib import metadata
 
+import flops
 import workloads
 
 MARK = "RESULT "
@@ -56,7 +57,8 @@ def arguments(packing=True):
 
     Returns:
         The parsed arguments, with `rows` of `workloads.sft_rows`, the number
-        `tokens` in them, and `shape`, the `Workload`.
+        `tokens` in them, the `operations` of a pass, and `shape`, the
+        `Workload`.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -73,6 +75,8 @@ def arguments(packing=True):
     args.shape = workloads.WORKLOADS[args.workload]
     args.rows = workloads.sft_rows(args.workload, args.rows)
     args.tokens = sum(len(ids) for ids, _ in args.rows)
+    rank = workloads.LORA_RANK if args.lora else None
+    args.operations = flops.sft(args.shape.model, args.rows, rank)
     return args
 
 
@@ -83,8 +87,9 @@ def pair_arguments(*flags):
         flags: names of boolean options.
 
     Returns:
-        The parsed arguments, with `work`, the `PairWork`, its `pairs`, and
-        the number `tokens` in them; a prompt counts once per completion.
+        The parsed arguments, with `work`, the `PairWork`, its `pairs`, the
+        number `tokens` in them, where a prompt counts once per completion,
+        and the `operations` of a pass.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -96,6 +101,9 @@ def pair_arguments(*flags):
     args.work = workloads.PREFERENCES
     args.pairs = args.work.pairs(args.pairs)
     args.tokens = sum(2 * len(p) + len(c) + len(r) for p, c, r in args.pairs)
+    args.operations = flops.dpo(
+        args.work.model, args.pairs, workloads.LORA_RANK
+    )
     return args
 
 
@@ -103,8 +111,8 @@ def distill_arguments():
     """Parses the arguments of a distillation script, after the imports.
 
     Returns:
-        The parsed arguments, with `work`, the `DistillWork`, its `rows`, and
-        the number `tokens` in them.
+        The parsed arguments, with `work`, the `DistillWork`, its `rows`, the
+        number `tokens` in them, and the `operations` of a pass.
     """
     imports_done()
     parser = argparse.ArgumentParser()
@@ -114,6 +122,9 @@ def distill_arguments():
     args.work = workloads.DISTILLATION
     args.rows = args.work.rows(args.rows)
     args.tokens = sum(map(len, args.rows))
+    args.operations = flops.distill(
+        args.work.student, args.work.teacher, args.rows
+    )
     return args
 
 
@@ -141,6 +152,7 @@ def emit(args, packages, *, first_loss, first_step_s, pass_s, steps, **extra):
         pass_s=pass_s,
         steps=steps,
         tokens=args.tokens,
+        operations_per_token=args.operations / args.tokens,
         **extra,
     )
 

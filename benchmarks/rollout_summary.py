@@ -24,6 +24,8 @@ KEYS = (
     "ready_s",
     "peak_gb",
     "mean_logp",
+    "operations_per_token",
+    "bytes_per_token",
 )
 GRID_KEYS = ("step_ms", "tokens_per_s", "prefill_tokens_per_s", "peak_gb")
 # Leading greedy tokens that must be equal. After them two tokens may be so
@@ -206,7 +208,7 @@ def ratios(rows):
                 )
 
 
-def cells(run, row, ours, results):
+def cells(run, row, ours, results, limits):
     repeats = [r for r in results[run] if "error" not in r]
     _, reference = reference_of(results)
     same = [agreement(r, reference) for r in repeats]
@@ -218,6 +220,7 @@ def cells(run, row, ours, results):
         f"{row['tokens_per_s']:.0f}",
         summary.span(row),
         f"{ratio:.2f}x" if ratio else "",
+        summary.reached(row, limits),
         summary.number(row["prefill_s"]),
         summary.number(row["decode_tokens_per_s"], 0),
         summary.number(row["ready_s"], 1),
@@ -239,9 +242,12 @@ def markdown(results, options):
         results,
         options,
         "Tokens are new ones, up to and with a sample's stop token. `ours` is "
-        "our tokens/s over that of the row.",
+        "our tokens/s over that of the row. `of limit` is the share of the "
+        "tokens/s at which the least arithmetic of the work, or the least "
+        "that it reads (`flops.py`), takes all of the machine's.",
     )
     columns = ["library", "tokens/s", "slowest to fastest", "ours"]
+    columns += ["of limit"]
     columns += ["prefill s", "decode tokens/s", "ready s", "first call s"]
     columns += ["peak GiB", "new tokens", "mean log-prob", "greedy equal"]
     columns += ["log-prob gap", "other"]
@@ -251,11 +257,13 @@ def markdown(results, options):
             continue
         ours = best(rows, "ours", case)
         lines = [
-            cells(run, row, ours, results)
+            cells(run, row, ours, results, options.limits)
             for run, row in sorted(
                 mine.items(), key=lambda item: -item[1]["tokens_per_s"]
             )
         ]
+        most = summary.limit_of(mine.values(), options.limits)
+        lines = summary.limit_row(columns, "tokens/s", most) + lines
         out += [f"## {case}: {what}", "", *summary.table(columns, lines), ""]
     out += ["## Ratios", ""]
     out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]

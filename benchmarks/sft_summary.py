@@ -13,6 +13,7 @@ NAMES = {
     "tunix": "Tunix",
 }
 KEYS = ("tokens_per_s", "step_s", "first_step_s", "peak_gb", "first_loss")
+KEYS += ("operations_per_token",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +133,12 @@ def markdown(results, options):
         results,
         options,
         "Tokens are real ones, without padding. `ours` is our best tokens/s "
-        "of the group over that of the row.",
+        "of the group over that of the row. `of limit` is the share of the "
+        "tokens/s at which the least arithmetic of the work (`flops.py`) "
+        "takes all of the machine's.",
     )
     columns = ["library", "rows", "tokens/s", "slowest to fastest", "ours"]
+    columns += ["of limit"]
     columns += ["s/step", "first step s", "peak GiB", "first loss", "other"]
     for group in dict.fromkeys(run.group for run in rows):
         mine = {run: row for run, row in rows.items() if run.group == group}
@@ -146,6 +150,7 @@ def markdown(results, options):
                 f"{row['tokens_per_s']:.0f}",
                 summary.span(row),
                 f"{max(ours) / row['tokens_per_s']:.2f}x" if ours else "",
+                summary.reached(row, options.limits),
                 f"{row['step_s']:.2f}",
                 f"{row['first_step_s']:.1f}",
                 f"{row['peak_gb']:.2f}",
@@ -156,6 +161,8 @@ def markdown(results, options):
                 mine.items(), key=lambda item: -item[1]["tokens_per_s"]
             )
         ]
+        most = summary.limit_of(mine.values(), options.limits)
+        cells = summary.limit_row(columns, "tokens/s", most) + cells
         out += [f"## {group}", "", *summary.table(columns, cells), ""]
     out += ["## Ratios", ""]
     out += [f"- {what}: {ratio:.2f}" for what, ratio in ratios(rows)]

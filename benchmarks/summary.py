@@ -5,6 +5,11 @@ import platform
 import statistics
 import time
 
+# What a token needs, and the rate that `limits.py` measures.
+LIMITS = {
+    "operations_per_token": "operations_per_s",
+    "bytes_per_token": "bytes_per_s",
+}
 BUSY = 0.1  # CPUs of other processes above which a run is marked
 
 
@@ -27,6 +32,62 @@ def medians(repeats, keys):
     return row
 
 
+def limit(row, limits):
+    """Returns the tokens/s at which a limit of the machine is reached.
+
+    Args:
+        row: dict with `operations_per_token`, and `bytes_per_token` where
+            reading memory may take longer.
+        limits: list of the figures of `limits.py`.
+
+    Returns:
+        Float, or `None` if one of both is not known.
+    """
+    needed = [row.get(key) for key in LIMITS]
+    seconds = limits and needed[0] and least_seconds(limits, *needed)
+    return 1 / seconds if seconds else None
+
+
+def least_seconds(limits, operations, read=None):
+    """Returns the seconds that operations and bytes take at least."""
+    rates = (max(x[rate] for x in limits) for rate in LIMITS.values())
+    return max(n / rate for n, rate in zip((operations, read or 0), rates))
+
+
+def reached(row, limits):
+    """Returns the share of `limit` as text; empty if it is not known."""
+    most = limit(row, limits)
+    return f"{row['tokens_per_s'] / most:.0%}" if most else ""
+
+
+def limit_row(columns, column, text):
+    """Returns a row of a table for the limits; none if `text` is empty."""
+    cells = dict.fromkeys(columns, "")
+    cells |= {"library": "the machine's limits", column: text}
+    return [list(cells.values())] if text else []
+
+
+def limit_of(rows, limits):
+    """Returns the highest of the limits of some rows as text."""
+    most = [limit(row, limits) for row in rows]
+    return number(max(filter(None, most), default=None), 0)
+
+
+def rates(limits):
+    """Returns lines on the limits of the machine."""
+    if not limits:
+        return []
+    operations, read = (
+        max(found[rate] for found in limits) / 1e9 for rate in LIMITS.values()
+    )
+    return [
+        f"Limits, the best of {len(limits)} measurements by `limits.py` in "
+        f"the same run: {operations:.0f} GFLOP/s by a product of float32 "
+        f"matrices, {read:.1f} GB/s read from memory.",
+        "",
+    ]
+
+
 def counted(results):
     """Returns the number of repeats as text: `3`, or `2 to 3` if stopped."""
     counts = sorted(len(repeats) for repeats in results.values() if repeats)
@@ -47,6 +108,7 @@ def head(title, results, options, text):
         f"{text} `other` is the most CPUs that "
         f"other processes used; a run above {BUSY} is marked with *.",
         "",
+        *rates(options.limits),
     ]
 
 

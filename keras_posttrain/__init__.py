@@ -17,41 +17,44 @@ if keras.config.backend() != "jax":
         'KERAS_BACKEND="jax" or `import keras_posttrain` before `keras`.'
     )
 
-from keras_posttrain import _deferred_imports  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
-with _deferred_imports.deferred():
-    import keras_hub  # noqa: E402, F401
-
-from keras_posttrain import (
-    _compilation_cache,  # noqa: E402
-    callbacks,  # noqa: E402
-    data,  # noqa: E402
-    distribution,  # noqa: E402
-    episodes,  # noqa: E402
-    evaluation,  # noqa: E402
-    examples,  # noqa: E402
-    losses,  # noqa: E402
-    metrics,  # noqa: E402
-    rewards,  # noqa: E402
-    rollout,  # noqa: E402
+from keras_posttrain import (  # noqa: E402
+    _compilation_cache,
+    _deferred_imports,
+    _lazy_imports,
 )
-from keras_posttrain.adamw_8bit import AdamW8bit  # noqa: E402
-from keras_posttrain.data.chat.tokenizer import Tokenizer  # noqa: E402
-from keras_posttrain.models.lora import LoRA  # noqa: E402
-from keras_posttrain.models.quantized import Quantization  # noqa: E402
-from keras_posttrain.optimizers import decay_mask  # noqa: E402
-from keras_posttrain.reports.overlay import report  # noqa: E402
-from keras_posttrain.sweeps.sweep import sweep  # noqa: E402
-from keras_posttrain.tasks.distill_task import DistillTask  # noqa: E402
-from keras_posttrain.tasks.dpo_task import DPOTask  # noqa: E402
-from keras_posttrain.tasks.grpo_task import GRPOTask  # noqa: E402
-from keras_posttrain.tasks.loop import Loop  # noqa: E402
-from keras_posttrain.tasks.ppo_task import PPOTask  # noqa: E402
-from keras_posttrain.tasks.reward_task import RewardTask  # noqa: E402
-from keras_posttrain.tasks.rollout_task import RolloutTask  # noqa: E402
-from keras_posttrain.tasks.sft_task import SFTTask  # noqa: E402
-from keras_posttrain.tasks.task import Task  # noqa: E402
-from keras_posttrain.training.datum import Datum  # noqa: E402
+
+if TYPE_CHECKING:
+    from keras_posttrain import (
+        callbacks,
+        data,
+        distribution,
+        episodes,
+        evaluation,
+        examples,
+        losses,
+        metrics,
+        rewards,
+        rollout,
+    )
+    from keras_posttrain.adamw_8bit import AdamW8bit
+    from keras_posttrain.data.chat.tokenizer import Tokenizer
+    from keras_posttrain.models.lora import LoRA
+    from keras_posttrain.models.quantized import Quantization
+    from keras_posttrain.optimizers import decay_mask
+    from keras_posttrain.reports.overlay import report
+    from keras_posttrain.sweeps.sweep import sweep
+    from keras_posttrain.tasks.distill_task import DistillTask
+    from keras_posttrain.tasks.dpo_task import DPOTask
+    from keras_posttrain.tasks.grpo_task import GRPOTask
+    from keras_posttrain.tasks.loop import Loop
+    from keras_posttrain.tasks.ppo_task import PPOTask
+    from keras_posttrain.tasks.reward_task import RewardTask
+    from keras_posttrain.tasks.rollout_task import RolloutTask
+    from keras_posttrain.tasks.sft_task import SFTTask
+    from keras_posttrain.tasks.task import Task
+    from keras_posttrain.training.datum import Datum
 
 __version__ = "0.1.0"
 
@@ -85,4 +88,7 @@ __all__ = [
     "sweep",
 ]
 
+__getattr__, __dir__ = _lazy_imports.attach(__name__)
+
 _compilation_cache.enable()
+_deferred_imports.defer_in("keras_hub")

@@ -47,6 +47,54 @@ class _Finder:
         pass
 
 
+class _PackageFinder:
+    """Finds one package as other finders do, with a `_Loader`."""
+
+    def __init__(self, package):
+        self._package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self._package:
+            return None
+        for finder in [f for f in sys.meta_path if f is not self]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                # A folder without files has no loader.
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs a package in the scope of `deferred`."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self._loader
+        with deferred():
+            self._loader.exec_module(module)
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+
+def defer_in(package):
+    """Defers `NAMES` where a package imports them, whoever imports it.
+
+    Args:
+        package: string, its name. One that is imported already stays as it
+            is.
+    """
+    if package not in sys.modules:
+        sys.meta_path.insert(0, _PackageFinder(package))
+
+
 @contextlib.contextmanager
 def deferred():
     """Makes imports of `NAMES` in the scope cost nothing.

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
+# As many tokens as 1 million operations or bytes each allow: 1500, and 1000.
+OPTIONS = types.SimpleNamespace(
+    passes=2,
+    commit="abc",
+    limits=[{"operations_per_s": 1.5e9, "bytes_per_s": 1e9}],
+)
 
 
 def load(name):
@@ -39,6 +45,17 @@ def sft(folder):
 @pytest.fixture(scope="module")
 def rollout(folder):
     return load("rollout")
+
+
+@pytest.fixture(scope="module")
+def flops(folder):
+    return load("flops")
+
+
+def tiny(workloads):
+    return workloads.Model(
+        10, layers=1, hidden=4, heads=2, kv_heads=1, intermediate=8
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +96,7 @@ def figures(tokens_per_s, first_loss=10.0, other_cpus=0.0, peak_gb=1.0):
         "first_loss": first_loss,
         "peak_gb": peak_gb,
         "other_cpus": other_cpus,
+        "operations_per_token": 1e6,
     }
 
 
@@ -148,6 +166,73 @@ def test_ratios_take_our_best_row_over_theirs(summary):
     assert found["w1: our LoRA over our full"] == pytest.approx(4 / 3)
     assert found["w2 full: our peak memory over TRL's"] == 0.75
     assert not any(what.startswith("w1 lora") for what in found)
+    text, _ = summary.markdown({k: [v] for k, v in runs.items()}, OPTIONS)
+    assert text.count("| the machine's limits |  | 1500 |") == 3
+    assert "| 1200 | 1200 to 1200 | 1.00x | 80% |" in text
+    assert "1 measurements by `limits.py` in the same run: 2 GFLOP/s" in text
+
+
+def test_operations_of_training_by_hand(flops, workloads):
+    """One layer of width 4 with 2 heads, one of them with keys: 144 weights,
+    and 40 in the head. A row of 3 tokens sees 1 + 2 + 3 keys, and 2 of them
+    have a loss: 2 (144 x 3 + 40 x 2) + 4 x 4 x 6 = 1120 forward.
+
+    Adapters of rank 1 have 64 weights. Weights are then used twice, and the
+    first layer's queries, keys and values do not pass a gradient on:
+    2240 + 96 + 6 x 64 x 3 - 2 x 4 x (4 + 4) x 3 = 3296.
+    """
+    model = tiny(workloads)
+    assert flops.layer_weights(model) == 144
+    assert flops.sft(model, [([5, 6, 7], 1)]) == 3 * 1120
+    assert flops.adapter_weights(model, 1) == 64
+    assert flops.sft(model, [([5, 6, 7], 1)], rank=1) == 3296
+    # A prompt of one and two completions of two tokens: 5 tokens, which see
+    # 1 + 2 x (2 + 3) keys, and 4 targets.
+    forward = 2 * (144 * 5 + 40 * 4) + 4 * 4 * 11
+    trained = 2 * forward + 4 * 4 * 11 + (6 * 64 - 2 * 4 * 8) * 5
+    pair = ([5], [6, 7], [8, 9])
+    assert flops.forward(model, 5, 11, 4) == forward
+    assert flops.dpo(model, [pair], rank=1) == trained + forward
+    assert flops.grpo(model, [1], samples=2, tokens=2, rank=1) == trained
+    # All but the first of 3 tokens are targets, as in a row with a prompt of
+    # one; teacher and student are of one size.
+    assert flops.distill(model, model, [[5, 6, 7]]) == 4 * 1120
+
+
+def test_operations_and_bytes_of_a_rollout_by_hand(flops, workloads):
+    """A prompt of 2 tokens and samples of 3 and 2, of which 2 and 1 are fed
+    back: 5 tokens that see 3 + 7 + 3 keys, and 4 tokens are drawn from logits.
+    Two steps read 184 weights each; keys and values of a token are 4 numbers:
+    those of the prompt are read twice, and those of samples 3 + 1 times.
+    """
+    operations, read = flops.rollout(tiny(workloads), [2], [[3, 2]])
+    assert operations == 2 * (144 * 5 + 40 * 4) + 4 * 4 * 13
+    assert read == 4 * (2 * 184 + 4 * (2 * 2 + 3 + 1))
+
+
+def test_the_limit_is_what_takes_longest(summary):
+    """10 operations at 100 a second and 4 bytes at 20: 5 tokens a second.
+    The fastest of what was measured counts."""
+    limits = [
+        {"operations_per_s": 100, "bytes_per_s": 10},
+        {"operations_per_s": 50, "bytes_per_s": 20},
+    ]
+    tools = summary.summary
+    row = {"operations_per_token": 10, "tokens_per_s": 4}
+    assert tools.limit(row, limits) == 10
+    row["bytes_per_token"] = 4
+    assert tools.limit(row, limits) == 5
+    assert tools.reached(row, limits) == "80%"
+    assert tools.limit(row, []) is None and tools.reached(row, []) == ""
+    row["operations_per_token"] = None
+    assert tools.limit_of([row], limits) == ""
+
+
+def test_the_machine_has_limits(folder, monkeypatch):
+    limits = load("limits")
+    monkeypatch.setattr(limits, "SIZES", (64,))
+    monkeypatch.setattr(limits, "READ", 2**16)
+    assert limits.operations_per_s() > 1e6 and limits.bytes_per_s() > 1e6
 
 
 def test_run_names_are_distinct_and_scripts_exist(
@@ -176,8 +261,7 @@ def test_ratios_of_codes_are_over_the_same_librarys_floats(quantized):
         run: [figures(100 if run.quantize else 200) | {"weights_gb": 0.5}]
         for run in quantized.all_runs()
     }
-    options = types.SimpleNamespace(commit="0", passes=1)
-    text, problems = quantized.markdown(results, options)
+    text, problems = quantized.markdown(results, OPTIONS)
     assert problems == []
     assert text.count("0.50x") == 8 and text.count("1.00x") == 3
 
@@ -196,6 +280,8 @@ def rollout_figures(tokens_per_s, **changed):
         "other_cpus": 0.0,
         "greedy": [list(range(32))] * 2,
         "greedy_logps": [[-5.0] * 32] * 2,
+        "operations_per_token": 1e6,
+        "bytes_per_token": 1e6,
         **changed,
     }
 
@@ -257,10 +343,11 @@ def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
         run("vllm", "a", 1, "nobind"): [rollout_figures(200)],
         run("hf", "b"): [{"error": "Traceback\nValueError: no"}],
     }
-    options = types.SimpleNamespace(passes=2, commit="abc")
-    text, problems = rollout_summary.markdown(results, options)
+    text, problems = rollout_summary.markdown(results, OPTIONS)
     assert "- a: new tokens/s over vLLM (2 threads, nobind): 1.50" in text
     assert text.count("new tokens/s over") == 1
+    assert "| the machine's limits | 1000 |" in text
+    assert all(share in text for share in ("| 90% |", "| 30% |", "| 60% |"))
     assert problems == ["b-hf: ValueError: no"]
 
 
@@ -286,8 +373,7 @@ def test_episodes_are_compared_with_their_bound(agentic_summary):
         run("trl", 0.0): [agentic_figures(3.0)],
         run("trl", 1.0): [agentic_figures(55.0)],
     }
-    options = types.SimpleNamespace(passes=2, commit="abc")
-    text, problems = agentic_summary.markdown(results, options)
+    text, problems = agentic_summary.markdown(results, OPTIONS)
     assert not problems
     for line in (
         "- an episode over sampling and one chain of tools: 1.10",
@@ -297,7 +383,7 @@ def test_episodes_are_compared_with_their_bound(agentic_summary):
     ):
         assert line in text
     results[run("trl", 0.0)] = [agentic_figures(3.0, tokens=900)]
-    _, problems = agentic_summary.markdown(results, options)
+    _, problems = agentic_summary.markdown(results, OPTIONS)
     assert problems == ["The ways sampled other numbers: [900, 1000]."]
 
 
@@ -322,6 +408,9 @@ def grpo_figures(step_s, **changed):
         "reward": 0.5,
         "other_cpus": 0.0,
         "first_gradient": [0.2, 0.01],
+        "rollout_operations": 7.5e8,
+        "rollout_bytes": 1e8,
+        "update_operations": 7.5e8,
         **changed,
     }
 
@@ -376,7 +465,7 @@ def test_the_parts_of_a_step(grpo_steps, capsys, monkeypatch):
         assert [log.reward([4, 5]) for _ in range(2)] == [0.5, 0.5]
         wait(seconds - 3.0)
         log.step_ends(train=seconds - 4.0)
-    work = types.SimpleNamespace(completions=2, max_tokens=2)
+    work = grpo_steps.workloads.RLWork(prompts=1, samples=2, max_tokens=2)
     args = types.SimpleNamespace(work=work, steps=3)
     grpo_steps.emit(args, (), log, first_loss=0.0, note="x")
     line = capsys.readouterr().out.strip()
@@ -405,14 +494,15 @@ def test_grpo_is_compared_with_the_faster_library(grpo_summary):
         run("tunix", "w5"): [grpo_figures(7.0, grad_norm=None)],
         run("ours", "w5-long"): [{"error": "Traceback\nValueError: no"}],
     }
-    options = types.SimpleNamespace(passes=2, commit="abc")
-    text, problems = grpo_summary.markdown(results, options)
+    text, problems = grpo_summary.markdown(results, OPTIONS)
     assert problems == ["w5-long-ours: ValueError: no"]
     for line in (
         "- w5: steps per second over the faster of TRL and Tunix: 3.50",
         "- w5: steps per second over TRL: 4.50",
         "- w5: steps per second, shared prompts over separate: 1.50",
         "- w5: peak memory, shared prompts over separate: 0.75",
+        "| the machine's limits | 1.00 |",
+        "| keras_posttrain, prompts shared | 2.00 | 1.00x | 50% |",
     ):
         assert line in text
 
@@ -463,8 +553,7 @@ def test_dpo_is_compared_with_the_faster_library(dpo_summary):
         run("tunix"): [dpo_figures(600, grad_norm=None, other_cpus=0.5)],
         run("ours", packing=True): [{"error": "Traceback\nValueError: no"}],
     }
-    options = types.SimpleNamespace(passes=2, commit="abc")
-    text, problems = dpo_summary.markdown(results, options)
+    text, problems = dpo_summary.markdown(results, OPTIONS)
     assert problems == ["ours-packed: ValueError: no"]
     for line in (
         "- tokens/s over the faster of TRL and Tunix: 2.00",
@@ -473,6 +562,8 @@ def test_dpo_is_compared_with_the_faster_library(dpo_summary):
         "- the highest peak memory of ours over Tunix's: 1.00",
         "- tokens/s, prompts shared over separate: 1.33",
         "- peak memory, prompts shared over separate: 0.75",
+        "| the machine's limits | 1500 |",
+        "| 1200 | 1200 to 1200 | 1.00x | 80% |",
     ):
         assert line in text
 
@@ -516,13 +607,14 @@ def test_distillation_is_compared_with_both_libraries(distill_summary):
         run("trl"): [distill_figures(300, peak_gb=5.0)],
         run("tunix"): [distill_figures(600, grad_norm=None, peak_gb=4.0)],
     }
-    options = types.SimpleNamespace(passes=2, commit="abc")
-    text, problems = distill_summary.markdown(results, options)
+    text, problems = distill_summary.markdown(results, OPTIONS)
     assert problems == []
     for line in (
         "- tokens/s over TRL GKD: 3.00",
         "- tokens/s over Tunix logit strategy: 1.50",
         "- peak memory over TRL GKD: 0.40",
+        "| the machine's limits | 1500 |",
+        "| 900 | 900 to 900 | 1.00x | 60% |",
     ):
         assert line in text
 

@@ -1,13 +1,28 @@
 """Effects of `import keras_posttrain` on a process."""
 
+import ast
+import importlib
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 
+import keras
+import keras_hub
 import pytest
 
+import keras_posttrain
+from keras_posttrain import _lazy_imports
+
 ROOT = pathlib.Path(__file__).parent.parent
+# Those with public names. That of the server needs an extra.
+PACKAGES = [
+    ".".join(file.parent.relative_to(ROOT).parts)
+    for file in sorted((ROOT / "keras_posttrain").rglob("__init__.py"))
+    if "__all__" in file.read_text(encoding="utf-8")
+    and file.parent.name != "serve"
+]
 
 
 def run(code, **environment):
@@ -203,13 +218,158 @@ def test_training_needs_no_tensorflow(tmp_path):
     )
 
 
-def test_it_adds_little_to_kerashubs_import():
+EVERY_NAME = """
+import types
+
+def every_name(module):
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from every_name(value)
+        else:
+            yield f"{module.__name__}.{name}"
+"""
+
+
+def test_all_of_it_adds_little_to_kerashubs_import():
     """Modules that take seconds to import are imported where used."""
     code = (
         "import keras_hub, sys;"
         "names = lambda: {name.split('.')[0] for name in sys.modules};"
-        "before = names(); import keras_posttrain; print(*names() - before)"
+        "before = names(); import keras_posttrain;"
+        "assert len(list(every_name(keras_posttrain))) > 200;"
+        "print(*names() - before)"
     )
-    found = set(output(code, KERAS_BACKEND="jax"))
+    found = set(output(EVERY_NAME + code, KERAS_BACKEND="jax"))
     small = {"jinja2", "keras_posttrain", "markupsafe", "optax", "safetensors"}
     assert found <= small, found - small
+
+
+NAMES = """
+import keras, pydoc, sys
+
+def added(before):
+    new = set(sys.modules) - before
+    known = sys.stdlib_module_names
+    return {name for name in new if name.partition(".")[0] not in known}
+
+before = set(sys.modules)
+import keras_posttrain as kpt
+print(*added(before))
+assert {"SFTTask", "losses", "__version__"} <= set(dir(kpt))
+for name in ("SFTTaks", "_no_module", "__wrapped__"):
+    try:
+        getattr(kpt, name)
+    except AttributeError as error:
+        message = f"module 'keras_posttrain' has no attribute {name!r}"
+        assert str(error) == message and error.obj is kpt
+    else:
+        raise AssertionError(name)
+
+# A name brings what it needs, and no more.
+from keras_posttrain import losses
+assert losses is kpt.losses and losses.dpo_loss and losses.pairs
+assert "keras_posttrain.losses.distillation" not in sys.modules
+# The file that a server on another machine is started with.
+assert kpt.rollout.vllm.worker.__file__.endswith("worker.py")
+assert "keras_hub" not in sys.modules
+
+from keras_posttrain import *
+assert set(kpt.__all__) <= set(vars())
+assert SFTTask is kpt.SFTTask
+text = pydoc.render_doc(kpt, renderer=pydoc.plaintext)
+assert "class GRPOTask" in text
+"""
+
+
+def test_it_adds_five_small_modules_to_kerass_import():
+    """So it takes milliseconds: what a name needs is imported with it."""
+    own = "_cache _compilation_cache _deferred_imports _lazy_imports".split()
+    expected = {"keras_posttrain", *(f"keras_posttrain.{x}" for x in own)}
+    assert set(output(NAMES, KERAS_BACKEND="jax")) == expected
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_those_that_type_checkers_see(package):
+    """And no module has the name of a function or a class: its import would
+    put the module in the name's place."""
+    module = importlib.import_module(package)
+    path = pathlib.Path(module.__file__)
+    seen = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for line in node.body:
+                seen |= {alias.name: line.module for alias in line.names}
+    assert sorted(seen) == sorted(module.__all__)
+    sources = _lazy_imports.sources(package)
+    assert {name: sources[name] for name in seen} == seen
+    modules = {file.stem for file in path.parent.glob("*.py")}
+    modules |= {file.parent.name for file in path.parent.glob("*/*.py")}
+    values = {name for name, source in seen.items() if source != package}
+    assert not values & modules
+
+
+THREADS = """
+import importlib, sys, threading
+sys.setswitchinterval(1e-6)
+import keras_posttrain as kpt
+
+def use(first):
+    for name in (*kpt.__all__[first:], *kpt.__all__[:first]):
+        value = getattr(kpt, name)
+        found.setdefault(name, set()).add(id(value))
+        for inner in getattr(value, "__all__", ()):
+            values = found.setdefault((name, inner), set())
+            values.add(id(getattr(value, inner)))
+
+def load(module):
+    importlib.import_module(f"keras_posttrain.losses.{module}")
+
+def run(function, argument):
+    started.wait()
+    try:
+        function(argument)
+    except BaseException as error:
+        errors.append(f"{argument}: {error!r}")
+
+calls = [(use, place) for place in range(0, len(kpt.__all__), 4)]
+modules = "advantages preference reductions unpaired value".split()
+calls += [(load, module) for module in modules]
+found, errors, started = {}, [], threading.Barrier(len(calls))
+threads = [threading.Thread(target=run, args=call) for call in calls]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert not errors, errors
+assert len(found) > 200
+assert {len(values) for values in found.values()} == {1}
+"""
+
+
+def test_threads_may_use_names_for_the_first_time():
+    """Each begins with other names, and some import modules, as unpickling
+    does: in Python 3.11 a package that imports its modules when it is
+    imported, and a thread that imports one of them, wait for each other."""
+    output(THREADS)
+
+
+STORED = """
+import keras_posttrain, keras, pickle, sys
+assert "keras_hub" not in sys.modules
+model = keras.models.load_model("model.keras")
+print(type(model.layers[0]).__module__.partition(".")[0])
+with open("loss.pickle", "rb") as file:
+    print(repr(pickle.load(file)))
+"""
+
+
+def test_stored_objects_need_no_other_import(tmp_path, monkeypatch):
+    """KerasHub's layers are found by their registered names, and classes of
+    this package by those of their modules."""
+    monkeypatch.chdir(tmp_path)
+    layer = keras_hub.layers.SinePositionEncoding()
+    keras.Sequential([keras.Input((4, 8)), layer]).save("model.keras")
+    loss = keras_posttrain.losses.DPOLoss(beta=0.25)
+    pathlib.Path("loss.pickle").write_bytes(pickle.dumps(loss))
+    found = output(STORED)
+    assert found[0] == "keras_hub"
+    assert " ".join(found[1:]) == repr(loss)

@@ -27,18 +27,23 @@ pathwaysutils.initialize()` takes the place of `keras.distribution.initialize`.
 This package does not import it and has not been tested with it.
 """
 
-from keras_posttrain._variables import shapes_only
-from keras_posttrain.distribution.plan import Plan
-from keras_posttrain.distribution.search import search
-from keras_posttrain.distribution.strategies import (
-    ShardedWeights,
-    data_parallel,
-    fsdp,
-    fsdp_tensor_parallel,
-    hybrid,
-    split,
-    tensor_parallel,
-)
+from typing import TYPE_CHECKING
+
+from keras_posttrain import _lazy_imports
+
+if TYPE_CHECKING:
+    from keras_posttrain._variables import shapes_only
+    from keras_posttrain.distribution.layout_search import search
+    from keras_posttrain.distribution.plan import Plan
+    from keras_posttrain.distribution.strategies import (
+        ShardedWeights,
+        data_parallel,
+        fsdp,
+        fsdp_tensor_parallel,
+        hybrid,
+        split,
+        tensor_parallel,
+    )
 
 __all__ = [
     "Plan",
@@ -52,3 +57,5 @@ __all__ = [
     "split",
     "tensor_parallel",
 ]
+
+__getattr__, __dir__ = _lazy_imports.attach(__name__)

@@ -1,148 +1,153 @@
-from keras_posttrain.losses.advantages import (
-    GDPOAdvantages,
-    GroupAdvantages,
-    LeaveOneOutAdvantages,
-    PassAtKAdvantages,
-    ReinforcePlusPlusAdvantages,
-)
-from keras_posttrain.losses.corrections import (
-    ImportanceCorrection,
-    OffPolicyMask,
-    TopEntropyMask,
-)
-from keras_posttrain.losses.distillation import (
-    DistillationLoss,
-    ForwardKLLoss,
-    JSDLoss,
-    ReverseKLLoss,
-    SkewKLLoss,
-    TotalVariationLoss,
-    ULDLoss,
-)
-from keras_posttrain.losses.divergence import (
-    forward_kl_loss,
-    jsd_loss,
-    reverse_kl_loss,
-    skew_kl_loss,
-    total_variation_loss,
-    uld_loss,
-)
-from keras_posttrain.losses.f_divergences import (
-    AlphaDivergence,
-    ForwardKL,
-    JensenShannon,
-    ReverseKL,
-)
-from keras_posttrain.losses.features import (
-    AttentionLoss,
-    HiddenStateLoss,
-    attention_loss,
-    hidden_state_loss,
-)
-from keras_posttrain.losses.function_loss import FunctionLoss
-from keras_posttrain.losses.importance import kl_estimate
-from keras_posttrain.losses.language_modeling import (
-    DFTLoss,
-    SFTLoss,
-    dft_loss,
-    sft_loss,
-)
-from keras_posttrain.losses.loss import Loss, TokenLoss
-from keras_posttrain.losses.pair_loss import (
-    MarginLoss,
-    PairLoss,
-    ReferenceLoss,
-    preference_margins,
-)
-from keras_posttrain.losses.policy_base import PolicyLoss
-from keras_posttrain.losses.policy_gradient import (
-    BNPOLoss,
-    CISPOLoss,
-    DAPOLoss,
-    DrGRPOLoss,
-    GRPOLoss,
-    GSPOLoss,
-    GSPOTokenLoss,
-    LUSPOLoss,
-    PPOLoss,
-    ReinforceLoss,
-    SAPOLoss,
-    VESPOLoss,
-    cispo_loss,
-    grpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-    vespo_loss,
-)
-from keras_posttrain.losses.preference import (
-    AOTLoss,
-    APODownLoss,
-    APOZeroLoss,
-    BCOPairLoss,
-    DiscoPOPLoss,
-    DPOLoss,
-    ExoPairLoss,
-    HingeLoss,
-    IPOLoss,
-    NCAPairLoss,
-    RobustDPOLoss,
-    SPPOHardLoss,
-    aot_loss,
-    apo_down_loss,
-    apo_zero_loss,
-    bco_pair_loss,
-    discopop_loss,
-    dpo_loss,
-    exo_pair_loss,
-    hinge_loss,
-    ipo_loss,
-    nca_pair_loss,
-    robust_dpo_loss,
-    sppo_hard_loss,
-)
-from keras_posttrain.losses.reference_free import (
-    ChosenSFTLoss,
-    CPOHingeLoss,
-    CPOIPOLoss,
-    CPOLoss,
-    ORPOLoss,
-    SimPOLoss,
-    cpo_loss,
-    orpo_loss,
-    simpo_loss,
-)
-from keras_posttrain.losses.reward_modeling import (
-    BradleyTerryLoss,
-    bradley_terry_loss,
-)
-from keras_posttrain.losses.router import (
-    RouterLoss,
-    router_balance_loss,
-    router_z_loss,
-)
-from keras_posttrain.losses.sum_loss import (
-    SumLoss,
-)
-from keras_posttrain.losses.turn_advantages import (
-    RoleAdvantages,
-    TurnAdvantages,
-)
-from keras_posttrain.losses.unpaired import (
-    APOZeroUnpairedLoss,
-    KTOLoss,
-    LabelledLoss,
-    apo_zero_unpaired_loss,
-    kto_loss,
-)
-from keras_posttrain.losses.value import (
-    ValueLoss,
-    generalized_advantages,
-    token_rewards,
-    value_loss,
-    whiten,
-)
+from typing import TYPE_CHECKING
+
+from keras_posttrain import _lazy_imports
+
+if TYPE_CHECKING:
+    from keras_posttrain.losses.advantages import (
+        GDPOAdvantages,
+        GroupAdvantages,
+        LeaveOneOutAdvantages,
+        PassAtKAdvantages,
+        ReinforcePlusPlusAdvantages,
+    )
+    from keras_posttrain.losses.corrections import (
+        ImportanceCorrection,
+        OffPolicyMask,
+        TopEntropyMask,
+    )
+    from keras_posttrain.losses.distillation import (
+        DistillationLoss,
+        ForwardKLLoss,
+        JSDLoss,
+        ReverseKLLoss,
+        SkewKLLoss,
+        TotalVariationLoss,
+        ULDLoss,
+    )
+    from keras_posttrain.losses.divergence import (
+        forward_kl_loss,
+        jsd_loss,
+        reverse_kl_loss,
+        skew_kl_loss,
+        total_variation_loss,
+        uld_loss,
+    )
+    from keras_posttrain.losses.f_divergences import (
+        AlphaDivergence,
+        ForwardKL,
+        JensenShannon,
+        ReverseKL,
+    )
+    from keras_posttrain.losses.features import (
+        AttentionLoss,
+        HiddenStateLoss,
+        attention_loss,
+        hidden_state_loss,
+    )
+    from keras_posttrain.losses.function_loss import FunctionLoss
+    from keras_posttrain.losses.importance import kl_estimate
+    from keras_posttrain.losses.language_modeling import (
+        DFTLoss,
+        SFTLoss,
+        dft_loss,
+        sft_loss,
+    )
+    from keras_posttrain.losses.loss import Loss, TokenLoss
+    from keras_posttrain.losses.pair_loss import (
+        MarginLoss,
+        PairLoss,
+        ReferenceLoss,
+        preference_margins,
+    )
+    from keras_posttrain.losses.policy_base import PolicyLoss
+    from keras_posttrain.losses.policy_gradient import (
+        BNPOLoss,
+        CISPOLoss,
+        DAPOLoss,
+        DrGRPOLoss,
+        GRPOLoss,
+        GSPOLoss,
+        GSPOTokenLoss,
+        LUSPOLoss,
+        PPOLoss,
+        ReinforceLoss,
+        SAPOLoss,
+        VESPOLoss,
+        cispo_loss,
+        grpo_loss,
+        gspo_loss,
+        ppo_loss,
+        reinforce_loss,
+        sapo_loss,
+        vespo_loss,
+    )
+    from keras_posttrain.losses.preference import (
+        AOTLoss,
+        APODownLoss,
+        APOZeroLoss,
+        BCOPairLoss,
+        DiscoPOPLoss,
+        DPOLoss,
+        ExoPairLoss,
+        HingeLoss,
+        IPOLoss,
+        NCAPairLoss,
+        RobustDPOLoss,
+        SPPOHardLoss,
+        aot_loss,
+        apo_down_loss,
+        apo_zero_loss,
+        bco_pair_loss,
+        discopop_loss,
+        dpo_loss,
+        exo_pair_loss,
+        hinge_loss,
+        ipo_loss,
+        nca_pair_loss,
+        robust_dpo_loss,
+        sppo_hard_loss,
+    )
+    from keras_posttrain.losses.reference_free import (
+        ChosenSFTLoss,
+        CPOHingeLoss,
+        CPOIPOLoss,
+        CPOLoss,
+        ORPOLoss,
+        SimPOLoss,
+        cpo_loss,
+        orpo_loss,
+        simpo_loss,
+    )
+    from keras_posttrain.losses.reward_modeling import (
+        BradleyTerryLoss,
+        bradley_terry_loss,
+    )
+    from keras_posttrain.losses.router import (
+        RouterLoss,
+        router_balance_loss,
+        router_z_loss,
+    )
+    from keras_posttrain.losses.sum_loss import (
+        SumLoss,
+    )
+    from keras_posttrain.losses.turn_advantages import (
+        RoleAdvantages,
+        TurnAdvantages,
+    )
+    from keras_posttrain.losses.unpaired import (
+        APOZeroUnpairedLoss,
+        KTOLoss,
+        LabelledLoss,
+        apo_zero_unpaired_loss,
+        kto_loss,
+    )
+    from keras_posttrain.losses.value import (
+        ValueLoss,
+        generalized_advantages,
+        token_rewards,
+        value_loss,
+        whiten,
+    )
 
 __all__ = [
     "AOTLoss",
@@ -258,3 +263,5 @@ __all__ = [
     "vespo_loss",
     "whiten",
 ]
+
+__getattr__, __dir__ = _lazy_imports.attach(__name__)

@@ -21,6 +21,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+
+# Before its module: in Python 3.11 two threads that import a package and a
+# module of it at once can wait for each other.
+import keras_hub  # noqa: F401
 from jax.ad_checkpoint import checkpoint_name
 from keras_hub.src.vllm.context import get_vllm_context, vllm_context_scope
 

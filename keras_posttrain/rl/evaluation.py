@@ -5,7 +5,7 @@ import collections
 import numpy as np
 
 from keras_posttrain.losses import advantages as advantage_lib
-from keras_posttrain.metrics.pass_at_k import pass_at_k
+from keras_posttrain.metrics.pass_rates import pass_at_k
 from keras_posttrain.rewards.reward import completion_text
 from keras_posttrain.rl.sampling import request_seed
 from keras_posttrain.rl.trajectory import length_metrics

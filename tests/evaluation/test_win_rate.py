@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.evaluation.win_rate import wilson_interval
+from keras_posttrain.evaluation.win_rates import wilson_interval
 from tests.support import REFERENCE
 
 PROMPTS = ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]

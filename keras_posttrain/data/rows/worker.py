@@ -20,7 +20,7 @@ def tokenizer_of_rows(folder, data):
         data: bytes, a pickled `Preparation`.
     """
     package = pathlib.Path(folder).name
-    # Their own `__init__` files import everything.
+    # The package's own `__init__` file imports Keras.
     for name in (package, f"{package}.data"):
         module = sys.modules[name] = types.ModuleType(name)
         parts = name.split(".")[1:]
