@@ -33,7 +33,7 @@ from keras_posttrain.models.attention import (
     subtree_ends,
 )
 from keras_posttrain.models.hf.blocks import multipliers_of
-from keras_posttrain.models.hf.families import is_gemma4_text
+from keras_posttrain.models.hf.families import is_gemma4_decoder
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
@@ -113,7 +113,7 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE
         self._per_layer_inputs = None
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            self.packable = is_gemma4_text(self.backbone)
+            self.packable = is_gemma4_decoder(self.backbone)
             if self.packable:
                 gemma4.prepare(self.backbone)
                 if self.backbone.hidden_size_per_layer_input:
@@ -227,8 +227,8 @@ class Policy:
                 others: see `attention.py:subtree_ends`; then also
                 `shared_by` where routing is recorded; `routed_experts`
                 where it is replayed, as of `experts.py:given_choices`, of
-                shape `(rows, length, mixtures, top_k)`; `pixels` and
-                `image_tokens` where there are images: see `vision.py`.
+                shape `(rows, length, mixtures, top_k)`; the arrays of
+                images where there are any: see `vision.py`.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -313,6 +313,7 @@ class Policy:
         is as in `hidden_states`, where the tokens are of one with images.
         """
         embedding = self.backbone.token_embedding
+        ids = vision.embedded_ids(self.causal_lm, ids, batch)
         x = sharding.embedded(embedding, ids[:, None])
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
