@@ -35,8 +35,9 @@ def features(tower, batch):
         pixels.astype("float32") * (1 / 255), pixel_position_ids=places
     )
     x = pooled(x, places, grids, tower.pool_size)
-    x = tower.get_layer("vision_output_encoder")(x)
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+    # One axis of images: linear layers take a second axis of one for tokens.
+    x = tower.get_layer("vision_output_encoder")(x.reshape(-1, *x.shape[2:]))
+    return x.reshape(pixels.shape[0], -1, x.shape[-1])
 
 
 def patch_places(grids, count):

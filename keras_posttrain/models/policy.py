@@ -313,8 +313,8 @@ class Policy:
         is as in `hidden_states`, where the tokens are of one with images.
         """
         embedding = self.backbone.token_embedding
-        ids = vision.embedded_ids(self.causal_lm, ids, batch)
-        x = sharding.embedded(embedding, ids[:, None])
+        ids, is_padding = vision.embedded_ids(self.causal_lm, ids, batch)
+        x = _embedded(embedding, ids, is_padding)
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         if batch is not None and "pixels" in batch:
@@ -322,7 +322,7 @@ class Policy:
             rows = vision.put_images(self.backbone, rows, batch)
             x = rows.reshape(x.shape)
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            inputs = self._inputs_by_layer(ids, x, remat)
+            inputs = self._inputs_by_layer(ids, is_padding, x, remat)
             with scope:
                 x = gemma4.run_layers(self.layers, x, inputs, run)
             norm = self.backbone.layer_norm
@@ -334,14 +334,14 @@ class Policy:
                 x = run(layer, x)
         return self.backbone.layer_norm(x)
 
-    def _inputs_by_layer(self, ids, x, remat):
+    def _inputs_by_layer(self, ids, is_padding, x, remat):
         """Returns the result of `gemma4.PerLayerInputs`, or `None`."""
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
         if embedding.input_dim < self.backbone.vocabulary_size:
             ids = gemma3n.known(ids, embedding.input_dim)
-        own = sharding.embedded(embedding, ids[:, None])
+        own = _embedded(embedding, ids, is_padding)
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
@@ -784,6 +784,17 @@ def _check_not_gemma3n(backbone):
             "directory to `from_preset`. Received: a KerasHub model with a "
             f"{type(backbone).__name__}"
         )
+
+
+def _embedded(embedding, ids, is_padding):
+    """Returns embeddings `(tokens, 1, features)` of `(tokens,)` ids.
+
+    `is_padding` is that of `vision.embedded_ids`.
+    """
+    x = sharding.embedded(embedding, ids[:, None])
+    if is_padding is None:
+        return x
+    return jnp.where(is_padding[:, None, None], jax.lax.stop_gradient(x), x)
 
 
 def token_counts(batch):

@@ -165,23 +165,27 @@ def embedded_ids(causal_lm, ids, batch=None):
     """Returns the ids whose embeddings tokens have.
 
     Those of images, where something is put in their place, and the other
-    `placeholders` of a family are embedded as padding.
+    `placeholders` of a family are embedded as padding, which is not trained.
 
     Args:
         ids: int array of shape `(tokens,)`.
         batch: dict of a batch of these tokens, or `None`.
+
+    Returns:
+        Tuple `(ids, is_padding)`: an array like `ids`, and a bool array like
+        it, or `None` where all ids are their own.
     """
     tower = tower_of(causal_lm.backbone)
     fields = _KINDS[type(tower)].placeholders if tower is not None else ()
     if not fields:
-        return ids
+        return ids, None
     config = getattr(causal_lm, "kpt_outer_config", None) or {}
     found = [config[name] for name in fields if config.get(name) is not None]
     replaced = jnp.isin(ids, jnp.array(found, ids.dtype))
     if batch is not None and "pixels" in batch:
         replaced |= batch["image_tokens"].reshape(ids.shape) > 0
     padding = config.get("text_config", {}).get("pad_token_id") or 0
-    return jnp.where(replaced, padding, ids)
+    return jnp.where(replaced, padding, ids), replaced
 
 
 def put_images(backbone, x, batch):
