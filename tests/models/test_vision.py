@@ -177,6 +177,42 @@ def test_variants_of_gemma4(name, tmp_path):
 
 
 @vision.OF_GEMMA4
+def test_tokens_of_another_size(task):
+    """Rows that are tokens have as many for an image as its shape makes."""
+    [row] = vision.random_rows((1,))
+    [example] = task.prepare([row])[0]
+    ids, places = example.token_ids.tolist(), example.images.tokens
+    given = {"completion_mask": [1.0] * len(ids), "images": row["images"]}
+    [found] = task.prepare([{**given, "token_ids": ids}])[0]
+    np.testing.assert_array_equal(found.images.places, example.images.places)
+    fewer, more = ids.copy(), ids.copy()
+    fewer[places[0]] = 9
+    more[places[-1] + 1] = vision.TOKEN_ID
+    for changed in fewer, more:
+        with pytest.raises(ValueError, match=f"must have {len(places)} adj"):
+            task.prepare([{**given, "token_ids": changed}])
+    # Those of a sampled image are no image.
+    reader = task.row_settings("dataset").images
+    assert reader.count(ids) == 1
+    assert reader.count(ids[: places[-1] + 1]) == 0
+
+
+@vision.OF_GEMMA4
+def test_equal_patches_of_other_shapes(task):
+    """Images are other images where only their shapes differ."""
+    [row] = vision.random_rows((1,))
+    flat = np.full((20, 30, 3), 7, "uint8")
+    shapes = flat, flat.transpose(1, 0, 2)
+    found = [
+        task.prepare([{**row, "images": [image]}])[0][0].images
+        for image in shapes
+    ]
+    np.testing.assert_array_equal(*(x.pixels for x in found))
+    assert found[0].digest != found[1].digest
+    assert (found[0].token_keys != found[1].token_keys).any()
+
+
+@vision.OF_GEMMA4
 def test_tokens_of_images_without_images(directory, task):
     """As transformers does, they are embedded as padding, and so are those
     of sound and videos."""

@@ -80,8 +80,11 @@ def reference_step(model, prompt, new):
     return torch.log_softmax(logits, -1).numpy()
 
 
-@vision.OF_ALL_KINDS
-@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize(
+    "directory, num_slots",
+    [("gemma3", 1), ("gemma3", 4), ("gemma4", 4)],
+    indirect=["directory"],
+)
 def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
     """Prompts of several lengths and numbers of images, one without."""
     prompts = prompts_of(task)
@@ -117,8 +120,11 @@ def test_a_window_that_ends_in_an_image(directory, task, monkeypatch):
 LONG = "what is left of the red house? " * 12
 
 
-@vision.OF_ALL_KINDS
-@pytest.mark.parametrize("num_slots, text", [(1, ""), (4, LONG)])
+@pytest.mark.parametrize(
+    "directory, num_slots, text",
+    [("gemma3", 1, ""), ("gemma3", 4, LONG), ("gemma4", 4, LONG)],
+    indirect=["directory"],
+)
 def test_equal_tokens_with_other_images_are_other_prompts(
     directory, task, num_slots, text
 ):
@@ -144,8 +150,7 @@ def test_equal_tokens_with_other_images_are_other_prompts(
     check_same([*found[0], *found[2]], four)
 
 
-@vision.OF_ALL_KINDS
-def test_prompts_share_what_follows_their_images(directory, task):
+def test_prompts_share_what_follows_their_images(task):
     """The question after equal images is computed behind a copy of them."""
     [prompt] = prompts_of(task, (1,), text=LONG)
     longer = dataclasses.replace(
@@ -184,8 +189,7 @@ def test_an_image_is_not_computed_behind_other_tokens(task):
         check_same(samples, engine_of(task).generate([given])[0])
 
 
-@vision.OF_ALL_KINDS
-def test_what_follows_images_is_computed_in_pieces(directory, task):
+def test_what_follows_images_is_computed_in_pieces(task):
     """What comes before the last image is not divided."""
     requests = [
         request(p, num_generations=2)

@@ -374,6 +374,15 @@ BAD_ROWS = {
         lambda row: {"messages": None, "prompt": "a", "completion": "b"},
         "Images are a part of messages",
     ),
+    "sound": (
+        lambda row: {
+            "messages": [
+                {"role": "user", "content": [PART, {"type": "audio"}]},
+                row["messages"][1],
+            ]
+        },
+        "row 0 of `dataset`: Sound and videos are not read",
+    ),
     "tokens": (
         lambda row: {
             "messages": None,

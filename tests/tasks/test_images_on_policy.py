@@ -209,7 +209,6 @@ def test_other_images_are_other_prompts(directory):
         assert restored.hashed == prompt.hashed
 
 
-@vision.OF_ALL_KINDS
 def test_generate(directory):
     """All forms of a prompt with images are the engine's samples of it."""
     task = kpt.SFTTask.from_preset(

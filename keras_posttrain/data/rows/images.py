@@ -96,7 +96,7 @@ class Squares:
         """Tuple of ints, the shape of an image's pixels."""
         return self.size, self.size, 3
 
-    def read(self, image, where):
+    def read(self, image):
         """Returns the pixels of an RGB image, and `None` for its grid."""
         square = image.resize(
             (self.size, self.size), _pillow().Resampling.BILINEAR
@@ -142,9 +142,9 @@ class Patches:
         """
         return self.max_tokens * self.pool_size**2, 3 * self.patch_size**2
 
-    def read(self, image, where):
+    def read(self, image):
         """Returns the patches of an RGB image, and its grid of patches."""
-        grid = self._grid(image.height, image.width, where)
+        grid = self._grid(image.height, image.width)
         height, width = (self.patch_size * n for n in grid)
         if image.size != (width, height):
             bicubic = _pillow().Resampling.BICUBIC
@@ -157,18 +157,12 @@ class Patches:
         patches[: len(found)] = found
         return patches, np.array(grid, np.int32)
 
-    def _grid(self, height, width, where):
+    def _grid(self, height, width):
         """Returns the patches of a column and of a row of an image."""
         side = self.patch_size * self.pool_size
         scale = math.sqrt(self.max_tokens * side**2 / (height * width))
         rows, columns = (math.floor(scale * n / side) for n in (height, width))
-        # One of them at most is less than one: the image is a strip.
-        if not rows and not columns:
-            raise ValueError(
-                "An image must have room for a token, a square of "
-                f"{side} pixels, among the {self.max_tokens} tokens at most. "
-                f"Received: {where} of {height} x {width} pixels."
-            )
+        # One of them at most is zero, of an image that is a strip.
         if not rows:
             rows, columns = 1, min(width // height, self.max_tokens)
         elif not columns:
@@ -342,8 +336,8 @@ class ImageReader:
             return None
         found = []
         for i, value in enumerate(given):
-            place = f"{where}, image {i}"
-            found.append(self.sizes.read(_rgb(value, place), place))
+            image = _rgb(value, f"{where}, image {i}")
+            found.append(self.sizes.read(image))
         pixels, grids = zip(*found)
         return Pictures(
             np.stack(pixels),
