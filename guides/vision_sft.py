@@ -3,8 +3,7 @@ Title: Supervised fine-tuning on images
 Author: The keras_posttrain authors
 Date created: 2026/11/24
 Last modified: 2026/11/27
-Description: Rows with images for a multimodal Gemma 3 or 4, and what is
-    learnt.
+Description: Rows with images for a Gemma 3 or 4, and what is learnt.
 Accelerator: None
 """
 
