@@ -488,6 +488,29 @@ def test_what_the_layers_cannot_be(directory, tmp_path, file, change, message):
         loading.load_causal_lm(path.parent, vision=True)
 
 
+def test_the_tower_of_sound_is_left_out(tmp_path):
+    """A line says so, and what is exported has no sound either."""
+    sizes = {"hidden_size": 16, "output_proj_dims": 16}
+    directory = vision.make_directory(
+        tmp_path / "model",
+        kind="gemma4",
+        audio_config={
+            **sizes,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 4],
+        },
+    )
+    task, rows = make_task(directory), vision.random_rows((1,))
+    expected = reference(vision.load(directory), rows)
+    check(task, rows, expected)
+    assert "sound tower left out" in task.causal_lm.kpt_repairs[0]
+    task.export(tmp_path / "out")
+    model = vision.load(tmp_path / "out")
+    assert model.model.audio_tower is None
+    np.testing.assert_array_equal(reference(model, rows)[0], expected[0])
+
+
 def test_a_model_without_a_tower():
     with pytest.raises(ValueError, match="needs a preset with a vision tower"):
         loading.load_causal_lm(vision.SOURCE, vision=True)

@@ -1,5 +1,7 @@
 """Training on rows with images, against transformers."""
 
+import json
+
 import keras
 import numpy as np
 import peft
@@ -194,6 +196,16 @@ def test_a_resumed_run_is_the_straight_one(directory, tmp_path, is_stream):
     resumed = run(tmp_path / "resumed", None)
     for name, value in straight.items():
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
+@vision.OF_GEMMA4
+def test_a_reference_that_reads_other_images(directory, tmp_path):
+    path = vision.copied(directory, tmp_path / "other")
+    file = path / "preprocessor_config.json"
+    file.write_text(json.dumps({"max_soft_tokens": vision.MAX_TOKENS + 1}))
+    task = make(directory, kpt.DPOTask, reference=str(path))
+    with pytest.raises(ValueError, match="that reads the same images"):
+        task.fit(pairs((1,)), 1, verbose=0)
 
 
 class Stop(keras.callbacks.Callback):
