@@ -127,7 +127,7 @@ GEMMA4 = {
             "position_embedding_size": 18,
             "use_clipped_linears": False,
             "standardize": False,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": 10.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
         },
         6,
     ),
@@ -429,7 +429,7 @@ def hub_gemma4():
             {
                 "vision_config": {
                     **vision.VISION4,
-                    "rope_parameters": {"rope_type": "default"},
+                    "rope_parameters": {"rope_type": "linear"},
                 }
             },
             "vision_config.rope_parameters",

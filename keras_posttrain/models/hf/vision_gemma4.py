@@ -30,7 +30,9 @@ _DEFAULTS = {
     "use_clipped_linears": False,
     "standardize": False,
 }
-_ROPE = {"rope_type": "axial", "rope_theta": 100.0}
+# As published. transformers 5.23 calls the type of this tower "axial" too.
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+_ROPE_TYPES = ("default", "axial")
 _TOKENS = {
     "image_token_id": 258_880,
     "boi_token_id": 255_999,
@@ -98,7 +100,7 @@ def build(config, dtype):
     found = _DEFAULTS | config["vision_config"]
     vision_files.check_only(found, _ONLY)
     rope = {**_ROPE, **(found.get("rope_parameters") or {})}
-    if rope["rope_type"] != "axial":
+    if rope["rope_type"] not in _ROPE_TYPES:
         raise vision_files.refused(
             "vision_config.rope_parameters", rope, f"such as {_ROPE}"
         )
