@@ -82,7 +82,7 @@ VISION4 = {
 }
 # The published processors have 70 tokens and more.
 pil_gemma4 = transformers.models.gemma4.image_processing_pil_gemma4
-pil_gemma4._SUPPORTED_SOFT_TOKENS = (70, 280, MAX_TOKENS)
+pil_gemma4._SUPPORTED_SOFT_TOKENS += (MAX_TOKENS,)
 
 
 class NoVideos(video_processing_utils.BaseVideoProcessor):

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import keras_posttrain as kpt
-from keras_posttrain.models import attention
+from keras_posttrain.data.rows.images import Patches
+from keras_posttrain.models import attention, gemma4_tower
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.models.vision import ImageBlocks
@@ -147,6 +148,27 @@ GEMMA4 = {
         70,
     ),
 }
+
+
+@pytest.mark.parametrize("tokens", [70, 280, 1120])
+def test_the_published_sizes_of_images(tokens):
+    """Of Gemma 4: photographs, icons, strips, and what needs no resizing."""
+    processor = vision.pil_gemma4.Gemma4ImageProcessorPil(
+        max_soft_tokens=tokens
+    )
+    sizes, rng = Patches(16, 3, tokens), np.random.default_rng(0)
+    shapes = (480, 640), (1200, 700), (16, 16), (7, 900), (1000, 1), (48, 96)
+    for shape in shapes:
+        image = rng.integers(0, 256, (*shape, 3), np.uint8)
+        theirs = processor(image, return_tensors="np")
+        patches, grid = sizes.read(Image.fromarray(image))
+        assert sizes.count(grid) == theirs["num_soft_tokens_per_image"][0]
+        np.testing.assert_allclose(
+            patches / 255, theirs["pixel_values"][0], atol=1e-6
+        )
+        places = gemma4_tower.patch_places(grid, len(patches))
+        expected = theirs["image_position_ids"][0]
+        np.testing.assert_array_equal(places, expected)
 
 
 @pytest.mark.parametrize("name", GEMMA4)
