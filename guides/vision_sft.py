@@ -2,8 +2,8 @@
 Title: Supervised fine-tuning on images
 Author: The keras_posttrain authors
 Date created: 2026/11/24
-Last modified: 2026/11/25
-Description: Rows with images for a multimodal Gemma 3, and what is learnt.
+Last modified: 2026/11/27
+Description: Rows with images for a Gemma 3 or 4, and what is learnt.
 Accelerator: None
 """
 
@@ -16,7 +16,7 @@ it becomes, and that the answers come from the pictures.
 
 It runs in half a minute on two CPU cores with a tiny model, and downloads
 nothing. For a real model change one line: set `preset` to
-`"hf://google/gemma-3-4b-it"`.
+`"hf://google/gemma-3-4b-it"`, or to a Gemma 4.
 """
 
 import json
@@ -41,7 +41,9 @@ keras.utils.set_random_seed(0)
 A picture has one colour on the left and another on the right, with noise. It
 is a uint8 array of shape `(height, width, 3)`; a Pillow image does as well.
 Any size will do: the processor of Gemma 3 resizes all pictures to the one
-that the model was made for, and so does this library, to the same pixels.
+that the model was made for, that of Gemma 4 to the largest of their shape that
+has at most `max_soft_tokens` tokens, and so does this library, to the same
+pixels.
 """
 
 colours = {
@@ -107,7 +109,8 @@ task = kpt.SFTTask.from_preset(preset, vision=True, sequence_length=64)
 The template writes a mark for each image, which becomes the tokens that the
 model was trained on: a begin, the tokens of the image, and an end. Their
 embeddings come from the tower. They see each other in both directions, as in
-`transformers`, also in packed rows, and carry no loss.
+`transformers` (in a Gemma 4 whose config says so, and there in layers with a
+window alone), also in packed rows, and carry no loss.
 """
 
 examples, report = task.prepare(rows[:1])

@@ -76,7 +76,7 @@ def attention_scope(
             segment continues another. A token also attends to the tokens of
             all segments that its own one continues.
         images: `ImageBlocks` or `None`. A token of an image also attends to
-            the later tokens of that image.
+            the later tokens of that image, in the layers that see them.
         kept: list or `None`: each layer appends its keys and values, arrays
             of shape `(rows * length, kv_heads, head_dim)`, for a cache. A
             layer that uses those of another one appends none.
@@ -114,7 +114,7 @@ def attention_scope(
             "sliding_window": sliding_window,
             "soft_cap": soft_cap,
             "sinks": sinks,
-            "images": images,
+            "images": images and images.seen_by(sliding_window),
         }
         layer = next(layers)
         if capture is not None and layer in capture.attention_layers:

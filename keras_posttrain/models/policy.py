@@ -34,7 +34,7 @@ from keras_posttrain.models.attention import (
     subtree_ends,
 )
 from keras_posttrain.models.hf.blocks import multipliers_of
-from keras_posttrain.models.hf.families import is_gemma4_text
+from keras_posttrain.models.hf.families import is_gemma4_decoder
 from keras_posttrain.models.lora import DropoutKeys
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.top_tokens import top_tokens
@@ -118,7 +118,7 @@ class Policy:
         self.packable = type(self.backbone) in PACKABLE
         self._per_layer_inputs = None
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            self.packable = is_gemma4_text(self.backbone)
+            self.packable = is_gemma4_decoder(self.backbone)
             if self.packable:
                 gemma4.prepare(self.backbone)
                 if self.backbone.hidden_size_per_layer_input:
@@ -233,8 +233,8 @@ class Policy:
                 continue others: see `attention.py:subtree_ends`; then also
                 `shared_by` where routing is recorded; `routed_experts`
                 where it is replayed, as of `experts.py:given_choices`, of
-                shape `(rows, length, mixtures, top_k)`; `pixels` and
-                `image_tokens` where there are images: see `vision.py`.
+                shape `(rows, length, mixtures, top_k)`; the arrays of
+                images where there are any: see `vision.py`.
             dropout_key: JAX key of the seed and the step, or `None` for no
                 dropout.
             capture: `ActivationCapture` to fill, or `None`.
@@ -319,7 +319,8 @@ class Policy:
         is as in `hidden_states`, where the tokens are of one with images.
         """
         embedding = self.backbone.token_embedding
-        x = sharding.embedded(embedding, ids[:, None])
+        ids, is_padding = vision.embedded_ids(self.causal_lm, ids, batch)
+        x = _embedded(embedding, ids, is_padding)
         if isinstance(self.backbone, SCALED_EMBEDDINGS):
             x = x * jnp.asarray(self.backbone.hidden_dim**0.5, x.dtype)
         if batch is not None and "pixels" in batch:
@@ -327,7 +328,7 @@ class Policy:
             rows = vision.put_images(self.backbone, rows, batch)
             x = rows.reshape(x.shape)
         if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            inputs = self._inputs_by_layer(ids, x, remat)
+            inputs = self._inputs_by_layer(ids, is_padding, x, remat)
             with scope:
                 x = gemma4.run_layers(self.layers, x, inputs, run)
             norm = self.backbone.layer_norm
@@ -339,14 +340,14 @@ class Policy:
                 x = run(layer, x)
         return self.backbone.layer_norm(x)
 
-    def _inputs_by_layer(self, ids, x, remat):
+    def _inputs_by_layer(self, ids, is_padding, x, remat):
         """Returns the result of `gemma4.PerLayerInputs`, or `None`."""
         if self._per_layer_inputs is None:
             return None
         embedding = self.backbone.per_layer_token_embedding
         if embedding.input_dim < self.backbone.vocabulary_size:
             ids = gemma3n.known(ids, embedding.input_dim)
-        own = sharding.embedded(embedding, ids[:, None])
+        own = _embedded(embedding, ids, is_padding)
         return self._layer(self._per_layer_inputs, x, remat, own=own)
 
     @contextlib.contextmanager
@@ -797,6 +798,17 @@ def _check_not_gemma3n(backbone):
             "directory to `from_preset`. Received: a KerasHub model with a "
             f"{type(backbone).__name__}"
         )
+
+
+def _embedded(embedding, ids, is_padding):
+    """Returns embeddings `(tokens, 1, features)` of `(tokens,)` ids.
+
+    `is_padding` is that of `vision.embedded_ids`.
+    """
+    x = sharding.embedded(embedding, ids[:, None])
+    if is_padding is None:
+        return x
+    return jnp.where(is_padding[:, None, None], jax.lax.stop_gradient(x), x)
 
 
 def token_counts(batch):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from keras_posttrain._spans import span
+from keras_posttrain.data.batches.assembly import IMAGE_ARRAYS
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.distribution import processes
@@ -24,8 +25,7 @@ LOGPS_INPUTS = (
     "predicted_by",
     "prefix_segments",
     "routed_experts",
-    "pixels",
-    "image_tokens",
+    *IMAGE_ARRAYS,
 )
 # Metrics of every rollout, some only with `max_staleness`.
 METRICS = (

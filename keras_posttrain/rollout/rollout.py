@@ -319,7 +319,7 @@ def _no_images(engine, reader, request):
     tower = "" if reader else " without a vision tower"
     return ValueError(
         "Images are read by `kpt.rollout.NativeRollout` alone, of a Gemma 3 "
-        "that was loaded with `vision=True`. Received: request "
+        "or 4 that was loaded with `vision=True`. Received: request "
         f"{request} with images, for {type(engine).__name__} of a "
         f"{type(engine.model.causal_lm).__name__}{tower}."
     )

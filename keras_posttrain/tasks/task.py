@@ -266,9 +266,12 @@ class Task(keras.Model):
             trainable: bool, `False` for a task that samples and evaluates
                 only, or serves as a teacher or a reference: weights may be
                 quantized without `lora`.
-            vision: bool, `True` to load a Hugging Face directory of Gemma 3
-                with its vision tower, for rows with images. The tower stays
-                frozen. A KerasHub preset has its own tower in any case.
+            vision: bool, `True` to load a Hugging Face directory of a
+                multimodal Gemma 3 or 4 with its vision tower, for rows with
+                images. The tower stays frozen. Images of Gemma 4 keep their
+                shape, and have at most as many tokens as its processor's
+                `max_soft_tokens`; sound and videos are not read. A KerasHub
+                preset has its own tower in any case.
             lora, reference, sequence_length, truncation, chat_template,
                 remat, attention, **kwargs: see the class.
 

@@ -19,7 +19,7 @@ from keras_posttrain.models.hf.rope import (
 from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import PACKABLE_MODELS, Policy
 from keras_posttrain.models.quantized import values_of
-from keras_posttrain.models.vision import tower_of
+from keras_posttrain.models.vision import sizes_of, tower_of
 from keras_posttrain.training.run_state import weights_digest
 from keras_posttrain.training.weights import TRACING
 
@@ -265,11 +265,7 @@ def _check_tower(reference, policy):
     theirs = tower_of(reference.backbone)
     if tower is None:
         return
-    if theirs is None or (
-        theirs.image_size != tower.image_size
-        or theirs.num_vision_tokens_per_image
-        != tower.num_vision_tokens_per_image
-    ):
+    if theirs is None or sizes_of(theirs) != sizes_of(tower):
         raise ValueError(
             "The reference of a policy with a vision tower must have a tower "
             "that reads the same images. Received: a reference "

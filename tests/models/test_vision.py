@@ -1,4 +1,4 @@
-"""Gemma 3 with its vision tower, against transformers."""
+"""Gemma 3 and 4 with their vision towers, against transformers."""
 
 import json
 
@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import keras_posttrain as kpt
-from keras_posttrain.models import attention
+from keras_posttrain.data.rows.images import Patches
+from keras_posttrain.models import attention, gemma4_tower
 from keras_posttrain.models.hf import loading
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.models.vision import ImageBlocks
@@ -22,8 +23,8 @@ BOUND = 2e-5
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return vision.make_directory(tmp_path_factory.mktemp("gemma3") / "model")
+def directory(request, tmp_path_factory):
+    return vision.directory_of(request, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +37,11 @@ def make_task(directory, **settings):
     return kpt.SFTTask.from_preset(directory, vision=True, **settings)
 
 
-def reference(model, rows):
+def reference(model, rows, **sizes):
     """transformers' log-probabilities of each row's tokens but the first."""
     found = []
     for row in rows:
-        given = vision.inputs(row)
+        given = vision.inputs(row, model.config.model_type, **sizes)
         with torch.no_grad():
             logps = torch.log_softmax(model(**given).logits[0, :-1], -1)
         ids = given["input_ids"][0, 1:, None]
@@ -53,26 +54,27 @@ def check(task, rows, expected):
         np.testing.assert_allclose(ours[1:], theirs, rtol=0, atol=BOUND)
 
 
-def test_rows_are_those_of_the_processor(task):
+@vision.OF_ALL_KINDS
+def test_rows_are_those_of_the_processor(directory, task):
     """Tokens and pixels are equal, and no token of an image carries loss."""
-    rows = vision.random_rows()
+    rows, kind = vision.random_rows(), vision.kind_of(directory)
     examples, report = task.prepare(rows)
     assert (report.kept, len(rows)) == (4, 4)
     for row, example in zip(rows, examples):
-        theirs = vision.inputs(row)
+        theirs = vision.inputs(row, kind)
         ids = theirs["input_ids"][0].numpy()
         np.testing.assert_array_equal(example.token_ids, ids)
         if "images" not in row:
             assert example.images is None
             continue
-        of_images = theirs["token_type_ids"][0].numpy() == 1
-        places = example.images.places.reshape(-1)
+        of_images = theirs[vision.TYPES[kind]][0].numpy() == 1
+        places = example.images.tokens
         np.testing.assert_array_equal(np.flatnonzero(of_images), places)
         assert example.completion_mask.any()
         assert not example.completion_mask[places].any()
-        pixels = (example.images.pixels.transpose(0, 3, 1, 2) / 255 - 0.5) * 2
-        found = theirs["pixel_values"].numpy()
-        np.testing.assert_allclose(pixels, found, atol=1e-6)
+        ours = vision.images_of(example.images, kind)
+        for name, found in ours.items():
+            np.testing.assert_allclose(found, theirs[name], atol=1e-6)
 
 
 def test_images_of_other_kinds(task):
@@ -96,6 +98,7 @@ def test_images_of_other_kinds(task):
     assert examples[0].images.places[0, 0] < len(examples[0].token_ids) // 2
 
 
+@vision.OF_ALL_KINDS
 def test_log_probs_are_transformers(directory, task):
     rows = vision.random_rows((1, 2, 1, 0, 3))
     expected = reference(vision.load(directory), rows)
@@ -106,6 +109,148 @@ def test_log_probs_are_transformers(directory, task):
     assert np.abs(other[1:] - expected[1]).max() > 0.01
 
 
+# What is unusual in Gemma 4: text and vision configs, and the most tokens of
+# an image.
+GEMMA4 = {
+    # Causal, without inputs for each layer, heads that share keys.
+    "causal": (
+        {
+            "use_bidirectional_attention": None,
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        {
+            "num_key_value_heads": 1,
+            "patch_size": 3,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 18,
+            "use_clipped_linears": False,
+            "standardize": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+        },
+        6,
+    ),
+    # The least tokens of published processors, more than the window; layers
+    # that share keys and values, and experts.
+    "long": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+        {"position_embedding_size": 280, "patch_size": 2},
+        70,
+    ),
+}
+
+
+@pytest.mark.parametrize("tokens", [70, 280, 1120])
+def test_the_published_sizes_of_images(tokens):
+    """Of Gemma 4: photographs, icons, strips, and what needs no resizing."""
+    processor = vision.pil_gemma4.Gemma4ImageProcessorPil(
+        max_soft_tokens=tokens
+    )
+    sizes, rng = Patches(16, 3, tokens), np.random.default_rng(0)
+    shapes = (480, 640), (1200, 700), (16, 16), (7, 900), (1000, 1), (48, 96)
+    for shape in shapes:
+        image = rng.integers(0, 256, (*shape, 3), np.uint8)
+        theirs = processor(image, return_tensors="np")
+        patches, grid = sizes.read(Image.fromarray(image))
+        assert sizes.count(grid) == theirs["num_soft_tokens_per_image"][0]
+        np.testing.assert_allclose(
+            patches / 255, theirs["pixel_values"][0], atol=1e-6
+        )
+        places = gemma4_tower.patch_places(grid, len(patches))
+        expected = theirs["image_position_ids"][0]
+        np.testing.assert_array_equal(places, expected)
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_variants_of_gemma4(name, tmp_path):
+    """Log-probabilities of images of any shape, a strip among them."""
+    text, tower, tokens = GEMMA4[name]
+    directory = vision.make_directory(
+        tmp_path / "model",
+        kind="gemma4",
+        tokens=tokens,
+        text_config={**vision.TEXT4, **text},
+        vision_config={**vision.VISION4, **tower},
+    )
+    rows = vision.random_rows((1, 2, 0), seed=4)
+    rows[0]["images"] = [rows[0]["images"][0][:9].repeat(9, axis=1)]
+    sizes = {**vision.VISION4, **tower}
+    expected = reference(
+        vision.load(directory),
+        rows,
+        tokens=tokens,
+        patch_size=sizes["patch_size"],
+        pool=sizes["pooling_kernel_size"],
+    )
+    task = make_task(directory, sequence_length=512)
+    counts = task.prepare(rows)[0][0].images.grids
+    assert len({*counts[0].tolist()}) == 2
+    check(task, rows, expected)
+
+
+@vision.OF_GEMMA4
+def test_tokens_of_another_size(task):
+    """Rows that are tokens have as many for an image as its shape makes."""
+    [row] = vision.random_rows((1,))
+    [example] = task.prepare([row])[0]
+    ids, places = example.token_ids.tolist(), example.images.tokens
+    given = {"completion_mask": [1.0] * len(ids), "images": row["images"]}
+    [found] = task.prepare([{**given, "token_ids": ids}])[0]
+    np.testing.assert_array_equal(found.images.places, example.images.places)
+    fewer, more = ids.copy(), ids.copy()
+    fewer[places[0]] = 9
+    more[places[-1] + 1] = vision.TOKEN_ID
+    for changed in fewer, more:
+        with pytest.raises(ValueError, match=f"must have {len(places)} adj"):
+            task.prepare([{**given, "token_ids": changed}])
+    # Those of a sampled image are no image.
+    reader = task.row_settings("dataset").images
+    assert reader.count(ids) == 1
+    assert reader.count(ids[: places[-1] + 1]) == 0
+
+
+@vision.OF_GEMMA4
+def test_equal_patches_of_other_shapes(task):
+    """Images are other images where only their shapes differ."""
+    [row] = vision.random_rows((1,))
+    flat = np.full((20, 30, 3), 7, "uint8")
+    shapes = flat, flat.transpose(1, 0, 2)
+    found = [
+        task.prepare([{**row, "images": [image]}])[0][0].images
+        for image in shapes
+    ]
+    np.testing.assert_array_equal(*(x.pixels for x in found))
+    assert found[0].digest != found[1].digest
+    assert (found[0].token_keys != found[1].token_keys).any()
+
+
+@vision.OF_GEMMA4
+def test_tokens_of_images_without_images(directory, task):
+    """As transformers does, they are embedded as padding, and so are those
+    of sound and videos."""
+    control = len(vision.CONTROL4)
+    ids = [2, 7, *range(vision.TOKEN_ID, vision.TOKEN_ID + control), 9, 4]
+    ids.remove(vision.TOKEN_ID)
+    with torch.no_grad():
+        logits = vision.load(directory)(input_ids=torch.tensor([ids])).logits
+    expected = torch.log_softmax(logits[0, :-1], -1)
+    expected = expected.gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    mask = [1.0] * len(ids)
+    row = {"token_ids": ids, "completion_mask": mask}
+    check(task, [row], [expected.numpy()])
+
+
+@vision.OF_ALL_KINDS
 def test_packed_rows_are_rows_alone(directory, task):
     rows = vision.random_rows((1, 2, 0, 3), seed=3)
     expected = reference(vision.load(directory), rows)
@@ -115,7 +260,8 @@ def test_packed_rows_are_rows_alone(directory, task):
     )
     batch = next(iter(batches.get_jax_iterator()))
     assert batch["segment_ids"].max() == len(rows)
-    assert batch["pixels"].shape == (1, 8, vision.SIZE, vision.SIZE, 3)
+    sizes = task.row_settings("dataset").images.sizes
+    assert batch["pixels"].shape == (1, 8, *sizes.shape)
     mask = jnp.ones(batch["token_ids"].shape, bool)
     found = jax.jit(task.policy.token_outputs)(batch, mask)
     found = found["per_token_logps"][0]
@@ -155,6 +301,7 @@ def test_an_image_across_blocks_of_queries(window):
     assert seen.max() == 249 and np.flatnonzero(weights[0, 0, 233])[-1] == 233
 
 
+@vision.OF_ALL_KINDS
 def test_export_has_the_tower(directory, task, tmp_path):
     """transformers and this library read what is exported."""
     rows = vision.random_rows((2, 0))
@@ -185,6 +332,7 @@ def test_published_names(directory, task, tmp_path):
     assert (tmp_path / "out" / "processor_config.json").is_file()
 
 
+@vision.OF_ALL_KINDS
 def test_a_keras_hub_preset(directory, task, tmp_path):
     rows = vision.random_rows((2, 0))
     expected = reference(vision.load(directory), rows)
@@ -216,8 +364,31 @@ def test_keras_hubs_own_call(task):
     np.testing.assert_allclose(ours, hidden, rtol=0, atol=1e-4)
 
 
-def test_a_model_that_keras_hub_made(tmp_path):
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_a_model_that_keras_hub_made(kind, tmp_path):
     """It has no config of Hugging Face's; its export and preset have one."""
+    causal_lm = {"gemma3": hub_gemma3, "gemma4": hub_gemma4}[kind]()
+    causal_lm.save_to_preset(tmp_path / "hub")
+    tokenizer = vision.make_processor(kind).tokenizer
+    template = vision.read_template(kind)
+    settings = {"sequence_length": 800}
+    task = make_task(
+        tmp_path / "hub",
+        tokenizer=tokenizer,
+        chat_template=template,
+        **settings,
+    )
+    task.export(tmp_path / "out")
+    rows = vision.random_rows((2, 0))
+    # An image of a KerasHub Gemma 4 has the tokens of published models.
+    sizes = {"tokens": 280} if kind == "gemma4" else {}
+    model = vision.load(tmp_path / "out")
+    expected = reference(model, rows, **sizes)
+    check(task, rows, expected)
+    check(make_task(tmp_path / "out", **settings), rows, expected)
+
+
+def hub_gemma3():
     tower = keras_hub.models.Gemma3VisionEncoder(
         image_size=vision.SIZE, patch_size=7, num_heads=2, hidden_dim=24,
         num_layers=1, intermediate_dim=40, output_dim=32, pool_size=2,
@@ -229,45 +400,106 @@ def test_a_model_that_keras_hub_made(tmp_path):
         use_post_attention_norm=True, use_sliding_window_attention=True,
         sliding_window_size=12, vision_encoder=tower,
     )  # fmt: skip
-    causal_lm = keras_hub.models.Gemma3CausalLM(None, backbone)
-    causal_lm.save_to_preset(tmp_path / "hub")
-    tokenizer = vision.make_processor().tokenizer
-    template = vision.read_template("gemma3")
-    task = make_task(
-        tmp_path / "hub", tokenizer=tokenizer, chat_template=template
-    )
-    task.export(tmp_path / "out")
-    rows = vision.random_rows((2, 0))
-    expected = reference(vision.load(tmp_path / "out"), rows)
-    check(task, rows, expected)
-    check(make_task(tmp_path / "out"), rows, expected)
+    return keras_hub.models.Gemma3CausalLM(None, backbone)
+
+
+def hub_gemma4():
+    tower = keras_hub.models.Gemma4VisionEncoder(
+        image_size=136, patch_size=4, num_heads=2, hidden_dim=24, head_dim=12,
+        num_layers=1, intermediate_dim=40, output_dim=32, pool_size=2,
+    )  # fmt: skip
+    backbone = keras_hub.models.Gemma4Backbone(
+        vocabulary_size=528, image_size=136, num_layers=2,
+        num_query_heads=4, num_key_value_heads=2, hidden_dim=32,
+        intermediate_dim=48, head_dim=16, sliding_window_size=12,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8, use_vision_bidirectional_attention=True,
+        vision_encoder=tower,
+    )  # fmt: skip
+    return keras_hub.models.Gemma4CausalLM(None, backbone)
 
 
 @pytest.mark.parametrize(
-    "file, change, message",
+    "directory, file, change, message",
     [
         (
+            "gemma4",
+            "config.json",
+            {"vision_config": {**vision.VISION4, "head_dim": 8}},
+            "vision_config.head_dim",
+        ),
+        (
+            "gemma4",
+            "config.json",
+            {"vision_config": {**vision.VISION4, "attention_bias": True}},
+            "vision_config.attention_bias",
+        ),
+        (
+            "gemma4",
+            "config.json",
+            {
+                "vision_config": {
+                    **vision.VISION4,
+                    "position_embedding_size": 9,
+                }
+            },
+            "12 at least, the patches of the longest image",
+        ),
+        (
+            "gemma4",
+            "config.json",
+            {
+                "vision_config": {
+                    **vision.VISION4,
+                    "rope_parameters": {"rope_type": "linear"},
+                }
+            },
+            "vision_config.rope_parameters",
+        ),
+        (
+            "gemma4",
+            "preprocessor_config.json",
+            {"do_normalize": True},
+            "do_normalize",
+        ),
+        (
+            "gemma4",
+            "preprocessor_config.json",
+            {"patch_size": 8},
+            "to the patches of the model: `patch_size` must be 4",
+        ),
+        (
+            "gemma3",
             "config.json",
             {"mm_tokens_per_image": 9},
             "square of a divisor of 4",
         ),
         (
+            "gemma3",
             "config.json",
             {"vision_config": {**vision.VISION, "hidden_act": "relu"}},
             "vision_config.hidden_act",
         ),
         (
+            "gemma3",
             "preprocessor_config.json",
             {"do_pan_and_scan": True},
             "do_pan_and_scan",
         ),
         (
+            "gemma3",
             "processor_config.json",
             {"image_processor": {"image_mean": [0.4, 0.5, 0.5]}},
             "image_mean",
         ),
-        ("config.json", {"vision_config": None}, "needs a preset with"),
+        (
+            "gemma3",
+            "config.json",
+            {"vision_config": None},
+            "needs a preset with",
+        ),
     ],
+    indirect=["directory"],
 )
 def test_what_the_layers_cannot_be(directory, tmp_path, file, change, message):
     path = vision.copied(directory, tmp_path / "changed") / file
@@ -278,12 +510,35 @@ def test_what_the_layers_cannot_be(directory, tmp_path, file, change, message):
         loading.load_causal_lm(path.parent, vision=True)
 
 
+def test_the_tower_of_sound_is_left_out(tmp_path):
+    """A line says so, and what is exported has no sound either."""
+    sizes = {"hidden_size": 16, "output_proj_dims": 16}
+    directory = vision.make_directory(
+        tmp_path / "model",
+        kind="gemma4",
+        audio_config={
+            **sizes,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 4],
+        },
+    )
+    task, rows = make_task(directory), vision.random_rows((1,))
+    expected = reference(vision.load(directory), rows)
+    check(task, rows, expected)
+    assert "sound tower left out" in task.causal_lm.kpt_repairs[0]
+    task.export(tmp_path / "out")
+    model = vision.load(tmp_path / "out")
+    assert model.model.audio_tower is None
+    np.testing.assert_array_equal(reference(model, rows)[0], expected[0])
+
+
 def test_a_model_without_a_tower():
     with pytest.raises(ValueError, match="needs a preset with a vision tower"):
         loading.load_causal_lm(vision.SOURCE, vision=True)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("model_type", ["gemma3n", "qwen3_5"])
 def test_a_tower_that_is_not_run(tmp_path, model_type):
     """The text model alone is loaded of those families."""
     config = {
@@ -292,5 +547,5 @@ def test_a_tower_that_is_not_run(tmp_path, model_type):
         "vision_config": {},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="a multimodal Gemma 3. Received: "):
+    with pytest.raises(ValueError, match="a multimodal Gemma 3 or 4. Rec"):
         loading.load_causal_lm(tmp_path, vision=True)

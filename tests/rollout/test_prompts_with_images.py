@@ -18,8 +18,8 @@ NEW = 6
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return vision.make_directory(tmp_path_factory.mktemp("gemma3") / "model")
+def directory(request, tmp_path_factory):
+    return vision.directory_of(request, tmp_path_factory)
 
 
 def nothing(completions, **columns):
@@ -70,17 +70,21 @@ def reference_step(model, prompt, new):
     ids = torch.tensor([[*prompt.token_ids, *new]])
     more = {}
     if prompt.images is not None:
-        pixels = prompt.images.pixels.transpose(0, 3, 1, 2)
-        pixels = torch.tensor((pixels / 255 - 0.5) * 2, dtype=torch.float32)
-        kinds = torch.zeros_like(ids)
-        kinds[0, prompt.images.places.reshape(-1)] = 1
-        more = {"pixel_values": pixels, "token_type_ids": kinds}
+        kind = model.config.model_type
+        more = vision.images_of(prompt.images, kind)
+        more = {name: torch.tensor(x) for name, x in more.items()}
+        more[vision.TYPES[kind]] = torch.zeros_like(ids)
+        more[vision.TYPES[kind]][0, prompt.images.tokens] = 1
     with torch.no_grad():
         logits = model(ids, **more).logits[0, -1]
     return torch.log_softmax(logits, -1).numpy()
 
 
-@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize(
+    "directory, num_slots",
+    [("gemma3", 1), ("gemma3", 4), ("gemma4", 4)],
+    indirect=["directory"],
+)
 def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
     """Prompts of several lengths and numbers of images, one without."""
     prompts = prompts_of(task)
@@ -98,7 +102,8 @@ def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
             new.append(token)
 
 
-def test_a_window_that_ends_in_an_image(task, monkeypatch):
+@vision.OF_ALL_KINDS
+def test_a_window_that_ends_in_an_image(directory, task, monkeypatch):
     """A layer caches 12 tokens: some of an image, or of text behind it."""
     prompts = prompts_of(task, (1, 2)) + prompts_of(task, (1,), text=LONG)
     requests = [request(p, num_generations=2) for p in prompts]
@@ -115,9 +120,13 @@ def test_a_window_that_ends_in_an_image(task, monkeypatch):
 LONG = "what is left of the red house? " * 12
 
 
-@pytest.mark.parametrize("num_slots, text", [(1, ""), (4, LONG)])
+@pytest.mark.parametrize(
+    "directory, num_slots, text",
+    [("gemma3", 1, ""), ("gemma3", 4, LONG), ("gemma4", 4, LONG)],
+    indirect=["directory"],
+)
 def test_equal_tokens_with_other_images_are_other_prompts(
-    task, num_slots, text
+    directory, task, num_slots, text
 ):
     """Nothing is shared between them, whether computed at once or in turn."""
     [first] = prompts_of(task, (2,), text=text)
@@ -193,7 +202,8 @@ def test_what_follows_images_is_computed_in_pieces(task):
         check_same(samples, expected)
 
 
-def test_an_interrupted_sample_continues_with_its_images(task):
+@vision.OF_ALL_KINDS
+def test_an_interrupted_sample_continues_with_its_images(directory, task):
     """Its first tokens are part of the prompt then."""
     [prompt] = prompts_of(task, (2,))
     engine, whole = engine_of(task), request(prompt, first_sample=0)

@@ -17,8 +17,8 @@ MANY, NEW = 4, 5
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return vision.make_directory(tmp_path_factory.mktemp("gemma3") / "model")
+def directory(request, tmp_path_factory):
+    return vision.directory_of(request, tmp_path_factory)
 
 
 def prompts(counts=(1, 2, 0, 1), seed=5):
@@ -104,6 +104,7 @@ WAYS = {
 }
 
 
+@vision.OF_ALL_KINDS
 @pytest.mark.parametrize(
     "way",
     [

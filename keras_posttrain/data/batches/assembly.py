@@ -5,6 +5,10 @@ import itertools
 
 import numpy as np
 
+# The arrays that a batch with images has in addition, the last of them where
+# images have sizes of their own.
+IMAGE_ARRAYS = ("pixels", "image_tokens", "image_grids")
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -75,8 +79,8 @@ def assemble(
         `(num_rows, max_sequences)`; with `share_prefix` also
         `predicted_by` of shape `(num_rows, length)`, and `prefix_segments`
         and `shared_by` of shape `(num_rows, max_sequences)`, all int32; with
-        images `pixels` and `image_tokens`: see `models/vision.py`. A
-        prefix has a slot, whose `sequence_mask` is 0. And a list of the
+        images those of `IMAGE_ARRAYS`: see `models/vision.py`. A prefix has a
+        slot, whose `sequence_mask` is 0. And a list of the
         `Place`s of the segments that belong to a sequence, row by row.
 
     Raises:
@@ -144,7 +148,7 @@ def assemble(
 
 
 def _put_images(batch, images):
-    """Adds the images of rows to a batch: `pixels` and `image_tokens`.
+    """Adds the images of rows to a batch: see `models/vision.py`.
 
     All rows have room for as many images as the one with the most, rounded
     up to a power of two, so that few programs are compiled.
@@ -155,19 +159,24 @@ def _put_images(batch, images):
     """
     most = max(sum(len(x.pixels) for _, x in row) for row in images)
     room = 1 << (most - 1).bit_length()
-    size = next(x.pixels.shape[1:] for row in images for _, x in row)
+    one = next(x for row in images for _, x in row)
     tokens = batch["token_ids"].shape
-    batch["pixels"] = np.zeros((tokens[0], room, *size), np.uint8)
+    shape = tokens[0], room
+    batch["pixels"] = np.zeros((*shape, *one.pixels.shape[1:]), np.uint8)
+    if one.grids is not None:
+        batch["image_grids"] = np.zeros((*shape, 2), np.int32)
     batch["image_tokens"] = np.zeros(tokens, np.int32)
     for r, row in enumerate(images):
         first = 0
         for column, found in row:
             stop = first + len(found.pixels)
             batch["pixels"][r, first:stop] = found.pixels
+            if found.grids is not None:
+                batch["image_grids"][r, first:stop] = found.grids
             count = found.places.shape[1]
             numbers = np.arange(first * count, stop * count) + 1
-            places = column + found.places.reshape(-1)
-            batch["image_tokens"][r, places] = numbers
+            numbers = numbers[found.places.reshape(-1) >= 0]
+            batch["image_tokens"][r, column + found.tokens] = numbers
             first = stop
 
 

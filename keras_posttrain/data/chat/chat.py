@@ -46,14 +46,14 @@ def render_ids(
     *,
     add_generation_prompt=False,
     tools=None,
-    image_text=None,
+    image_texts=None,
     **kwargs,
 ):
     """Encodes rendered messages.
 
     Control tokens inside the messages are encoded as text. Takes what
-    `render` takes, and `image_text`, the text of an image's tokens, or `None`
-    where images are refused.
+    `render` takes, and `image_texts`, the `ImageTexts`, or `None` where
+    images are refused.
 
     Returns:
         List of ints.
@@ -62,7 +62,7 @@ def render_ids(
         tokenizer, messages, tools, kwargs, add_generation_prompt
     )
     plain = quoted_places(conversation, text)
-    text, plain, _ = expand_images(conversation, text, plain, image_text)
+    text, plain, _ = expand_images(conversation, text, plain, image_texts)
     return tokenizer.encode_mixed(text, plain)[0]
 
 
@@ -82,7 +82,7 @@ def _rendered(*settings):
 
 
 def encode_with_spans(
-    tokenizer, messages, *, tools=None, image_text=None, **kwargs
+    tokenizer, messages, *, tools=None, image_texts=None, **kwargs
 ):
     """Encodes a conversation and finds the assistant's text in it.
 
@@ -100,6 +100,6 @@ def encode_with_spans(
     conversation = _checked(tokenizer, messages, tools, kwargs)
     text, plain, spans = text_and_spans(conversation)
     check_tools(conversation)
-    text, plain, place = expand_images(conversation, text, plain, image_text)
+    text, plain, place = expand_images(conversation, text, plain, image_texts)
     spans = [(place(start), place(end), i) for start, end, i in spans]
     return *tokenizer.encode_mixed(text, plain), text, spans

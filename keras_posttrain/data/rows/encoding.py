@@ -9,7 +9,7 @@ import numpy as np
 from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.template import TemplateFault
 from keras_posttrain.data.rows import columns
-from keras_posttrain.data.rows.images import count_parts, with_parts
+from keras_posttrain.data.rows.images import with_parts
 
 TRAIN_ON = ("auto", "completion", "assistant", "all")
 
@@ -47,42 +47,41 @@ def check_train_on(train_on):
 
 
 def read_images(row, settings, where):
-    """Returns the pixels of a row's images, as of `ImageReader.read`."""
+    """Returns the `Pictures` of a row, as of `ImageReader.read`."""
     if settings.images is None:
         return None
     return settings.images.read(row, where)
 
 
-def num_image_tokens(pixels, settings):
-    """Counts the tokens of images; `pixels` is as of `read_images`."""
-    return 0 if pixels is None else len(pixels) * settings.images.num_tokens
+def num_image_tokens(pictures):
+    """Counts the tokens of images, as of `read_images`."""
+    return 0 if pictures is None else sum(pictures.counts)
 
 
-def place_images(pixels, token_ids, settings, where):
+def place_images(pictures, token_ids, settings, where):
     """Returns the `Images` of a sequence, or `None` without any."""
-    if pixels is None:
+    if pictures is None:
         return None
-    return settings.images.place(pixels, token_ids, where)
+    return settings.images.place(pictures, token_ids, where)
 
 
-def encode_row(row, kind, settings, train_on, where, pixels=None):
+def encode_row(row, kind, settings, train_on, where, pictures=None):
     """Encodes a row and weights its tokens, without the row's own weight.
 
     `kind` is the row's type, `settings` are `RowSettings`, `train_on` is one
-    of `TRAIN_ON`, and `where` names the row in an error. `pixels` are those
+    of `TRAIN_ON`, and `where` names the row in an error. `pictures` are those
     of `read_images`. Tokens of images have no weight.
 
     Returns:
         `(token_ids, mask)` as of `EncodedText`.
     """
-    ids, mask = _encode_row(row, kind, settings, train_on, where, pixels)
-    if pixels is not None:
-        places = place_images(pixels, ids, settings, where).places
-        mask[places.reshape(-1)] = 0.0
+    ids, mask = _encode_row(row, kind, settings, train_on, where, pictures)
+    if pictures is not None:
+        mask[place_images(pictures, ids, settings, where).tokens] = 0.0
     return ids, mask
 
 
-def _encode_row(row, kind, settings, train_on, where, pixels):
+def _encode_row(row, kind, settings, train_on, where, pictures):
     if kind == "token_pairs":
         return _token_pairs(row, train_on, where)
     if kind == "masked_tokens":
@@ -91,11 +90,11 @@ def _encode_row(row, kind, settings, train_on, where, pixels):
         _check_part(train_on, kind, where)
         ids = columns.int_array(row["token_ids"], where, "token_ids")
         return ids, mask_after(0, len(ids))
-    encoded = encode_text(row, kind, settings, train_on, where, pixels)
+    encoded = encode_text(row, kind, settings, train_on, where, pictures)
     return encoded.token_ids, encoded.mask
 
 
-def encode_text(row, kind, settings, train_on, where, pixels=None):
+def encode_text(row, kind, settings, train_on, where, pictures=None):
     """Encodes a row of text as `EncodedText`; see `encode_row`."""
     tokenizer = settings.tokenizer
     if tokenizer is None:
@@ -104,7 +103,7 @@ def encode_text(row, kind, settings, train_on, where, pixels=None):
             f"{where} has {columns.describe(kind)}. Pass rows with "
             "'prompt_ids' and 'completion_ids', or a model with a tokenizer."
         )
-    count = 0 if pixels is None else len(pixels)
+    count = 0 if pictures is None else len(pictures)
     if kind == "text":
         refuse_tools(row, where)
         refuse_images_of_text(count, where)
@@ -119,7 +118,7 @@ def encode_text(row, kind, settings, train_on, where, pixels=None):
         messages, first = _join(row, where)
     try:
         messages = with_parts(messages, count, where)
-        return _chat(row, messages, first, kind, settings, train_on)
+        return _chat(row, messages, first, kind, settings, train_on, pictures)
     except TemplateFault:
         raise
     except ValueError as error:
@@ -277,11 +276,12 @@ def refuse_tools(row, where):
         )
 
 
-def _chat(row, messages, first, kind, settings, train_on):
+def _chat(row, messages, first, kind, settings, train_on, pictures):
     tokenizer = settings.tokenizer
     template_kwargs = dict(settings.chat_template_kwargs or {})
-    if count_parts(messages):
-        template_kwargs["image_text"] = settings.images.text(tokenizer)
+    if pictures is not None:
+        texts = settings.images.texts(tokenizer, pictures)
+        template_kwargs["image_texts"] = texts
     if train_on == "all":
         ids = chat.render_ids(
             tokenizer, messages, tools=tools_of(row), **template_kwargs

@@ -134,22 +134,22 @@ class PreferenceEncoder:
         needed = row_columns(row, self.labelled, where)
         label = label_of(row, where) if self.labelled else None
         margin = 0.0 if self.labelled else margin_of(row, where)
-        pixels = encoding.read_images(row, self.settings, where)
+        pictures = encoding.read_images(row, self.settings, where)
         if needed == PAIRS[1]:
             sides = [columns.int_array(row[c], where, c) for c in needed]
             sides = self._behind_common(sides, where, needed)
         elif needed == PAIRS[3]:
-            sides = self._implicit(row, where, pixels)
+            sides = self._implicit(row, where, pictures)
         else:
             row = without_prompt(row, needed)
             sides = [
-                self._side(row, c, where, pixels)
+                self._side(row, c, where, pictures)
                 for c in completion_columns(needed)
             ]
 
         def build(sides):
             images = encoding.place_images(
-                pixels, sides[0][0], self.settings, where
+                pictures, sides[0][0], self.settings, where
             )
             return _preference(sides, index, label, margin, images, where)
 
@@ -157,15 +157,15 @@ class PreferenceEncoder:
             sides,
             build,
             read=read_columns(needed, self.labelled),
-            num_image_tokens=encoding.num_image_tokens(pixels, self.settings),
+            num_image_tokens=encoding.num_image_tokens(pictures),
         )
 
-    def _encode(self, row, kind, where, pixels):
+    def _encode(self, row, kind, where, pictures):
         return encoding.encode_row(
-            row, kind, self.settings, "auto", where, pixels
+            row, kind, self.settings, "auto", where, pictures
         )
 
-    def _side(self, row, side, where, pixels):
+    def _side(self, row, side, where, pictures):
         """Encodes the prompt with one of its completions."""
         if side.endswith("_ids"):
             ids, first = encoding.join_ids(row, "prompt_ids", side, where)
@@ -175,21 +175,21 @@ class PreferenceEncoder:
                 {**row, "completion": row[side]},
                 "prompt_completion",
                 where,
-                pixels,
+                pictures,
             )
         except ValueError as error:
             text = str(error).replace("'completion'", f"'{side}'")
             text = text.replace("completion=", f"{side}=")
             raise ValueError(text) from error
 
-    def _implicit(self, row, where, pixels):
+    def _implicit(self, row, where, pictures):
         """Encodes a row whose prompt is the common beginning of its sides."""
         given = [row["chosen"], row["rejected"]]
         if all(isinstance(side, str) for side in given):
             if self.share_prompt and not os.path.commonprefix(given):
                 raise _not_shared(where, PAIRS[3], given)
             sides = [
-                self._encode(row | {"text": side}, "text", where, pixels)[0]
+                self._encode(row | {"text": side}, "text", where, pictures)[0]
                 for side in given
             ]
             return self._behind_common(sides, where, PAIRS[3])
@@ -208,7 +208,7 @@ class PreferenceEncoder:
         row = {**row, "prompt": prompt}
         for side, value in zip(PAIRS[3], given):
             row[side] = list(value[shared:])
-        return [self._side(row, side, where, pixels) for side in PAIRS[3]]
+        return [self._side(row, side, where, pictures) for side in PAIRS[3]]
 
     def _behind_common(self, sides, where, names):
         """Masks the tokens that both sides begin with."""

@@ -96,12 +96,12 @@ class PromptEncoder:
         side = _side(row, where)
         _check_columns(index, row, where, self.first)
         settings = self.settings
-        pixels = encoding.read_images(row, settings, where)
-        ids = _encode(row, side, settings, where, pixels)
+        pictures = encoding.read_images(row, settings, where)
+        ids = _encode(row, side, settings, where, pictures)
 
         def build(sides):
             [(ids, _)] = sides
-            images = encoding.place_images(pixels, ids, settings, where)
+            images = encoding.place_images(pictures, ids, settings, where)
             if settings.images is not None:
                 settings.images.check(ids, images, where)
             return _prompt(row, side, settings.tokenizer, index, ids, images)
@@ -110,7 +110,7 @@ class PromptEncoder:
         return EncodedRow(
             [(ids, np.zeros(len(ids), np.float32))],
             build,
-            num_image_tokens=encoding.num_image_tokens(pixels, settings),
+            num_image_tokens=encoding.num_image_tokens(pictures),
         )
 
     def restore(self, example, row):
@@ -149,9 +149,9 @@ def _check_columns(index, row, where, known):
         )
 
 
-def _encode(row, side, settings, where, pixels):
+def _encode(row, side, settings, where, pictures):
     value, tokenizer = row[side], settings.tokenizer
-    count = 0 if pixels is None else len(pixels)
+    count = 0 if pictures is None else len(pictures)
     if side == "prompt_ids":
         ids = columns.int_array(value, where, side)
     elif tokenizer is None:
@@ -169,7 +169,8 @@ def _encode(row, side, settings, where, pixels):
             value = with_parts(value, count, where)
             kwargs = dict(settings.chat_template_kwargs or {})
             if count:
-                kwargs["image_text"] = settings.images.text(tokenizer)
+                texts = settings.images.texts(tokenizer, pictures)
+                kwargs["image_texts"] = texts
             ids = chat.render_ids(
                 tokenizer,
                 value,

@@ -47,14 +47,14 @@ class SFTEncoder:
     def __call__(self, index, row, where):
         settings = self.settings
         kind = self.row_type(index, row, where)
-        pixels = encoding.read_images(row, settings, where)
+        pictures = encoding.read_images(row, settings, where)
         side = encoding.encode_row(
-            row, kind, settings, self.train_on, where, pixels
+            row, kind, settings, self.train_on, where, pictures
         )
 
         def build(sides):
             ids, mask = sides[0]
-            images = encoding.place_images(pixels, ids, settings, where)
+            images = encoding.place_images(pictures, ids, settings, where)
             return Example(ids, mask, index, images)
 
         return EncodedRow(
@@ -62,7 +62,7 @@ class SFTEncoder:
             build,
             columns.weight(row, where),
             columns.read_columns(kind),
-            encoding.num_image_tokens(pixels, settings),
+            encoding.num_image_tokens(pictures),
         )
 
 

@@ -21,8 +21,8 @@ from keras_posttrain.models.hf.tensors import (
     known_family,
     model_tensors,
 )
+from keras_posttrain.models.hf.vision_files import PROCESSOR_FILES
 from keras_posttrain.models.hf.vision_tower import (
-    PROCESSOR_FILES,
     outer_config,
     outer_name,
     processor_configs,
@@ -153,7 +153,9 @@ def export(
     files = {}
     if tower_of(causal_lm.backbone) is not None:
         table = {
-            **{outer_name(name): tensor for name, tensor in table.items()},
+            **{
+                outer_name(causal_lm, n): tensor for n, tensor in table.items()
+            },
             **{x.name: x for x in tower_tensors(causal_lm)},
         }
         config = outer_config(causal_lm, config, tokenizer)
@@ -190,7 +192,7 @@ def _processor_files(causal_lm):
     if source := getattr(causal_lm, "kpt_source", None):
         files = [pathlib.Path(source["path"]) / n for n in PROCESSOR_FILES]
         found = {x.name: read_json(x) for x in files if x.is_file()}
-    return found or processor_configs(tower_of(causal_lm.backbone))
+    return found or processor_configs(causal_lm)
 
 
 def _check_links(causal_lm, tokenizer):

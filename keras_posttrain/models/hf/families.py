@@ -810,7 +810,7 @@ def family_of(causal_lm):
         if isinstance(backbone, getattr(keras_hub.models, name)):
             if model_type == "gemma3_text" and not _is_causal_gemma3(backbone):
                 return None
-            if model_type == "gemma4_text" and not is_gemma4_text(backbone):
+            if model_type == "gemma4_text" and not is_gemma4_decoder(backbone):
                 return None
             is_qwen3_5 = model_type.startswith("qwen3_5")
             if is_qwen3_5 and not getattr(backbone, "text_only_model", True):
@@ -844,14 +844,15 @@ def _is_causal_gemma3(backbone):
     )
 
 
-def is_gemma4_text(backbone):
-    """Returns whether a backbone is a causal Gemma 4 without other inputs.
+def is_gemma4_decoder(backbone):
+    """Returns whether a backbone is a causal Gemma 4 of text and images.
 
-    One whose layers all share keys and values is the draft of another model.
+    Sound is not read. One whose layers all share keys and values is the draft
+    of another model.
     """
     return (
         type(backbone) is keras_hub.models.Gemma4Backbone
-        and backbone.text_only_model
+        and backbone.audio_encoder is None
         and not backbone.use_bidirectional_attention
         and not backbone.is_embedding_model
         and not backbone.transformer_layers[0].is_kv_shared_layer

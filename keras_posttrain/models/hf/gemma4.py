@@ -130,14 +130,15 @@ def _global_sizes(config, windows, refused):
         "head_dim": config["global_head_dim"],
         "num_key_value_heads": config["num_global_key_value_heads"] or heads,
     }
-    if not config["per_layer_config"]:
+    if config["per_layer_config"] is None:
         return own
     own = {name: config[name] for name in own}
     table = {int(i): x for i, x in config["per_layer_config"].items()}
     full = [i for i, window in enumerate(windows) if window is None]
     first = table.get(full[-1], {})
     found = {**own, **first}
-    known = table == dict.fromkeys(full, first) and set(found) == set(own)
+    same = dict.fromkeys(full, first) if first else {}
+    known = table == same and set(found) == set(own)
     if not config["attention_k_eq_v"]:
         known = known and found["num_key_value_heads"] == heads
     if not known:

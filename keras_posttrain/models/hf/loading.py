@@ -76,7 +76,7 @@ def load_causal_lm(
     `quantization` is `None`; `"none"` makes floats of them. A `ValueError` is
     raised if KerasHub's layers cannot represent the model, or if its weights
     would be quantized and are to be trained (`is_trained`). With `vision` a
-    Hugging Face directory of Gemma 3 is loaded with its vision tower; a
+    Hugging Face directory of Gemma 3 or 4 is loaded with its vision tower; a
     KerasHub preset always has the tower that it was saved with.
     """
     path = directories.resolve(preset)
@@ -111,7 +111,8 @@ def load_causal_lm(
         settings, more = _tied_as_stored(settings, config, checkpoint)
         notes += more
     if outer is not None:
-        vision_tower.check_processor(path, outer)
+        outer = vision_tower.with_processor(path, outer)
+        notes += vision_tower.left_out(outer)
     causal_lm, more = _build(family, settings, dtype, load_weights, outer)
     notes += more
     with _without_values(load_weights):
@@ -284,7 +285,7 @@ def _check_tower(causal_lm, vision, preset):
 def _no_tower(preset, kind):
     return ValueError(
         "`vision=True` needs a preset with a vision tower that this library "
-        "runs, a multimodal Gemma 3. Received: "
+        "runs, a multimodal Gemma 3 or 4. Received: "
         f"preset={str(preset)!r}, which is {kind!r}. Leave `vision` out to "
         "train on text."
     )
@@ -304,9 +305,7 @@ def _build(family, settings, dtype, load_weights, outer=None):
         layers = family.layers
         arguments = _arguments(settings, family)
         if outer is not None:
-            tower = vision_tower.build(outer, dtype)
-            arguments["vision_encoder"] = tower
-            arguments["image_size"] = tower.image_size
+            arguments |= vision_tower.arguments(outer, dtype)
         backbone = layers.backbone_class(**arguments, dtype=dtype)
         causal_lm = layers.causal_lm_class(
             backbone=backbone, preprocessor=None, compile=not load_weights
@@ -367,7 +366,7 @@ TEXT = {
 
 
 def _text_config(config, vision):
-    """Extracts the language model from a multimodal Gemma 3 or 4 config.
+    """Extracts the language model from a multimodal config.
 
     Returns:
         `(config, outer, notes)`: the config of the text model; the given one
@@ -389,7 +388,8 @@ def _text_config(config, vision):
             f"`text_config`, {text[tie]}; set both to what the checkpoint "
             f"has. Received: {tie}={config[tie]!r}"
         )
-    if vision and model_type == "gemma3" and "vision_config" in config:
+    has_tower = config.get("vision_config") is not None
+    if vision and vision_tower.is_known(model_type) and has_tower:
         return text, config, []
     note = f"vision tower left out: {model_type} loaded as a text model"
     return text, None, [note]
@@ -696,7 +696,9 @@ def _named(causal_lm, checkpoint, stored=None):
         name = prefix + tensor.name.removeprefix("model.")
         if tensor.name in of_towers:
             stored_names = checkpoint.names
-            name = vision_tower.stored_name(tensor.name, stored_names)
+            name = vision_tower.stored_name(
+                causal_lm, tensor.name, stored_names
+            )
         elif tensor.name == HEAD:
             name = _head(checkpoint) or HEAD
         elif tensor.name == "model." + EMBEDDING:
@@ -753,8 +755,7 @@ def repair(causal_lm):
         epsilon = backbone.layer_norm_epsilon
         notes += layer_patches.set_epsilon(causal_lm, family, epsilon)
         notes += _repair_layers(backbone, family)
-    if (tower := tower_of(backbone)) is not None:
-        notes += vision_tower.repair_tower(tower)
+    notes += vision_tower.repair_tower(causal_lm)
     _remember(causal_lm, None, notes)
     return notes
 

@@ -88,7 +88,9 @@ class Part:
             # range around it is read and the part taken out of it below.
             ranges.append([int(flat[0]), int(flat[-1]) + 1])
             places.append(flat - flat[0])
-        ranges[axis] = [start + bound for bound in ranges[axis]]
+        if ranges:
+            # A number has none.
+            ranges[axis] = [start + bound for bound in ranges[axis]]
         array = stored[tuple(slice(*bounds) for bounds in ranges)]
         for i, wanted in enumerate(places):
             if len(wanted) < array.shape[i]:
@@ -120,7 +122,9 @@ class Tensor:
     def shape(self):
         """Tuple of ints, the tensor's shape in the checkpoint."""
         shape = list(self.parts[0].shape)
-        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        if len(self.parts) > 1:
+            sizes = [part.shape[self.axis] for part in self.parts]
+            shape[self.axis] = sum(sizes)
         return tuple(shape)
 
     @property
@@ -130,8 +134,8 @@ class Tensor:
     @property
     def starts(self):
         """List of the places along `axis` where the parts begin."""
-        sizes = [part.shape[self.axis] for part in self.parts]
-        return [sum(sizes[:i]) for i in range(len(sizes))]
+        sizes = [part.shape[self.axis] for part in self.parts[:-1]]
+        return [sum(sizes[:i]) for i in range(len(self.parts))]
 
     @property
     def variable(self):

@@ -1,162 +1,76 @@
-"""The vision tower of Gemma 3: its config, its tensors, its image processor.
+"""The vision towers of Hugging Face checkpoints, of all families.
 
-Hugging Face's classes are `SiglipVisionModel` and the projector of
-`Gemma3ForConditionalGeneration`.
+`vision_gemma3` and `vision_gemma4` have the same functions: a family is an
+entry of `_BY_TYPE` and of `_BY_TOWER`.
 """
 
-import math
-
-import keras
 import keras_hub
 
-from keras_posttrain.models.hf.checkpoint_files import read_json
-from keras_posttrain.models.hf.tensors import Part, Tensor
+from keras_posttrain.models.hf import vision_gemma3, vision_gemma4
 from keras_posttrain.models.vision import tower_of
 
-PROCESSOR = "preprocessor_config.json"
-# The files of a processor in addition to those of its tokenizer.
-PROCESSOR_FILES = (PROCESSOR, "processor_config.json")
-# The defaults of transformers' `SiglipVisionConfig` and `Gemma3Config`.
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-    "attention_dropout": 0.0,
-    "vision_use_head": True,
-}
-_TOKENS = {
-    "image_token_index": 262_144,
-    "boi_token_index": 255_999,
-    "eoi_token_index": 256_000,
-}
-# The only values that the layers, and the pictures of rows, can have. The
-# head is not part of Gemma 3.
-_ONLY = {
-    "model_type": "siglip_vision_model",
-    "num_channels": 3,
-    "hidden_act": "gelu_pytorch_tanh",
-    "attention_dropout": 0.0,
-}
-_ONLY_PROCESSOR = {
-    "do_resize": True,
-    "resample": 2,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_pan_and_scan": False,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-_MODULES = {
-    "self_attn.q_proj": "attn.query_proj",
-    "self_attn.k_proj": "attn.key_proj",
-    "self_attn.v_proj": "attn.value_proj",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp_dense_1",
-    "mlp.fc2": "mlp_dense_2",
-    "layer_norm1": "layer_norm_1",
-    "layer_norm2": "layer_norm_2",
+_BY_TYPE = {"gemma3": vision_gemma3, "gemma4": vision_gemma4}
+_BY_TOWER = {
+    keras_hub.models.Gemma3VisionEncoder: vision_gemma3,
+    keras_hub.models.Gemma4VisionEncoder: vision_gemma4,
 }
 
 
-def build(config, dtype):
-    """Builds the tower of a config of `Gemma3ForConditionalGeneration`.
+def is_known(model_type):
+    """Returns whether multimodal models of a type load with their tower."""
+    return model_type in _BY_TYPE
+
+
+def _family(causal_lm):
+    return _BY_TOWER[type(tower_of(causal_lm.backbone))]
+
+
+def with_processor(directory, config):
+    """Returns a multimodal config with what the processor's files add.
+
+    Args:
+        directory: path of the model.
+        config: dict, its config.
 
     Raises:
-        ValueError: KerasHub's layers cannot represent it.
+        ValueError: images would be prepared otherwise than these files say.
     """
-    found = _DEFAULTS | config["vision_config"]
-    for name, value in _ONLY.items():
-        if found.get(name, value) != value:
-            raise _refused(f"vision_config.{name}", found[name], repr(value))
-    side = found["image_size"] // found["patch_size"]
-    tokens = math.isqrt(tokens_of(config))
-    if tokens**2 != tokens_of(config) or side % tokens:
-        raise _refused(
-            "mm_tokens_per_image",
-            tokens_of(config),
-            f"the square of a divisor of {side}, the patches of a side",
-        )
-    tower = keras_hub.models.Gemma3VisionEncoder(
-        image_size=found["image_size"],
-        patch_size=found["patch_size"],
-        num_heads=found["num_attention_heads"],
-        hidden_dim=found["hidden_size"],
-        num_layers=found["num_hidden_layers"],
-        intermediate_dim=found["intermediate_size"],
-        output_dim=config["text_config"]["hidden_size"],
-        pool_size=side // tokens,
-        layer_norm_epsilon=found["layer_norm_eps"],
-        # In bfloat16 KerasHub computes images in float32.
-        dtype="float32" if _name(dtype) == "bfloat16" else dtype,
-    )
-    repair_tower(tower)
-    return tower
+    return _BY_TYPE[config["model_type"]].with_processor(directory, config)
 
 
-def repair_tower(tower):
-    """Sets the epsilon of norms, which KerasHub 0.32 does not pass on.
+def arguments(config, dtype):
+    """Returns arguments of the backbone's constructor: tower and image size.
 
-    Returns a list of notes, empty where all norms had it.
+    Args:
+        config: dict, that of the multimodal model, of `with_processor`.
+        dtype: that of the text model.
+
+    Raises:
+        ValueError: KerasHub's layers cannot represent the tower.
     """
-    encoder = tower.get_layer("image_encoder")
-    norms = [encoder.encoder_layer_norm]
-    for layer in encoder.resblocks:
-        norms += [layer.layer_norm_1, layer.layer_norm_2]
-    epsilon = tower.layer_norm_epsilon
-    wrong = [norm for norm in norms if norm.epsilon != epsilon]
-    for norm in wrong:
-        norm.epsilon = epsilon
-    return [f"layer_norm_epsilon set to {epsilon} in the tower"] * bool(wrong)
+    family = _BY_TYPE[config["model_type"]]
+    tower = family.build(config, dtype)
+    return {
+        "vision_encoder": tower,
+        "image_size": tower.image_size,
+        **family.backbone_arguments(config),
+    }
 
 
-def tokens_of(config):
-    """Returns the number of tokens of an image."""
-    return config.get("mm_tokens_per_image", 256)
+def left_out(config):
+    """Returns notes on the parts of a multimodal model that are not loaded."""
+    if config.get("audio_config") is None:
+        return []
+    return ["sound tower left out: rows have text and images"]
 
 
-def _name(dtype):
-    return getattr(dtype, "name", dtype)
+def repair_tower(causal_lm):
+    """Repairs settings of a tower that KerasHub does not pass on.
 
-
-def _refused(name, value, expected):
-    return ValueError(
-        f"The vision tower of this checkpoint cannot be represented: "
-        f"`{name}` must be {expected}. Received: {name}={value!r}. Load the "
-        "model without `vision=True` to train on text."
-    )
-
-
-def check_processor(directory, config):
-    """Raises where images would be prepared otherwise than a directory says.
-
-    `config` is that of the model.
+    Returns a list of notes, empty where there is nothing to repair.
     """
-    found = {}
-    for name in PROCESSOR_FILES:
-        path = directory / name
-        if not found and path.is_file():
-            found = read_json(path)
-            # transformers 5 saves one file.
-            if name != PROCESSOR:
-                found = found.get("image_processor", {})
-    size = (_DEFAULTS | config["vision_config"])["image_size"]
-    expected = {**_ONLY_PROCESSOR, "size": {"height": size, "width": size}}
-    for name, value in expected.items():
-        given = found.get(name)
-        # A setting that is missing has transformers' default.
-        if given is not None and given != value:
-            raise ValueError(
-                f"Images are resized to {size} x {size} pixels, bilinearly, "
-                "and normalized to [-1, 1], as published models of Gemma 3 "
-                f"want them: `{name}` must be {value!r}. Received: "
-                f"{name}={given!r} in {str(directory)!r}."
-            )
+    tower = tower_of(causal_lm.backbone)
+    return [] if tower is None else _family(causal_lm).repair_tower(tower)
 
 
 def tower_tensors(causal_lm):
@@ -165,79 +79,17 @@ def tower_tensors(causal_lm):
     Their names are those of published checkpoints. Empty without a tower.
     """
     tower = tower_of(causal_lm.backbone)
-    if tower is None:
-        return []
-    encoder = tower.get_layer("image_encoder")
-    output = tower.get_layer("vision_output_encoder")
-    embeddings = encoder.vision_embeddings
-    patches = embeddings.patch_embedding
-    prefix = "vision_tower.vision_model."
-    found = [
-        _tensor(
-            f"{prefix}embeddings.patch_embedding.weight",
-            patches.kernel,
-            (3, 2, 0, 1),
-        ),
-        _tensor(f"{prefix}embeddings.patch_embedding.bias", patches.bias),
-        _tensor(
-            f"{prefix}embeddings.position_embedding.weight",
-            embeddings.position_embedding.embeddings,
-        ),
-    ]
-    for i, block in enumerate(encoder.resblocks):
-        for name, path in _MODULES.items():
-            layer = block
-            for part in path.split("."):
-                layer = getattr(layer, part)
-            name = f"{prefix}encoder.layers.{i}.{name}"
-            found += _layer_tensors(name, layer)
-    found += _layer_tensors(
-        f"{prefix}post_layernorm", encoder.encoder_layer_norm
-    )
-    projector = "multi_modal_projector.mm_"
-    return [
-        *found,
-        _tensor(
-            f"{projector}soft_emb_norm.weight",
-            output.vision_soft_embedding_norm.scale,
-        ),
-        _tensor(
-            f"{projector}input_projection_weight",
-            output.vision_input_projection.kernel,
-        ),
-    ]
+    return [] if tower is None else _family(causal_lm).tensors(tower)
 
 
-def _layer_tensors(name, layer):
-    if isinstance(layer, keras.layers.LayerNormalization):
-        weight, bias = _tensor(f"{name}.weight", layer.gamma), layer.beta
-    else:
-        weight = _tensor(f"{name}.weight", layer.kernel, (1, 0))
-        bias = layer.bias
-    return [weight, _tensor(f"{name}.bias", bias)]
+def stored_name(causal_lm, name, stored):
+    """Returns the name that a checkpoint has for one of `tower_tensors`."""
+    return _family(causal_lm).stored_name(name, stored)
 
 
-def _tensor(name, variable, order=None):
-    order = range(variable.ndim) if order is None else order
-    return Tensor(name, (Part(variable, tuple((i,) for i in order)),))
-
-
-def stored_name(name, stored):
-    """Returns the name that a checkpoint has for one of `tower_tensors`.
-
-    transformers 5 saves the tower without `vision_model`, and its models have
-    it inside `model`.
-    """
-    short = name.replace("vision_model.", "")
-    for found in (name, short, f"model.{name}", f"model.{short}"):
-        if found in stored:
-            return found
-    return name
-
-
-def outer_name(name):
+def outer_name(causal_lm, name):
     """Returns the name in a multimodal checkpoint of a text model's tensor."""
-    return f"language_model.{name}"
+    return _family(causal_lm).outer_name(name)
 
 
 def outer_config(causal_lm, text_config, tokenizer=None):
@@ -246,58 +98,15 @@ def outer_config(causal_lm, text_config, tokenizer=None):
     `tokenizer` names the tokens of images where the model was not loaded from
     a Hugging Face directory.
     """
-    source = getattr(causal_lm, "kpt_outer_config", None) or {}
-    tower = tower_of(causal_lm.backbone)
-    known = getattr(tokenizer, "control_tokens", {})
-    tokens = {
-        "image_token_index": ("<image_soft_token>", "<img>"),
-        "boi_token_index": ("<start_of_image>",),
-        "eoi_token_index": ("<end_of_image>",),
-    }
-    ids = {
-        field: next((known[x] for x in names if x in known), _TOKENS[field])
-        for field, names in tokens.items()
-    }
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings")
-    shared = {k: text_config[k] for k in shared if k in text_config}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in source:
-            shared[name] = source[name]
-    return {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        **{field: source.get(field, i) for field, i in ids.items()},
-        **shared,
-        "mm_tokens_per_image": tower.num_vision_tokens_per_image,
-        "text_config": text_config,
-        "vision_config": {
-            **_ONLY,
-            "hidden_size": tower.hidden_dim,
-            "intermediate_size": tower.intermediate_dim,
-            "num_hidden_layers": tower.num_layers,
-            "num_attention_heads": tower.num_heads,
-            "image_size": tower.image_size,
-            "patch_size": tower.patch_size,
-            "layer_norm_eps": tower.layer_norm_epsilon,
-            "vision_use_head": False,
-        },
-    }
+    return _family(causal_lm).outer_config(
+        causal_lm.backbone,
+        getattr(causal_lm, "kpt_outer_config", None) or {},
+        text_config,
+        getattr(tokenizer, "control_tokens", {}),
+    )
 
 
-def processor_configs(tower):
+def processor_configs(causal_lm):
     """Returns the files of a processor, dicts by name."""
-    size = {"height": tower.image_size, "width": tower.image_size}
-    return {
-        PROCESSOR: {
-            **_ONLY_PROCESSOR,
-            "image_processor_type": "Gemma3ImageProcessor",
-            "processor_class": "Gemma3Processor",
-            "image_seq_length": tower.num_vision_tokens_per_image,
-            "rescale_factor": 1 / 255,
-            "size": size,
-        },
-        "processor_config.json": {
-            "processor_class": "Gemma3Processor",
-            "image_seq_length": tower.num_vision_tokens_per_image,
-        },
-    }
+    tower = tower_of(causal_lm.backbone)
+    return _family(causal_lm).processor_configs(tower)

@@ -15,7 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_posttrain.data.batches.assembly import Segment, assemble
+from keras_posttrain.data.batches.assembly import (
+    IMAGE_ARRAYS,
+    Segment,
+    assemble,
+)
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.attention import KeyValues
@@ -76,7 +80,7 @@ def model_inputs(rows, length, num_rows):
         max_sequences=max(map(len, rows)),
         pad_id=0,
     )
-    names = ("token_ids", "segment_ids", "positions", "pixels", "image_tokens")
+    names = ("token_ids", "segment_ids", "positions", *IMAGE_ARRAYS)
     return {name: batch[name] for name in names if name in batch}
 
 

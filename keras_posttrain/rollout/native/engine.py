@@ -41,7 +41,7 @@ class NativeRollout(Rollout):
     the hook that this needs (see the README) use KerasHub's cached decoding
     in batches, which is slower. The trained weights are copied only if
     rollouts overlap with training (`fit(max_staleness=...)`), after every
-    rollout, or for devices of the engine's own. Prompts of a Gemma 3 with
+    rollout, or for devices of the engine's own. Prompts of a Gemma 3 or 4 with
     `vision=True` may have images, which are computed as in training.
 
     A layer with a sliding window holds keys and values of the window alone,

@@ -71,7 +71,7 @@ class Sample:
         """
         found = self.context
         if self.images is not None:
-            found[self.images.places] = self.images.token_keys
+            found[self.images.tokens] = self.images.token_keys
         return found
 
     def completion(self, version):
