@@ -29,8 +29,8 @@ class Sizes:
         longest_prompt: int, its tokens.
         num_stop_ids, truncated: as of `Samples`.
         routes: bool, whether experts are recorded.
-        widths: tuple of pairs of ints, numbers of slots and the widths of
-            their passes with drafts.
+        widths: tuple of ints, those of passes with drafts, of each of
+            `slots`; 1 without.
     """
 
     slots: tuple
@@ -88,9 +88,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
         samples.num_stop_ids,
         samples.truncated,
         any(r.return_routed_experts for r in settings),
-        tuple((n, x) for n in slots for x in drafts.widths(n))
-        if drafts is not None
-        else (),
+        tuple(1 if drafts is None else drafts.width(n) for n in slots),
     )
 
 
@@ -108,20 +106,17 @@ def lower(decoder, weights, sizes):
     found = []
     other = decoder.lowering(found)
     other.longest_prompt = sizes.longest_prompt
-    for slots in sizes.slots:
+    for slots, width in zip(sizes.slots, sizes.widths):
         state = decoder_state(
             [None] * slots, sizes.num_stop_ids, sizes.truncated
         )
         for tokens in sizes.tokens:
             other.allocate(slots, tokens)
             other.decode(weights, state, 0, routes=sizes.routes)
-            for width in (x for n, x in sizes.widths if n == slots):
+            if width > 1:
+                more = state | no_sources(slots, tokens)
                 other.decode(
-                    weights,
-                    state | no_sources(slots, tokens),
-                    0,
-                    routes=sizes.routes,
-                    width=width,
+                    weights, more, 0, routes=sizes.routes, width=width
                 )
             for fewer in sizes.slots:
                 if fewer < slots:

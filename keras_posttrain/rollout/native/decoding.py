@@ -792,7 +792,11 @@ class SlotDecoder:
     def _pass(self, carry, state, cache, width, routes):
         """Returns what is carried after a pass over last tokens and drafts."""
         column, active = carry["column"], carry["active"]
-        lengths, taken, suffix = state["length"], carry["taken"], carry["suffix"]
+        lengths, taken, suffix = (
+            state["length"],
+            carry["taken"],
+            carry["suffix"],
+        )
         write = jax.lax.dynamic_update_slice_in_dim
         draft = find(state["sources"], suffix, width - 1)
         inputs = jnp.concatenate([suffix[:, -1:], jnp.maximum(draft, 0)], 1)

@@ -17,8 +17,11 @@ import numpy as np
 
 from keras_posttrain.distribution import processes
 
-# The tokens of a pass with drafts: the last token and its draft.
-WIDTHS = (4, 8)
+# The tokens of a pass with drafts, a width: the last token and its draft. The
+# first with which a pass has at most `MOST_TOKENS` tokens is taken: wide ones
+# for few slots, and none for many.
+WIDTHS = (8, 4)
+MOST_TOKENS, MOST_TOKENS_ELSEWHERE = {"cpu": 32}, 512
 # A draft follows the longest match of at most so many last tokens.
 LONGEST_MATCH = 6
 # The known sequences of a slot have room for so many times its tokens.
@@ -27,16 +30,17 @@ SOURCES = 4
 SAMPLES_KEPT, TOKENS_KEPT = 16, 2**24
 # A pass over a number of tokens costs `1 + tokens / FREE_TOKENS` of one, until
 # it has been measured: so many tokens take as long to compute as the weights
-# take to read. A pass with drafts has at most `MOST_TOKENS`.
-FREE_TOKENS = {"cpu": 5}
-MOST_TOKENS = {"cpu": 64}
-FREE_TOKENS_ELSEWHERE, MOST_TOKENS_ELSEWHERE = 128, 1024
-# A pass counts as measured after so many calls, the first of which compiles.
-CALLS_MEASURED = 3
+# take to read.
+FREE_TOKENS, FREE_TOKENS_ELSEWHERE = {"cpu": 16}, 128
+# A pass counts as measured after so many calls; the last ones count.
+CALLS_MEASURED = 4
 # The least gain for which drafts are used.
 LEAST_GAIN = 1.1
 # What is known of drafts that are accepted fades by this factor in a call.
 FADES = 0.75
+# Where measured times speak against drafts they are measured again, in one of
+# so many calls.
+MEASURED_AGAIN = 16
 # Without drafts, those of so many slots are compared with what was sampled,
 # at first in each call, then in fewer, down to one in `RAREST`.
 COMPARED, RAREST = 8, 8
@@ -70,9 +74,7 @@ def find(sources, suffix, count, xp=jnp):
 
     def moved(by):
         before, after = max(by, 0), max(-by, 0)
-        x = xp.pad(
-            sources, ((0, 0), (before, after)), constant_values=NOTHING
-        )
+        x = xp.pad(sources, ((0, 0), (before, after)), constant_values=NOTHING)
         return x[:, after : after + width]
 
     same = moved(-1) != NOTHING
@@ -85,9 +87,7 @@ def find(sources, suffix, count, xp=jnp):
     best = xp.max(score, axis=1, keepdims=True)
     place = xp.max(xp.where(score == best, columns, -1), axis=1)
     index = place[:, None] + 1 + xp.arange(count, dtype="int32")
-    found = xp.take_along_axis(
-        sources, xp.minimum(index, width - 1), axis=1
-    )
+    found = xp.take_along_axis(sources, xp.minimum(index, width - 1), axis=1)
     usable = (index < width) & (found != NOTHING) & (best > 1)
     usable = xp.cumsum(~usable, axis=1) == 0
     return xp.where(usable, found, NOTHING)
@@ -122,7 +122,7 @@ def accept(drafts, sampled, stop, active, room):
 
 
 @dataclasses.dataclass
-class Counts:
+class DraftCounts:
     """What became of drafts.
 
     Attributes:
@@ -158,7 +158,7 @@ class Plan:
 class Drafts:
     """What an engine knows for drafts, and whether they pay.
 
-    A call of the decoder has the width that promises most tokens a second:
+    A call of the decoder drafts where that promises more tokens a second:
     from the drafts accepted lately, and from the seconds of a pass.
     """
 
@@ -166,35 +166,40 @@ class Drafts:
         platform = jax.default_backend()
         self.free_tokens = FREE_TOKENS.get(platform, FREE_TOKENS_ELSEWHERE)
         self.most_tokens = MOST_TOKENS.get(platform, MOST_TOKENS_ELSEWHERE)
-        self.counts, self._is_read = Counts(), False
+        self.counts, self._is_read = DraftCounts(), False
         # The samples of each prompt, the prompts used last at the end.
         self._known, self._size = collections.OrderedDict(), 0
         # Tokens of drafts that were reached, and those accepted.
         self._reached = self._accepted = 0.0
-        # Seconds of a pass by its sizes: those of all calls, and what this
-        # call of the engine knows of them.
+        # Programs that were called, and seconds of a pass by its slots and
+        # its width: all of them, and those by which widths are chosen.
+        self._programs = set()
         self._seconds = collections.defaultdict(list)
         self._measured = {}
+        # Calls of the decoder, and in one of how many drafts are compared.
+        self._calls, self._every = 0, 1
 
     def begin(self):
         """Begins a call of the engine, at the same time in all processes."""
         if self._is_read:
-            self.counts, self._is_read = Counts(), False
-        # All decide by the times of the first.
-        measured = processes.from_first(
-            [
-                [*sizes, min(seconds[1:])]
-                for sizes, seconds in self._seconds.items()
-                if len(seconds) > CALLS_MEASURED
-            ]
-        )
-        self._measured = {tuple(sizes): x for *sizes, x in measured}
-        self._every = self._calls = 1
+            self.counts, self._is_read = DraftCounts(), False
+        if processes.count() > 1:
+            # All choose by the times of the first, as of now.
+            times = processes.from_first([*map(list, self._times().items())])
+            self._measured = {tuple(key): seconds for key, seconds in times}
+        self._every = 1
 
-    def widths(self, slots):
-        """Returns the widths that passes of so many slots may have."""
-        most = self.most_tokens // slots
-        return tuple(width for width in WIDTHS if width <= most)
+    def _times(self):
+        return {
+            key: min(seconds)
+            for key, seconds in self._seconds.items()
+            if len(seconds) >= CALLS_MEASURED
+        }
+
+    def width(self, slots):
+        """Returns the width of passes of so many slots, 1 without drafts."""
+        fits = (x for x in WIDTHS if slots * x <= self.most_tokens)
+        return next(fits, 1)
 
     # What is known
 
@@ -226,21 +231,22 @@ class Drafts:
             own = sample.context
             tail = own[-LONGEST_MATCH:]
             suffix[slot, LONGEST_MATCH - len(tail) :] = tail
-            others = list(self._known.get(sample.prompt_key, {}).values())
-            others += [
+            # The others of the group are hardly further than this one: what
+            # has ended says more of what follows.
+            others = [
                 _completion(s)
                 for s in groups[sample.prompt_key]
-                if s is not sample
+                if s is not sample and s.token_ids
             ]
+            others += self._known.get(sample.prompt_key, {}).values()
+            texts = [own]
             room = sources.shape[1] - len(own) - 1
-            kept = []
-            # The newest are taken first, and stand last.
-            for ids in reversed(others):
-                ids = ids[: max(room - 1, 0)]
-                room -= len(ids) + 1
-                kept.append(ids)
+            # The last ones are taken first, and stay last.
+            while others and room > 1:
+                texts.insert(1, others.pop()[: room - 1])
+                room -= len(texts[1]) + 1
             at = 0
-            for ids in [own, *reversed(kept)]:
+            for ids in texts:
                 sources[slot, at : at + len(ids)] = ids
                 at += len(ids) + 1
         return found
@@ -258,19 +264,18 @@ class Drafts:
             `Plan`.
         """
         active = [i for i, s in enumerate(occupants) if s is not None]
-        sizes = len(occupants), tokens
-        width = self._best(sizes, self._rate)
-        if width > 1:
-            arrays = self._sources(active, occupants, tokens)
-            return Plan(width, arrays)
+        slots = len(occupants)
+        width = self.width(slots)
         self._calls += 1
-        if self._calls % self._every or self._best(sizes, 1.0) == 1:
+        if self._pays(slots, width, self._rate):
+            return Plan(width, self._sources(active, occupants, tokens))
+        if self._calls % self._every or not self._pays(slots, width, 1.0):
             return Plan()
         chosen = active[:COMPARED]
         found = self._sources(
             range(len(chosen)), [occupants[i] for i in chosen], tokens
         )
-        expected = find(**found, count=WIDTHS[-1] - 1, xp=np)
+        expected = find(**found, count=WIDTHS[0] - 1, xp=np)
         return Plan(1, {}, chosen, expected)
 
     @property
@@ -278,23 +283,19 @@ class Drafts:
         """Float, the share of drafted tokens that are accepted."""
         return self._accepted / max(self._reached, 1.0)
 
-    def _best(self, sizes, rate):
-        """Returns the best width where so many drafted tokens are right."""
-        best, most = 1, LEAST_GAIN
-        for width in self.widths(sizes[0]):
-            taken = sum(rate**i for i in range(width))
-            gain = taken / self._cost(sizes, width)
-            if gain > most:
-                best, most = width, gain
-        return best
-
-    def _cost(self, sizes, width):
-        """Returns the time of a pass, in passes without drafts."""
-        found = [self._measured.get((*sizes, w)) for w in (width, 1)]
-        if None not in found:
-            return found[0] / found[1]
-        wide, plain = (1 + sizes[0] * w / self.free_tokens for w in (width, 1))
-        return wide / plain
+    def _pays(self, slots, width, rate):
+        """Returns whether drafts pay where this share of them is right."""
+        if width == 1:
+            return False
+        taken = sum(rate**i for i in range(width)) / LEAST_GAIN
+        # Times of passes, as expected and as measured.
+        wide, plain = (1 + slots * w / self.free_tokens for w in (width, 1))
+        if taken < wide / plain:
+            return False
+        wide, plain = (self._measured.get((slots, w)) for w in (width, 1))
+        if wide is None or plain is None or taken >= wide / plain:
+            return True
+        return self._calls % MEASURED_AGAIN == 0
 
     def learn(self, plan, sizes, out, seconds, steps):
         """Takes what a call of the decoder returned.
@@ -320,10 +321,19 @@ class Drafts:
             self._compare(plan, out)
             passes = int(out["taken"].max())
         if passes * plan.width == steps:
-            of_sizes = self._seconds[*sizes, plan.width]
-            of_sizes.append(seconds / passes)
-            # The first one, and the last ones.
-            del of_sizes[1 : -2 * CALLS_MEASURED]
+            self._time(*sizes, plan.width, seconds / passes)
+
+    def _time(self, slots, tokens, width, seconds):
+        program = slots, tokens, width
+        if program not in self._programs:
+            # This call has compiled it.
+            self._programs.add(program)
+            return
+        known = self._seconds[slots, width]
+        known.append(seconds)
+        del known[: -2 * CALLS_MEASURED]
+        if processes.count() == 1:
+            self._measured = self._times()
 
     def _count(self, reached, accepted):
         self._reached = FADES * self._reached + reached
@@ -332,7 +342,9 @@ class Drafts:
     def _compare(self, plan, out):
         """Counts the drafts that would have been accepted."""
         reached = accepted = 0
-        for slot, draft in zip(plan.slots, plan.expected if plan.slots else ()):
+        for slot, draft in zip(
+            plan.slots, plan.expected if plan.slots else ()
+        ):
             new = out["tokens"][: out["taken"][slot], slot][: len(draft)]
             agree = int(np.cumprod(new == draft[: len(new)]).sum())
             reached += min(agree + 1, len(new))
@@ -349,7 +361,6 @@ class Drafts:
             / max(counts.drafted, 1),
             "rollout/tokens_per_pass": counts.tokens / max(counts.passes, 1),
         }
-
 
 
 def _completion(sample):

@@ -353,6 +353,8 @@ class NativeRollout(Rollout):
 
     @property
     def _takes_drafts(self):
+        if self.model is None:
+            return self.drafts
         policy = self.model.policy
         return self.drafts and policy.packable and not policy.is_recurrent
 
