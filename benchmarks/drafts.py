@@ -3,8 +3,8 @@
 A Llama, float32, one device. Its policy is set by hand: each token has one
 usual next token, which follows with about 97 %, and seven others. So the
 samples of a prompt differ in one of 32 tokens and continue in the same way, as
-those of a policy of low entropy do. Engines with and without drafts take turns,
-in one process and with the same seeds; their samples must be equal. At a high
+those of a policy of low entropy do. Engines with and without drafts take turns
+in one process, with the same seeds; their samples must be equal. At a high
 temperature all tokens are as probable, and no draft is ever right.
 
     python benchmarks/drafts.py

@@ -341,17 +341,16 @@ class Drafts:
 
     def _compare(self, plan, out):
         """Counts the drafts that would have been accepted."""
+        if not plan.slots:
+            return
         reached = accepted = 0
-        for slot, draft in zip(
-            plan.slots, plan.expected if plan.slots else ()
-        ):
+        for slot, draft in zip(plan.slots, plan.expected):
             new = out["tokens"][: out["taken"][slot], slot][: len(draft)]
             agree = int(np.cumprod(new == draft[: len(new)]).sum())
             reached += min(agree + 1, len(new))
             accepted += agree
-        if plan.slots:
-            self._count(reached, accepted)
-            self._every = min(2 * self._every, RAREST)
+        self._count(reached, accepted)
+        self._every = min(2 * self._every, RAREST)
 
     def metrics(self):
         """Returns metrics since they were read before, a dict of floats."""

@@ -87,19 +87,20 @@ class NativeRollout(Rollout):
             model). What followed the last tokens before, in the same
             sequence, in the other samples of its prompt, or in those of
             earlier calls, is a draft of the next 3 or 7 tokens. Each token is
-            still sampled with the random key of its position, and those of
-            a draft up to the first that differs are taken: samples and
+            still sampled with the random key of its position, and the draft
+            is kept up to the first that differs: samples and
             log-probabilities are those of `drafts=False`, up to rounding. It
-            is faster where few samples decode at once and repeat what is
-            known: prompts of an earlier epoch, the last samples of a rollout.
-            A call of the decoder drafts only if the drafts accepted lately
-            and the seconds measured promise at least a tenth more tokens a
-            second; logs get `rollout/draft_acceptance` and
-            `rollout/tokens_per_pass`. Off by default: it compiles more
-            programs, and which of them is used, and so the last bits of
-            log-probabilities, depends on measured times. Up to 2**24 tokens
-            of earlier samples are kept. Sessions, recurrent layers
-            (Qwen 3.5) and KerasHub's cached decoding do without drafts.
+            is faster where few samples decode at once (up to 8 on a CPU) and
+            repeat what is known. The engine drafts only while the drafts
+            accepted lately and the seconds measured promise at least a tenth
+            more tokens a second. Logs get `rollout/draft_acceptance`, the
+            share of drafted tokens that are right, and
+            `rollout/tokens_per_pass`. Up to 2**24 tokens of earlier samples
+            are kept until the engine gets another model. Off by default: more
+            programs are compiled, and measured times decide which of them
+            run, so that the last bits of log-probabilities may differ between
+            two equal runs. Sessions, recurrent layers (Qwen 3.5) and
+            KerasHub's cached decoding have no drafts.
 
     Raises:
         ValueError: for an invalid argument.
