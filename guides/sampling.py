@@ -127,6 +127,19 @@ prompts, nor with how many come at once. `NativeRollout(prefill_chunk=512)`
 makes the pieces shorter. The beginning of a prompt up to its last image stays
 whole.
 
+With `NativeRollout(drafts=True)` a pass of the model may compute several
+tokens of a sample. The next 3 or 7 are drafted from what followed the last
+ones before: in the same sequence, in the samples of its group, or in those of
+earlier calls, such as those of the last epoch. Each token is still sampled
+with its own random key, and the draft is kept up to the first token that
+differs, so that samples are those without drafts. That is faster where a few
+samples decode at once and the policy repeats itself: on a CPU more than twice
+for one or two samples of a prompt that it has seen (`benchmarks/drafts.py`).
+With many samples at once the engine does not draft, nor where its drafts are
+refused. `engine.metrics()`, and the log of a run, have the share of drafted
+tokens that were right (`rollout/draft_acceptance`) and the tokens sampled in a
+pass (`rollout/tokens_per_pass`).
+
 The log-probabilities equal those that training computes, up to float rounding.
 `score` returns them for any sequence. With `top_k` it also returns the most
 probable tokens at each position.

@@ -637,11 +637,27 @@ class KeyValues:
 
     def write(self, column, keys, values):
         """Writes `(slots, kv_heads, head_dim)` arrays to one column."""
+        return self.write_block(column, keys[:, None], values[:, None])
+
+    def write_block(self, column, keys, values):
+        """Writes `(slots, tokens, kv_heads, head_dim)` arrays from a column
+        on."""
         update = jax.lax.dynamic_update_slice_in_dim
         return self.with_arrays(
-            update(self.keys, keys[..., None], column, 3),
-            update(self.values, values[:, :, None], column, 2),
+            update(self.keys, keys.transpose(0, 2, 3, 1), column, 3),
+            update(self.values, values.transpose(0, 2, 1, 3), column, 2),
         )
+
+    def arranged(self, columns):
+        """Returns a cache with the columns of each slot in another order.
+
+        `columns` is an int array of shape `(slots, columns)`.
+        """
+        keys = jnp.take_along_axis(self.keys, columns[:, None, None], axis=3)
+        values = jnp.take_along_axis(
+            self.values, columns[:, None, :, None], axis=2
+        )
+        return self.with_arrays(keys, values)
 
     def begun(self, lengths, columns):
         """Returns an empty cache of so many columns for the same slots."""
@@ -950,6 +966,66 @@ def decoding_scope(lengths, step, past, recent):
 
     with vllm_context_scope(
         paged_attention_func=attend, positions=lengths + step
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def verifying_scope(lengths, positions, column, placed, past, recent):
+    """Makes decoder layers called inside attend as in `decoding_scope`, for
+    several tokens of each sequence at once.
+
+    These layers take the next tokens of each sequence,
+    `(slots * tokens, 1, hidden)`.
+
+    Args:
+        lengths, past: as of `decoding_scope`.
+        positions: int array of shape `(slots, tokens)`.
+        column: int scalar, that of `recent` which gets the first of them.
+        placed: int array of shape `(slots, columns)`, the position of the
+            token in each column of `recent`, these tokens included; -1 in
+            columns that no token sees.
+        recent: as of `decoding_scope`; its columns may be in another order.
+    """
+    layers = iter(_with_keys(past))
+    slots, width = positions.shape
+    at = positions[:, :, None]
+
+    def attend(
+        cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
+        sliding_window=None, soft_cap=None, sinks=None, donor=None,
+    ):  # fmt: skip
+        layer = next(layers) if donor is None else donor
+        old, group = past[layer], num_heads // num_kv_heads
+        if donor is None:
+            shape = (slots, width, num_kv_heads, head_dim)
+            pair = (x.reshape(shape).astype(old.keys.dtype) for x in (k, v))
+            recent[layer] = recent[layer].write_block(column, *pair)
+        # The heads that share a key are rows of one product.
+        query = q.reshape(slots, width, num_kv_heads, group, head_dim)
+        query = query.transpose(0, 2, 3, 1, 4)
+        query = query.reshape(slots, num_kv_heads, -1, head_dim)
+        parts, scores = (old, recent[layer]), []
+        held = old.positions(lengths)
+        for part, where in zip(parts, (held, placed)):
+            where = where[:, None]
+            seen = (where >= 0) & (where <= at)
+            if sliding_window is not None:
+                seen &= at - where < sliding_window
+            seen = jnp.tile(seen, (1, group, 1))[:, None]
+            scores.append(
+                _scores(query, part.keys, seen, float(scale), soft_cap)
+            )
+        if sinks is not None:
+            sinks = _by_group(sinks, num_kv_heads)[..., 0]
+            sinks = jnp.repeat(sinks, width, axis=1)
+        out = _weigh(scores, [part.values for part in parts], sinks)
+        out = out.reshape(slots, num_kv_heads, group, width, head_dim)
+        out = out.transpose(0, 3, 1, 2, 4).astype(v.dtype)
+        return cache, out.reshape(slots * width, -1)
+
+    with vllm_context_scope(
+        paged_attention_func=attend, positions=positions.reshape(-1)
     ):
         yield
 

@@ -32,6 +32,7 @@ from keras_posttrain.models.attention import (
     decoding_scope,
     extending_scope,
     subtree_ends,
+    verifying_scope,
 )
 from keras_posttrain.models.hf.blocks import multipliers_of
 from keras_posttrain.models.hf.families import is_gemma4_decoder
@@ -451,12 +452,32 @@ class Policy:
                 is_active = jnp.ones(token_ids.shape, bool)
             rows = recurrence.NextToken(is_active, recent)
         scope = decoding_scope(lengths, step, past, recent)
+        return self._next_logits(token_ids, scope, rows), recent
+
+    def verify(
+        self, token_ids, lengths, positions, column, placed, past, recent
+    ):
+        """Computes the logits after each of the next tokens of sequences.
+
+        `token_ids` has the shape `(slots, tokens)`. No layer is recurrent.
+        The other arguments are those of `attention.py:verifying_scope`.
+
+        Returns:
+            As `decode`; the logits have the shape
+            `(slots * tokens, vocabulary)`.
+        """
+        recent = list(recent)
+        scope = verifying_scope(
+            lengths, positions, column, placed, past, recent
+        )
+        return self._next_logits(token_ids.reshape(-1), scope), recent
+
+    def _next_logits(self, token_ids, scope, rows=None):
         with recurrence.recurrent_scope(rows):
             hidden = self._run_layers(token_ids, scope)[:, 0]
         hidden = self._scaled(hidden)
         kernel = self.kernel.value.astype(hidden.dtype)
-        logits, _ = self.head().logits(hidden, kernel)
-        return logits, recent
+        return self.head().logits(hidden, kernel)[0]
 
     def _remat(self, token_ids):
         """Returns what layers keep for tokens of shape `(rows, length)`."""

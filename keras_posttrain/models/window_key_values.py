@@ -99,12 +99,7 @@ class WindowKeyValues(KeyValues):
         columns of a slot with fewer tokens are arbitrary.
         """
         columns = jnp.arange(self.most_columns)
-        index = (lengths[:, None] + columns) % self.most_columns
-        keys = jnp.take_along_axis(self.keys, index[:, None, None], axis=3)
-        values = jnp.take_along_axis(
-            self.values, index[:, None, :, None], axis=2
-        )
-        return self.with_arrays(keys, values)
+        return self.arranged((lengths[:, None] + columns) % self.most_columns)
 
 
 jax.tree_util.register_dataclass(

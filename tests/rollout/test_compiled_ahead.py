@@ -58,7 +58,7 @@ def make(compile_ahead="auto", **settings):
     return task
 
 
-def later_programs(task, after=2, count=8, longest=LONG, **fit):
+def later_programs(task, after=2, count=8, longest=LONG, callbacks=(), **fit):
     """Names of the programs compiled after so many rollouts."""
     reader = Compiled(after, count)
     _spans.listen(reader.listen)
@@ -67,7 +67,7 @@ def later_programs(task, after=2, count=8, longest=LONG, **fit):
             rows(count, longest=longest),
             batch_size=4,
             shuffle=False,
-            callbacks=[reader],
+            callbacks=[reader, *callbacks],
             verbose=0,
             **fit,
         )

@@ -13,6 +13,7 @@ import keras_posttrain as kpt
 from keras_posttrain.models import window_key_values
 from keras_posttrain.rollout import NativeRollout, Request
 from tests import vision
+from tests.rollout.test_drafts import draft_always
 
 NEW = 6
 
@@ -114,6 +115,28 @@ def test_a_window_that_ends_in_an_image(directory, task, monkeypatch):
         check_same(samples, others)
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 256))
     assert [layer.keys.shape[3] for layer in cache] == [12, 256]
+
+
+def test_drafts_in_a_window_shorter_than_them(task, monkeypatch):
+    """Equal tokens with other images have drafts of their own."""
+    [first] = prompts_of(task, (1,))
+    images = first.images
+    images = dataclasses.replace(images, pixels=255 - images.pixels)
+    requests = [
+        request(p, num_generations=2, max_tokens=40, temperature=0.2)
+        for p in (first, dataclasses.replace(first, images=images))
+    ]
+    want = engine_of(task).generate(requests)
+    monkeypatch.setattr(window_key_values, "COLUMNS", 1)
+    draft_always(monkeypatch)
+    engine = engine_of(task, drafts=True)
+    for _ in range(2):
+        engine.metrics()
+        for samples, others in zip(engine.generate(requests), want):
+            check_same(samples, others)
+    assert engine.metrics()["rollout/tokens_per_pass"] > 2
+    known = engine._drafts._known.values()
+    assert [len(of_prompt) for of_prompt in known] == [2, 2]
 
 
 # Longer than `LEAST_SHARED`.

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from keras_posttrain.rollout.native import decoding
+from keras_posttrain.rollout.native.drafts import no_sources
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.schedule import (
     decoder_state,
@@ -28,6 +29,8 @@ class Sizes:
         longest_prompt: int, its tokens.
         num_stop_ids, truncated: as of `Samples`.
         routes: bool, whether experts are recorded.
+        widths: tuple of ints, those of passes with drafts, of each of
+            `slots`; 1 without.
     """
 
     slots: tuple
@@ -37,9 +40,10 @@ class Sizes:
     num_stop_ids: int
     truncated: bool
     routes: bool
+    widths: tuple
 
 
-def sizes_for(decoder, expected, samples, most_slots, overlaps):
+def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
     """Chooses the `Sizes` of a run.
 
     Args:
@@ -48,6 +52,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps):
         most_slots: function of the tokens of a slot to the most slots.
         overlaps: bool, whether samples continue after an interruption, as
             prompts.
+        drafts: `Drafts` or `None`.
     """
     settings = [s.settings for s in samples]
     shortest, longest = expected.prompt_lengths
@@ -59,7 +64,8 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps):
     tokens = [decoding.bucket(shortest + decoding.STEPS)]
     while tokens[-1] < most:
         tokens.append(min(decoding.bucket(2 * tokens[-1]), most))
-    shards, least = decoder.placement.shards, least_slots(decoder)
+    shards = decoder.placement.shards
+    least = least_slots(decoder, drafts is not None)
     count = max(expected.samples, len(samples))
     count = power_of_two(-(-count // shards)) * shards
     slots = [min(max(count, least), most_slots(most))]
@@ -82,6 +88,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps):
         samples.num_stop_ids,
         samples.truncated,
         any(r.return_routed_experts for r in settings),
+        tuple(1 if drafts is None else drafts.width(n) for n in slots),
     )
 
 
@@ -99,13 +106,18 @@ def lower(decoder, weights, sizes):
     found = []
     other = decoder.lowering(found)
     other.longest_prompt = sizes.longest_prompt
-    for slots in sizes.slots:
+    for slots, width in zip(sizes.slots, sizes.widths):
         state = decoder_state(
             [None] * slots, sizes.num_stop_ids, sizes.truncated
         )
         for tokens in sizes.tokens:
             other.allocate(slots, tokens)
             other.decode(weights, state, 0, routes=sizes.routes)
+            if width > 1:
+                more = state | no_sources(slots, tokens)
+                other.decode(
+                    weights, more, 0, routes=sizes.routes, width=width
+                )
             for fewer in sizes.slots:
                 if fewer < slots:
                     other.allocate(slots, tokens)

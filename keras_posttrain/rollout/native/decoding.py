@@ -25,8 +25,9 @@ from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.models.window_key_values import with_window
+from keras_posttrain.rollout.native.drafts import accept, find
 from keras_posttrain.rollout.native.samples import power_of_two
-from keras_posttrain.rollout.native.sampling import sample
+from keras_posttrain.rollout.native.sampling import INT_MAX, sample
 
 # Steps of one call. The tokens of a call are stored in a separate small cache
 # until it ends. Slots whose sequence has ended are idle until then.
@@ -38,9 +39,12 @@ CHUNK = 1024
 FEWEST_FILLED = 1 / 8
 # The compiled programs of a `SlotDecoder`, and those that return two results.
 PROGRAMS = (
-    "_prefill", "_fill", "_copy", "_extend", "_decode", "_resize", "_zeros",
+    "_prefill", "_fill", "_copy", "_extend", "_decode", "_verify", "_resize",
+    "_zeros",
 )  # fmt: skip
-PAIRS = {"_prefill", "_extend", "_decode"}
+PAIRS = {"_prefill", "_extend", "_decode", "_verify"}
+# What a call with drafts returns as it is carried.
+STATE_AFTER = ("taken", "active", "stopped", "passes", "drafts")
 
 
 class Weights(typing.NamedTuple):
@@ -231,6 +235,9 @@ class SlotDecoder:
         )
         self._decode = jax.jit(
             self._decode, static_argnums=0, donate_argnums=2
+        )
+        self._verify = jax.jit(
+            self._verify, static_argnums=0, donate_argnums=2
         )
         self._resize = jax.jit(self._resize, static_argnums=2)
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
@@ -604,31 +611,44 @@ class SlotDecoder:
 
     # Steps
 
-    def decode(self, weights, state, floor, steps=STEPS, routes=False):
+    def decode(
+        self, weights, state, floor, steps=STEPS, routes=False, width=1
+    ):
         """Decodes until at most `floor` slots are active, or for `steps`.
+
+        With drafts a pass computes `width` tokens of each slot, and a call
+        has passes for `steps` of them, taken or not.
 
         Args:
             state: dict of arrays with a leading slots axis: `token` (int32,
                 the last token, which is not in the cache yet), `length`
                 (int32, the tokens in the cache), `remaining` (int32, the most
                 new tokens), `active` (bool), and those of
-                `samples.py:sampling_arrays`.
+                `samples.py:sampling_arrays`. With drafts also those of
+                `drafts.py:find`.
+            width: int that divides `steps`; 1 is without drafts.
 
         Returns:
             A dict of numpy arrays: `tokens` and `logps` of shape
             `(STEPS, slots)`; `taken` (the number of new tokens), `active`
             and `stopped` of shape `(slots,)`. With `routes` also `routes` of
             shape `(STEPS, slots, mixtures, top_k)`, the experts of the last
-            token and of all new ones but the last.
+            token and of all new ones but the last. With drafts also `passes`
+            of shape `(slots,)` and `drafts` of shape `(3, slots)`: the tokens
+            of drafts, those that were reached and those accepted.
         """
         self._note(
             f"decode of {self.slots} slots x {self.tokens} tokens"
             + (", truncated" if "top_k" in state else "")
             + (f", {state['stop'].shape[1]} stop ids")
+            + (f", {width} tokens a pass" if width > 1 else "")
         )
         limits = np.array([floor, min(steps, STEPS)], "int32")
-        self.cache, out = self._decode(
-            (weights.adapted, routes),
+        program, mode = self._decode, (weights.adapted, routes)
+        if width > 1:
+            program, mode = self._verify, (*mode, width)
+        self.cache, out = program(
+            mode,
             weights[:2],
             self.cache,
             state,
@@ -707,3 +727,136 @@ class SlotDecoder:
         names = ["tokens", "logps", "taken", "active", "stopped"]
         names += ["routes"] if routes else []
         return cache, self.placement.replicated({n: carry[n] for n in names})
+
+    # Drafts
+
+    def _verify(self, mode, weights, cache, state, limits):
+        """Decodes with drafts, as `_decode`.
+
+        A pass has the next `width` columns of the small cache. Those whose
+        tokens are not taken stay empty, and the others are moved together at
+        the end: the caches of slots get tokens of their sequences alone.
+        """
+        adapted, routes, width = mode
+        state = self.placement.rows(state)
+        lengths = state["length"]
+
+        def is_unfinished(carry):
+            active = jnp.sum(carry["active"], dtype="int32")
+            return (carry["column"] < limits[1]) & (active > limits[0])
+
+        def body(carry):
+            return self._pass(carry, state, cache, width, routes)
+
+        with using(self.policy, self._using_weights, adapted, weights):
+            carry = jax.lax.while_loop(
+                is_unfinished, body, self._before(state, cache, routes)
+            )
+        placed = carry["placed"]
+        order = jnp.argsort(
+            jnp.where(placed < 0, INT_MAX, placed), axis=1, stable=True
+        )
+        cache = [
+            self.placement.layer(
+                old.append(lengths, carry["taken"], new.arranged(order))
+            )
+            for old, new in zip(cache, carry["recent"])
+        ]
+        names = ["tokens", "logps"] + (["routes"] if routes else [])
+        out = {n: carry[n] for n in STATE_AFTER}
+        for name in names:
+            found = carry[name]
+            index = order.T.reshape(*order.T.shape, *[1] * (found.ndim - 2))
+            out[name] = jnp.take_along_axis(found, index, axis=0)
+        return cache, self.placement.replicated(out)
+
+    def _before(self, state, cache, routes):
+        """Returns what a call with drafts carries before its first pass."""
+        lengths = state["length"]
+        slots = lengths.shape[0]
+        recent = [layer.begun(lengths, STEPS) for layer in cache]
+        carry = {
+            "column": jnp.int32(0),
+            "suffix": state["suffix"],
+            "active": state["active"],
+            "stopped": jnp.zeros(slots, bool),
+            "taken": jnp.zeros(slots, "int32"),
+            "passes": jnp.zeros(slots, "int32"),
+            "drafts": jnp.zeros((3, slots), "int32"),
+            "placed": jnp.full((slots, STEPS), -1, "int32"),
+            "tokens": jnp.zeros((STEPS, slots), "int32"),
+            "logps": jnp.zeros((STEPS, slots), "float32"),
+            "recent": [self.placement.layer(layer) for layer in recent],
+        }
+        if routes:
+            shape = (STEPS, slots, *self.policy.choices_shape)
+            carry["routes"] = jnp.zeros(shape, "int16")
+        return carry
+
+    def _pass(self, carry, state, cache, width, routes):
+        """Returns what is carried after a pass over last tokens and drafts."""
+        column, active = carry["column"], carry["active"]
+        lengths, taken, suffix = (
+            state["length"],
+            carry["taken"],
+            carry["suffix"],
+        )
+        write = jax.lax.dynamic_update_slice_in_dim
+        draft = find(state["sources"], suffix, width - 1)
+        inputs = jnp.concatenate([suffix[:, -1:], jnp.maximum(draft, 0)], 1)
+        positions = (lengths + taken)[:, None] + jnp.arange(width)
+        positions = positions.astype("int32")
+        placed = write(carry["placed"], positions, column, 1)
+        with experts.recorded_choices(routes) as chosen:
+            logits, recent = self.policy.verify(
+                inputs, lengths, positions, column, placed, cache,
+                carry["recent"],
+            )  # fmt: skip
+        tokens, logps = self._sampled(logits, state, positions + 1)
+        count, stopped, agree = accept(
+            draft, tokens, state["stop"], active, state["remaining"] - taken
+        )
+        is_taken = jnp.arange(width) < count[:, None]
+        placed = write(placed, jnp.where(is_taken, positions, -1), column, 1)
+        last = count[:, None] + jnp.arange(suffix.shape[1])
+        drafted = jnp.where(active, jnp.sum(draft >= 0, 1, "int32"), 0)
+        reached = jnp.where(active, jnp.minimum(agree + 1, width - 1), 0)
+        more = {}
+        if routes:
+            chosen = self._routes(chosen)
+            chosen = chosen.reshape(-1, width, *chosen.shape[1:])
+            chosen = jnp.moveaxis(chosen, 1, 0)
+            more["routes"] = write(carry["routes"], chosen, column, 0)
+        taken = taken + count
+        return more | {
+            "column": column + width,
+            "suffix": jnp.take_along_axis(
+                jnp.concatenate([suffix, tokens], 1), last, axis=1
+            ),
+            "active": active & ~stopped & (taken < state["remaining"]),
+            "stopped": carry["stopped"] | stopped,
+            "taken": taken,
+            "passes": carry["passes"] + active,
+            "drafts": carry["drafts"] + jnp.stack([drafted, reached, agree]),
+            "placed": placed,
+            "tokens": write(carry["tokens"], tokens.T, column, 0),
+            "logps": write(carry["logps"], logps.T, column, 0),
+            "recent": [self.placement.layer(layer) for layer in recent],
+        }
+
+    def _sampled(self, logits, state, places):
+        """Samples a token for each of `places`, `(slots, width)`.
+
+        Returns tokens and their log-probabilities, of the same shape.
+        """
+        slots, width = places.shape
+        names = ("keys", "temperature", "top_k", "top_p", "min_p")
+        rows = {
+            name: jnp.repeat(state[name], width, axis=0)
+            for name in names
+            if name in state
+        }
+        tokens, logps = sample(logits, positions=places.reshape(-1), **rows)
+        # As in `_decode`.
+        tokens = jax.lax.optimization_barrier(tokens)
+        return tokens.reshape(slots, width), logps.reshape(slots, width)

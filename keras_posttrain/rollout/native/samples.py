@@ -1,6 +1,7 @@
 """The samples of a call of `generate`, and their sampling settings."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -73,6 +74,15 @@ class Sample:
         if self.images is not None:
             found[self.images.tokens] = self.images.token_keys
         return found
+
+    @functools.cached_property
+    def prompt_key(self):
+        """Bytes that equal prompts have in common, images included.
+
+        Tokens drawn before an interruption do not count as part of it.
+        """
+        drawn = self.settings.drawn
+        return self.content[: len(self.prompt) - drawn].tobytes()
 
     def completion(self, version):
         """Returns the sample as a `Completion`.

@@ -3,6 +3,7 @@
 import bisect
 import collections
 import dataclasses
+import time
 
 import numpy as np
 
@@ -57,9 +58,12 @@ class Prefixes:
         return found
 
 
-def least_slots(decoder):
-    """Returns the slots below which a `SlotDecoder` is not shrunk."""
-    return max(decoder.placement.shards, LEAST_SLOTS)
+def least_slots(decoder, drafts=False):
+    """Returns the slots below which a `SlotDecoder` is not shrunk.
+
+    With drafts each slot has several tokens of a pass, so that fewer matter.
+    """
+    return max(decoder.placement.shards, 1 if drafts else LEAST_SLOTS)
 
 
 def decoder_state(samples, num_stop_ids, truncated):
@@ -168,13 +172,14 @@ class Schedule:
         sizes: `Sizes` that programs were compiled for, or `None`.
         least_shared: int, the tokens from which on the beginning of a prompt
             is copied from another slot.
+        drafts: `Drafts` or `None`.
         on_tokens, progress: as of `Rollout.generate`; `progress` is called
             with 1 when a sample has ended.
     """
 
     def __init__(
         self, decoder, most_slots, *, sizes=None, least_shared=1,
-        on_tokens=None, progress=None,
+        drafts=None, on_tokens=None, progress=None,
     ):  # fmt: skip
         self.decoder, self.most_slots = decoder, most_slots
         self.sizes = sizes
@@ -182,7 +187,8 @@ class Schedule:
         self.on_tokens, self.progress = on_tokens, progress
         self.queue = collections.deque()
         self.counts = Counts()
-        self.least_slots = least_slots(decoder)
+        self.drafts = drafts
+        self.least_slots = least_slots(decoder, drafts is not None)
         # Fixed once they have grown, so that few programs are compiled.
         self.most_tokens = sizes.tokens[-1] if sizes else 0
         self.num_stop_ids = sizes.num_stop_ids if sizes else 1
@@ -549,15 +555,28 @@ class Schedule:
             floor = slots // SHRINK if slots > self.least_slots else 0
             floor = floor if floor < len(active) else 0
         steps = STREAMED_STEPS if self.on_tokens else decoding.STEPS
-        out = self.decoder.decode(
-            weights, self._state(), floor, steps, self.records_routes
-        )
+        out = self._decode(weights, floor, steps)
         samples = [self.occupants[i] for i in active]
         return [
             s
             for i, s in zip(active, samples)
             if self._take(i, out, version, keep)
         ]
+
+    def _decode(self, weights, floor, steps):
+        """Calls the decoder, with drafts where they pay."""
+        settings, state = [floor, steps, self.records_routes], self._state()
+        if self.drafts is None:
+            return self.decoder.decode(weights, state, *settings)
+        plan = self.drafts.plan(self.occupants, self.decoder.tokens)
+        start = time.perf_counter()
+        out = self.decoder.decode(
+            weights, state | plan.arrays, *settings, plan.width
+        )
+        seconds = time.perf_counter() - start
+        sizes = self.decoder.slots, self.decoder.tokens
+        self.drafts.learn(plan, sizes, out, seconds, steps)
+        return out
 
     def _make_room(self):
         """Gives up what the decoder overwrites: it writes to idle slots too,
@@ -591,6 +610,8 @@ class Schedule:
                 self._hold(slot, sample.content[:-1])
             return False
         sample.finish(out["stopped"][slot])
+        if self.drafts is not None:
+            self.drafts.remember(sample)
         self.occupants[slot] = None
         self._hold(slot, sample.content[:-1])
         self.kept[slot] = keep
