@@ -1,14 +1,21 @@
 """The folder of one step of a checkpoint: how it is written and read."""
 
+import collections
 import hashlib
 import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from keras_posttrain.callbacks.directories import advice
 from keras_posttrain.distribution import processes
+
+# Platforms whose arrays are in the memory of the host.
+ON_HOST = ("cpu",)
+# Bytes of the words that accelerators sum up.
+WORDS = (1, 2, 4)
 
 
 def write(path, arrays, meta):
@@ -166,10 +173,58 @@ def checksums(arrays):
         processes.
     """
     leaves = jax.tree.leaves_with_path(arrays)
-    own = [_sum_of_words(array) for _, array in leaves]
+    found = _sums_on_devices([array for _, array in leaves])
+    own = [
+        _sum_of_words(array)
+        if total is None
+        # The same in all processes.
+        else total * processes.is_first()
+        for (_, array), total in zip(leaves, found, strict=True)
+    ]
     sums = np.sum(processes.exchange(own), axis=0, dtype="uint32")
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
     return dict(zip(names, sums.tolist(), strict=True))
+
+
+def _sums_on_devices(arrays):
+    """Sums up the words of arrays on accelerators, where they are.
+
+    On the host this would wait for a copy of each.
+
+    Returns:
+        List of ints, of all processes; `None` for an array of the host.
+    """
+    groups = collections.defaultdict(list)
+    for i, array in enumerate(arrays):
+        if (
+            isinstance(array, jax.Array)
+            and not is_of_one_process(array)
+            and array.dtype.itemsize in WORDS
+            and _platform(array) not in ON_HOST
+        ):
+            groups[frozenset(array.sharding.device_set)].append(i)
+    found = [None] * len(arrays)
+    for places in groups.values():
+        sums = jax.device_get(_sums([arrays[i] for i in places]))
+        for i, total in zip(places, sums):
+            found[i] = int(total)
+    return found
+
+
+def _platform(array):
+    return next(iter(array.sharding.device_set)).platform
+
+
+@jax.jit
+def _sums(arrays):
+    """Sums up the words of each array, modulo 2**32."""
+
+    def words(x):
+        if x.dtype == bool:
+            return x.astype("uint8")
+        return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+    return [jnp.sum(words(x), dtype="uint32") for x in arrays]
 
 
 def _sum_of_words(array):
