@@ -1,7 +1,9 @@
 """Two processes with four devices each, compared with one that has eight."""
 
+import contextlib
 import filecmp
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -47,6 +49,15 @@ def start(directory, *cases, module="tests.distribution.two_processes",
     return started
 
 
+def is_written(log):
+    """Whether a process has a file open."""
+    for path in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if path.samefile(log):
+                return True
+    return False
+
+
 def finish(started, directory):
     """`[(exit status, output)]`; what hangs is ended and fails the test."""
     end = time.monotonic() + SECONDS
@@ -59,6 +70,9 @@ def finish(started, directory):
                 os.killpg(one.pid, signal.SIGKILL)
                 one.wait()
     logs = [directory / f"log{i}" for i in range(len(started))]
+    # What an aborted process says how to resume, its child writes later.
+    while any(map(is_written, logs)) and time.monotonic() < end:
+        time.sleep(0.05)
     return [
         (one.returncode, log.read_text()) for one, log in zip(started, logs)
     ]

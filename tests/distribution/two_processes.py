@@ -20,17 +20,29 @@ from unittest import mock
 import jax
 import keras
 from jax.experimental import multihost_utils
+from keras.src.utils import module_utils
+
+
+def begin(port, index, case):
+    """Makes this process one of two, with equal seeds.
+
+    Keras would import TensorFlow, which nothing here uses, to seed it: a
+    fifth of the time of a short case.
+    """
+    address, rank = f"127.0.0.1:{port}", (2, int(index))
+    with mock.patch.object(module_utils.tensorflow, "_available", False):
+        if case.startswith(("resume", "split")):
+            # The other way to start processes: a lost one is noticed sooner.
+            jax.distributed.initialize(
+                address, *rank, heartbeat_timeout_seconds=10
+            )
+            keras.utils.set_random_seed(0)
+        else:
+            keras.distribution.initialize(address, *rank)
+
 
 if __name__ == "__main__":
-    address, rank = f"127.0.0.1:{sys.argv[2]}", (2, int(sys.argv[3]))
-    if sys.argv[4].startswith(("resume", "split")):
-        # The other way to start processes: a lost one is noticed sooner.
-        jax.distributed.initialize(
-            address, *rank, heartbeat_timeout_seconds=10
-        )
-        keras.utils.set_random_seed(0)
-    else:
-        keras.distribution.initialize(address, *rank)
+    begin(*sys.argv[2:5])
 
 import numpy as np  # noqa: E402
 

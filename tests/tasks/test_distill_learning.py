@@ -20,6 +20,8 @@ SIDE, END, FIRST = 5, 1, 2
 SQUARES = range(SIDE * SIDE)
 CORNERS = (0, SIDE - 1, SIDE * SIDE - SIDE, SIDE * SIDE - 1)
 MOST = 14
+# Of a prompt and a route.
+LONGEST = 2 + MOST
 losses = kpt.losses
 
 
@@ -87,7 +89,7 @@ def split(seed):
 def learned_teacher(seed):
     rng = np.random.default_rng(seed)
     _, trips = split(seed)
-    task = kpt.SFTTask(tiny_model(100 + seed, 64, 2), sequence_length=32)
+    task = kpt.SFTTask(tiny_model(100 + seed, 64, 2), sequence_length=LONGEST)
     task.compile(keras.optimizers.AdamW(3e-3))
     rows = [route_row(rng, trip, 0.0) for trip in trips for _ in range(240)]
     task.fit(rows, batch_size=64, verbose=0)
@@ -103,7 +105,7 @@ def scores(student, teacher, seed):
     """
     rng = np.random.default_rng(seed)
     rows = [route_row(rng, trip, 0.0) for trip in split(seed)[0]]
-    task = kpt.DistillTask(student, teacher=teacher, sequence_length=32)
+    task = kpt.DistillTask(student, teacher=teacher, sequence_length=LONGEST)
     task.compile()
     agreement = task.evaluate(rows, 32, verbose=0)["agreement"]
     samples = task.generate(
@@ -133,9 +135,11 @@ def train(seed, rows, loss=None, steps=120, **settings):
     """Scores a student after some steps of 12 rows."""
     teacher, student = learned_teacher(seed), tiny_model(seed, 32, 1)
     if loss is None:
-        task = kpt.SFTTask(student, sequence_length=32)
+        task = kpt.SFTTask(student, sequence_length=LONGEST)
     else:
-        task = kpt.DistillTask(student, teacher=teacher, sequence_length=32)
+        task = kpt.DistillTask(
+            student, teacher=teacher, sequence_length=LONGEST
+        )
         settings["loss"] = loss
     task.compile(keras.optimizers.AdamW(1e-2), **settings)
     task.fit(rows, batch_size=12, epochs=steps * 12 // len(rows), verbose=0)

@@ -33,6 +33,8 @@ ALGORITHMS = {
     ),
 }
 SEEDS = (0, 1, 2)
+# Of a prompt and an answer of four tokens each.
+LONGEST = 8
 
 
 def tiny_model(seed):
@@ -63,7 +65,7 @@ def split(seed):
 
 def trained_on_the_format(rows, seed):
     rng = np.random.default_rng(seed)
-    task = kpt.SFTTask(tiny_model(seed), sequence_length=16)
+    task = kpt.SFTTask(tiny_model(seed), sequence_length=LONGEST)
     task.compile(keras.optimizers.AdamW(3e-3))
     task.fit(
         [
@@ -95,7 +97,8 @@ def learn(name, seed, rollout="auto", max_staleness=0):
     """Shares of right answers on unseen prompts, before and after."""
     train, unseen = split(seed)
     loss, advantages = ALGORITHMS[name]
-    task = kpt.GRPOTask(trained_on_the_format(train, seed), sequence_length=16)
+    model = trained_on_the_format(train, seed)
+    task = kpt.GRPOTask(model, sequence_length=LONGEST)
     task.compile(
         keras.optimizers.AdamW(1e-3),
         loss,
