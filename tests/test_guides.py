@@ -44,8 +44,9 @@ def run(tmp_path, monkeypatch, capsys):
 
     `run(name)` returns the folder that the guide wrote, and what it printed.
     `seed` takes the place of the guide's. With `is_short`, each `fit` of a
-    task of `short` ends after two steps, and those of `SFTTask`, by which a
-    model learns what a guide begins with, take half of their epochs.
+    task of `short` ends after two steps; with `begins_early`, those of
+    `SFTTask`, by which a model learns what a guide begins with, take half of
+    their epochs.
     """
     seed_all, seed_random = keras.utils.set_random_seed, random.seed
 
@@ -62,11 +63,18 @@ def run(tmp_path, monkeypatch, capsys):
 
         return fit_half
 
-    def run_here(name, seed=SEED, is_short=False, short=(kpt.GRPOTask,)):
-        if is_short:
-            shorter = {kpt.SFTTask: half} | dict.fromkeys(short, two_steps)
-            for task, shorten in shorter.items():
-                monkeypatch.setattr(task, "fit", shorten(task.fit))
+    def run_here(
+        name,
+        seed=SEED,
+        is_short=False,
+        short=(kpt.GRPOTask,),
+        begins_early=False,
+    ):
+        shorter = dict.fromkeys(short, two_steps) if is_short else {}
+        if begins_early:
+            shorter = {kpt.SFTTask: half} | shorter
+        for task, shorten in shorter.items():
+            monkeypatch.setattr(task, "fit", shorten(task.fit))
         monkeypatch.setattr(
             keras.utils, "set_random_seed", lambda _: seed_all(seed)
         )
@@ -394,7 +402,7 @@ def test_tool_use(run):
 
 
 def test_black_box_agent(run):
-    folder, text = run("black_box_agent", is_short=True)
+    folder, text = run("black_box_agent", is_short=True, begins_early=True)
     results = json.loads((folder / "results.json").read_text())
     assert 0 < results["before"] < 0.4 and 0 < results["after"]
     assert [line["step"] for line in read_log(folder)] == [1, 2]
@@ -404,7 +412,7 @@ def test_black_box_agent(run):
 
 @pytest.mark.usefixtures("optimized")
 def test_multi_turn_game(run):
-    folder, text = run("multi_turn_game", is_short=True)
+    folder, text = run("multi_turn_game", is_short=True, begins_early=True)
     assert "84 boards" in text
     results = json.loads((folder / "results.json").read_text())
     for game in ("guess", "sokoban"):
@@ -491,7 +499,9 @@ def check_preferences(results, text):
 @LONG
 def test_reward_model(run, is_short):
     some = kpt.RewardTask, kpt.GRPOTask
-    folder, text = run("reward_model", is_short=is_short, short=some)
+    folder, text = run(
+        "reward_model", is_short=is_short, short=some, begins_early=is_short
+    )
     assert has_files(folder, ["rewards.png", "completions.jsonl"])
     assert has_files(folder / "reward_model", MODEL[:2])
     results = json.loads((folder / "results.json").read_text())
