@@ -5,6 +5,7 @@ train on a stream in `distribution/test_processes.py`.
 """
 
 import concurrent.futures
+import functools
 import threading
 
 import grain
@@ -159,6 +160,23 @@ def test_what_each_process_prepares_itself(prepared):
             assert len(found[0]) == len(expected[0])
             assert found[1] == expected[1]
         assert [len(x) for x in prepared.values()] == [COUNT, COUNT]
+
+
+def test_examples_of_a_users_own_are_compared():
+    """A task's `prepare` may return any stream of examples."""
+
+    def streams(index, change=0):
+        rows = [{"token_ids": [3, 4, 5]} for _ in range(COUNT)]
+        examples, report = prepare_sft(rows, settings(None))
+        examples[COUNT // 2].token_ids[1] += index * change
+        return grain.MapDataset.source(examples).to_iter_dataset(), report
+
+    [(expected, states)] = read(streams, 1)
+    for found, others in read(streams):
+        assert_same(found, expected)
+        assert others == states
+    for error in read(functools.partial(streams, change=1)):
+        assert "Not the same stream" in str(error)
 
 
 def test_an_error_of_a_row_comes_in_all():

@@ -9,6 +9,7 @@ import warnings
 import weakref
 
 from keras_posttrain.data import order
+from keras_posttrain.data.rows import stream_shares
 from keras_posttrain.data.rows.examples import digest_of
 from keras_posttrain.data.rows.streams import KEPT
 
@@ -34,10 +35,11 @@ class Lookahead:
         begin: function without arguments that returns an iterator of the
             next epoch's examples.
         epochs: int, how many there are, the first one included.
-        shared: `SharedStream` whose rows the iterator gives, or `None` for
-            one process. Each part of the rows is compared with those of other
-            processes, and completed by their examples, before any of it is
-            given, in the thread that takes them.
+        shared: stream of `stream_shares.shared` whose rows the iterator
+            gives, or `None` for one process. Each part of the rows is
+            compared with those of other processes, and completed by their
+            examples, before any of it is given, in the thread that takes
+            them.
         window: int, how many examples are taken at once.
 
     Attributes:
@@ -155,13 +157,15 @@ def read_ahead(examples, state, epochs, share, window):
     """Returns the `Lookahead` of a stream at a state, over some epochs.
 
     Args:
-        examples: `PreparedStream`.
+        examples: Grain `IterDataset`.
         state: Grain's, or `None` for the beginning.
         epochs: int, how many are read, with this one.
         share: `Share` of this process of several, or `None`.
         window: int, how many examples are taken at once.
     """
-    shared = None if share is None else examples.shared(share)
+    shared = None
+    if share is not None:
+        shared = stream_shares.shared(examples, share)
     stream = examples if shared is None else shared
     return Lookahead(
         resumed(stream, state),

@@ -12,6 +12,20 @@ from keras_posttrain.data.rows.reading import bytes_of
 from keras_posttrain.data.rows.records import Part
 
 
+def shared(examples, share):
+    """Returns a stream of `SharedRow`s, which has `compare` and `complete`.
+
+    Args:
+        examples: `PreparedStream`, of whose rows each process makes a share;
+            or another Grain `IterDataset` of examples, such as what a task of
+            a user's own prepares, which each process makes.
+        share: `Share` of several processes.
+    """
+    if isinstance(examples, PreparedStream):
+        return examples.shared(share)
+    return ComparedStream(examples, share)
+
+
 class PreparedStream(grain.IterDataset):
     """The examples of a stream of rows.
 
@@ -71,22 +85,19 @@ class SharedStream(grain.IterDataset):
     Args:
         rows: Grain `IterDataset`.
         prepare: `Preparation`, whose report counts the rows of `complete`.
-        share: `Share`.
+        share: `Share`, whose `compare` it has.
     """
 
     def __init__(self, rows, prepare, share):
         super().__init__(rows)
         self._rows, self._prepare, self._share = rows, prepare, share
+        self.compare = share.compare
         self._is_shared = (
             prepare.key is not None and prepare.settings.images is None
         )
 
     def __iter__(self):
         return iter(self._rows.map_with_index(self._make).filter(_is_some))
-
-    def compare(self, read):
-        """Compares rows with the other processes: see `Share`."""
-        self._share.compare(read)
 
     def complete(self, rows):
         """Returns the examples of `SharedRow`s, but for dropped ones.
@@ -130,11 +141,7 @@ class SharedStream(grain.IterDataset):
 
     def _prepared(self, index, row):
         """Returns the `SharedRow` of a row that each process prepares."""
-        example, counts = self._prepare.counted(index, row)
-        digest = b"" if example is None else hashed(example)
-        images = getattr(example, "images", None)
-        size = 0 if images is None else images.pixels.nbytes
-        return SharedRow(index, row, None, digest, size, example, counts)
+        return _made_here(index, row, *self._prepare.counted(index, row))
 
     def _bytes_of(self, row):
         """Returns a row as bytes, `None` where each process prepares it."""
@@ -153,6 +160,36 @@ class SharedStream(grain.IterDataset):
             [x.example is not None for x in own],
             Part.of([x.example for x in own if x.example is not None]),
         )
+
+
+class ComparedStream(grain.IterDataset):
+    """The `SharedRow`s of examples that each process makes.
+
+    Args:
+        examples: Grain `IterDataset` of examples.
+        share: `Share`.
+    """
+
+    def __init__(self, examples, share):
+        super().__init__(examples)
+        self._examples, self.compare = examples, share.compare
+
+    def __iter__(self):
+        return iter(
+            self._examples.map(lambda x: _made_here(None, None, x, None))
+        )
+
+    def complete(self, rows):
+        """As of `SharedStream`."""
+        return [(place, row.example) for place, row in enumerate(rows)]
+
+
+def _made_here(index, row, example, counts):
+    """Returns the `SharedRow` of an example that each process makes."""
+    digest = b"" if example is None else hashed(example)
+    images = getattr(example, "images", None)
+    size = 0 if images is None else images.pixels.nbytes
+    return SharedRow(index, row, None, digest, size, example, counts)
 
 
 @dataclasses.dataclass(frozen=True)
