@@ -14,8 +14,8 @@ from keras_posttrain.distribution import processes
 
 # Platforms whose arrays are in the memory of the host.
 ON_HOST = ("cpu",)
-# Bytes of the words that accelerators sum up.
-WORDS = (1, 2, 4)
+# Bits of the words that accelerators sum up.
+WORDS = (8, 16, 32)
 
 
 def write(path, arrays, meta):
@@ -199,7 +199,7 @@ def _sums_on_devices(arrays):
         if (
             isinstance(array, jax.Array)
             and not is_of_one_process(array)
-            and array.dtype.itemsize in WORDS
+            and _bits(array.dtype) in WORDS
             and _platform(array) not in ON_HOST
         ):
             groups[frozenset(array.sharding.device_set)].append(i)
@@ -209,6 +209,15 @@ def _sums_on_devices(arrays):
         for i, total in zip(places, sums):
             found[i] = int(total)
     return found
+
+
+def _bits(dtype):
+    """Returns the bits of a number: fewer than a byte has, or 0 of others."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return 8 if jnp.issubdtype(dtype, jnp.bool_) else 0
 
 
 def _platform(array):

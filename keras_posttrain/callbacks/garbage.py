@@ -22,9 +22,6 @@ class Garbage(keras.callbacks.Callback):
         super().__init__()
         self._steps, self._has_frozen = 0, False
 
-    def on_train_begin(self, logs=None):
-        self._steps = 0
-
     def on_train_batch_end(self, batch, logs=None):
         self._steps += 1
         # A script, or a run around this one, may have done it before.

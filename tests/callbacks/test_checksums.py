@@ -51,6 +51,15 @@ def test_they_are_sums_of_words_on_each_mesh(on_host, monkeypatch):
         assert len(sums) == 5 and set(sums.values()) == {by_hand(values)}
 
 
+def test_the_host_sums_up_other_numbers(monkeypatch):
+    """Those of four bits, and complex ones, are no words of a device."""
+    monkeypatch.setattr(checkpoint_files, "ON_HOST", ())
+    for dtype in ("int4", "complex64"):
+        values = np.arange(-8, 8).astype(dtype)
+        sums = checkpoint_files.checksums({"x": jnp.asarray(values)})
+        assert sums == {"['x']": checkpoint_files._sum_of_words(values)}
+
+
 def test_a_bit_makes_another_one(monkeypatch):
     monkeypatch.setattr(checkpoint_files, "ON_HOST", ())
     first, second = (

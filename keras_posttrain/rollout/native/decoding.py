@@ -43,7 +43,7 @@ PROGRAMS = (
     "_zeros",
 )  # fmt: skip
 PAIRS = {"_prefill", "_extend", "_decode", "_verify"}
-# What a call with drafts returns as it is carried.
+# What a call with drafts returns of what its last pass has left.
 STATE_AFTER = ("taken", "active", "stopped", "passes", "drafts")
 
 
@@ -658,23 +658,12 @@ class SlotDecoder:
 
     def _decode(self, mode, weights, cache, state, limits):
         adapted, routes = mode
-        slots = state["token"].shape[0]
         state = self.placement.rows(state)
         cuts = {k: state[k] for k in ("top_k", "top_p", "min_p") if k in state}
-        recent = [layer.begun(state["length"], STEPS) for layer in cache]
-        carry = {
+        carry = self._begun(state, cache, routes) | {
             "step": jnp.int32(0),
             "token": state["token"],
-            "active": state["active"],
-            "stopped": jnp.zeros(slots, bool),
-            "taken": jnp.zeros(slots, "int32"),
-            "tokens": jnp.zeros((STEPS, slots), "int32"),
-            "logps": jnp.zeros((STEPS, slots), "float32"),
-            "recent": [self.placement.layer(layer) for layer in recent],
         }
-        if routes:
-            shape = (STEPS, slots, *self.policy.choices_shape)
-            carry["routes"] = jnp.zeros(shape, "int16")
 
         def is_unfinished(carry):
             active = jnp.sum(carry["active"], dtype="int32")
@@ -772,18 +761,24 @@ class SlotDecoder:
 
     def _before(self, state, cache, routes):
         """Returns what a call with drafts carries before its first pass."""
+        slots = state["length"].shape[0]
+        return self._begun(state, cache, routes) | {
+            "column": jnp.int32(0),
+            "suffix": state["suffix"],
+            "passes": jnp.zeros(slots, "int32"),
+            "drafts": jnp.zeros((3, slots), "int32"),
+            "placed": jnp.full((slots, STEPS), -1, "int32"),
+        }
+
+    def _begun(self, state, cache, routes):
+        """Returns what every call carries before its first pass."""
         lengths = state["length"]
         slots = lengths.shape[0]
         recent = [layer.begun(lengths, STEPS) for layer in cache]
         carry = {
-            "column": jnp.int32(0),
-            "suffix": state["suffix"],
             "active": state["active"],
             "stopped": jnp.zeros(slots, bool),
             "taken": jnp.zeros(slots, "int32"),
-            "passes": jnp.zeros(slots, "int32"),
-            "drafts": jnp.zeros((3, slots), "int32"),
-            "placed": jnp.full((slots, STEPS), -1, "int32"),
             "tokens": jnp.zeros((STEPS, slots), "int32"),
             "logps": jnp.zeros((STEPS, slots), "float32"),
             "recent": [self.placement.layer(layer) for layer in recent],
