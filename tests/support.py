@@ -1,14 +1,18 @@
 """Helpers of several test files: the reference folder and small rows."""
 
+import atexit
 import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from keras_posttrain.training.run_state import RunState
 
@@ -46,6 +50,33 @@ FAMILY_CASES = [
 
 def load_json(name):
     return json.loads((REFERENCE / name).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def one_layer(path):
+    """Returns a copy of a model's directory that has its first layer alone.
+
+    Tracing and lowering its programs takes little more than half as long.
+    For tests of what surrounds a model; what a layer gets from the one before
+    is for tests of models.
+    """
+    path = pathlib.Path(path)
+    folder = pathlib.Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    copy = shutil.copytree(path, folder / path.name)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = 1
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:1]
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = load_file(path / "model.safetensors")
+    first = {
+        name: value
+        for name, value in tensors.items()
+        if ".layers." not in name or ".layers.0." in name
+    }
+    save_file(first, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
 
 
 def random_rows(count, low=6, high=30, seed=0, vocabulary=500):

@@ -1,6 +1,5 @@
 """Rollouts that are sampled and scored while others are trained on."""
 
-import functools
 import os
 import pathlib
 import subprocess
@@ -12,8 +11,15 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, read_log, weights
+from tests.support import (
+    REFERENCE,
+    one_layer,
+    read_log,
+    starts_again,
+    weights,
+)
 from tests.tasks.test_grpo import (
+    MODEL,
     Tables,
     compiled,
     fit,
@@ -42,10 +48,10 @@ def trained(seen):
 )
 def test_weights_that_stay_give_the_samples_of_taking_turns(staleness):
     """Samples that are interrupted too, with an adapter too."""
-    turns = make(lora(), optimizer=STILL(0.0), max_completion_length=40)
-    ahead = make(lora(), optimizer=STILL(0.0), max_completion_length=40)
-    expected = run(turns)
-    seen = run(ahead, max_staleness=staleness)
+    settings = {"optimizer": STILL(0.0), "max_completion_length": 40}
+    task = starts_again(lambda: make(lora(), **settings))
+    expected = run(task())
+    seen = run(task(), max_staleness=staleness)
     assert len(seen) == len(expected) == 6
     for (one, _), (other, logs) in zip(expected, seen):
         assert one == other
@@ -56,7 +62,10 @@ def test_weights_that_stay_give_the_samples_of_taking_turns(staleness):
 
 
 def test_what_is_trained_on_is_never_older_than_asked_for():
-    task = make(num_minibatches=2, max_completion_length=40)
+    first = starts_again(
+        lambda: make(num_minibatches=2, max_completion_length=40)
+    )
+    task = first()
     seen = run(task, epochs=2, max_staleness=2)
     assert task.step == len(seen) == 24
     assert task.rollout.weight_version == 13
@@ -64,15 +73,14 @@ def test_what_is_trained_on_is_never_older_than_asked_for():
     assert max(ages) == 2 and ages[0] == 0
     # An epoch's first rollouts wait for the last one of the epoch before.
     assert ages[12] == 0
-    turns = make(num_minibatches=2, max_completion_length=40)
-    assert trained(seen) == trained(run(turns, epochs=2))
+    assert trained(seen) == trained(run(first(), epochs=2))
 
 
 def test_a_run_that_cannot_begin_leaves_the_loss():
     """Its loss is corrected for stale tokens only while it runs."""
     task = kpt.GRPOTask.from_preset(
-        REFERENCE / "models/llama3",
-        reference=REFERENCE / "models/qwen3",
+        one_layer(REFERENCE / "models/llama3"),
+        reference=MODEL,
         sequence_length=64,
     )
     task.tokenizer = None
@@ -135,11 +143,11 @@ def test_dynamic_sampling_takes_each_prompt_once():
             float(len(p) > 4) * r for p, r in zip(prompt_ids, odd(completions))
         ]
 
-    def of(staleness):
-        task = make(rewards=[some], max_resamples=2, optimizer=STILL(0.0))
-        return run(task, max_staleness=staleness)
-
-    assert trained(of(2)) == trained(of(0))
+    task = starts_again(
+        lambda: make(rewards=[some], max_resamples=2, optimizer=STILL(0.0))
+    )
+    seen, expected = (run(task(), max_staleness=n) for n in (2, 0))
+    assert trained(seen) == trained(expected)
 
 
 def test_a_reward_that_fails_ends_the_run_before_its_step():
@@ -177,30 +185,29 @@ def test_a_rollout_that_fails_costs_no_step(tmp_path, staleness):
             raise KeyError("no score")
         return odd(completions)
 
-    def go(rewards):
-        task, tables = make(lora(), rewards=rewards), Tables()
-        callbacks = [kpt.callbacks.Checkpoint(tmp_path), tables]
-        settings = {"epochs": 2, "max_staleness": staleness}
-        if rewards == [fails_once]:
-            with pytest.raises(ValueError, match="KeyError"):
-                fit(task, callbacks=callbacks, **settings)
-        else:
-            fit(task, callbacks=callbacks, **settings)
-        return task, trained(tables.seen)
+    def made():
+        return make(lora(), rewards=[fails_once])
 
-    odd_again = functools.wraps(fails_once)(
-        lambda completions: odd(completions)
-    )
-    first, before = go([fails_once])
-    second, after = go([odd_again])
-    assert first.step == len(before) > 0 and second.step == 4
+    def go(task):
+        tables = Tables()
+        callbacks = [kpt.callbacks.Checkpoint(tmp_path), tables]
+        fit(task, callbacks=callbacks, epochs=2, max_staleness=staleness)
+        return trained(tables.seen)
+
+    begins, resumed = starts_again(made), made()
+    first = begins()
+    with pytest.raises(ValueError, match="KeyError"):
+        go(first)
+    made_steps = first.step
+    after = go(resumed)
+    assert made_steps > 0 and resumed.step == 4
     # It resumes after the last step that was made.
-    assert len(after) == 4 - first.step
+    assert len(after) == 4 - made_steps
     if staleness == 0:
-        straight = make(lora())
+        straight = begins()
         fit(straight, epochs=2)
         for name, value in weights(straight).items():
-            np.testing.assert_array_equal(weights(second)[name], value)
+            np.testing.assert_array_equal(weights(resumed)[name], value)
 
 
 class StopAt(keras.callbacks.Callback):
@@ -222,19 +229,17 @@ def test_a_run_resumes_with_the_prompts_not_trained_on(tmp_path):
         ]
 
     settings = {"max_staleness": 2, "epochs": 2}
-    first, tables = make(lora()), Tables()
+    begins, tables = starts_again(lambda: make(lora())), Tables()
     with pytest.raises(KeyboardInterrupt):
-        fit(first, callbacks=callbacks(tables, StopAt(3)), **settings)
+        fit(begins(), callbacks=callbacks(tables, StopAt(3)), **settings)
     again, rest = make(lora()), Tables()
     fit(again, callbacks=callbacks(rest), **settings)
     log = read_log(tmp_path)
     assert [entry["step"] for entry in log] == [1, 2, 3, 4]
     seen = trained(tables.seen[: 4 - len(rest.seen)]) + trained(rest.seen)
-    turns = make(lora())
-    assert seen == trained(run(turns, 8, epochs=2))
-    other = make(lora())
+    assert seen == trained(run(begins(), 8, epochs=2))
     with pytest.raises(ValueError, match="max_staleness differs"):
-        fit(other, callbacks=callbacks(), epochs=3)
+        fit(begins(), callbacks=callbacks(), epochs=3)
 
 
 def test_evaluating_in_the_middle_takes_its_turn():
@@ -255,7 +260,7 @@ def test_evaluating_in_the_middle_takes_its_turn():
 
 @pytest.mark.full
 def test_ppo_and_distillation_too():
-    task = kpt.PPOTask.from_preset(REFERENCE / "models/qwen3")
+    task = kpt.PPOTask.from_preset(MODEL)
     task.tokenizer = None
     task.compile(
         keras.optimizers.SGD(0.1),
@@ -266,9 +271,7 @@ def test_ppo_and_distillation_too():
     logs = [x for _, x in run(task, 12, max_staleness=1)]
     assert len(logs) == 6 and logs[-1]["staleness/max"] == 1
     assert logs[-1]["sampling/importance_sampling_ratio/max"] > 1
-    task = kpt.DistillTask.from_preset(
-        REFERENCE / "models/qwen3", teacher=REFERENCE / "models/qwen3"
-    )
+    task = kpt.DistillTask.from_preset(MODEL, teacher=MODEL)
     before = weights(task)
     task.compile(
         keras.optimizers.SGD(0.1), on_policy=True, max_completion_length=6
@@ -280,9 +283,7 @@ def test_ppo_and_distillation_too():
 
 
 def test_rows_that_are_given_are_not_sampled_ahead():
-    task = kpt.DistillTask.from_preset(
-        REFERENCE / "models/qwen3", teacher=REFERENCE / "models/qwen3"
-    )
+    task = kpt.DistillTask.from_preset(MODEL, teacher=MODEL)
     task.compile()
     with pytest.raises(ValueError, match="on_policy=True"):
         fit(task, max_staleness=1)
@@ -328,7 +329,7 @@ def test_a_reward_that_hangs_ends_with_its_process():
     """`fit` is over while the next rollout is scored, and will ever be."""
     root = pathlib.Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGING, str(REFERENCE / "models/qwen3")],
+        [sys.executable, "-c", HANGING, str(MODEL)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(root)},

@@ -12,10 +12,18 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.rl.batches import rollout_layout
-from tests.support import REFERENCE, read_log, weights
+from tests.support import (
+    REFERENCE,
+    one_layer,
+    read_log,
+    starts_again,
+    weights,
+)
 
 VOCABULARY = 512
-MODEL = REFERENCE / "models/qwen3"
+TWO_LAYERS = REFERENCE / "models/qwen3"
+MODEL = one_layer(TWO_LAYERS)
+OTHER = one_layer(REFERENCE / "models/qwen3_ref")
 
 
 def odd(completions):
@@ -107,16 +115,27 @@ def recorded(task, **settings):
 
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_on_policy_ratio_1_and_no_divergence(with_lora):
+    """The reference is the policy when training began."""
     loss = kpt.losses.GRPOLoss(beta=0.1)
     task = make(lora() if with_lora else None, loss=loss)
-    [step] = recorded(task, rows=prompts(4))
-    assert step["kl"] < 1e-9
+    base = [np.array(v.value) for v in task.causal_lm.variables]
+    before = weights(task)
+    step, *_, last = recorded(task, epochs=2)
+    assert step["kl"] < 1e-9 < last["kl"]
     assert step["clip_ratio/region_mean"] == 0.0
     # Advantages of a group add up to 0 and all completions are as long.
     assert abs(step["loss"]) < 1e-6
     assert step["sampling/sampling_logp_difference/max"] < 5e-5
     assert step["sampling/effective_sample_size"] > 0.9999
     assert step["grad_norm"] > 0.01
+    assert any(np.any(before[k] != x) for k, x in weights(task).items())
+    if with_lora:
+        assert task.reference.num_bytes == 0
+        for value, v in zip(base, task.causal_lm.variables):
+            np.testing.assert_array_equal(value, v.value, err_msg=v.path)
+    else:
+        size = sum(v.value.nbytes for v in task.trainable_variables)
+        assert task.reference.num_bytes == size
 
 
 def test_old_log_probs_are_those_before_the_first_update():
@@ -155,16 +174,6 @@ def test_equal_rewards_change_nothing(loss):
         assert step["frac_reward_zero_std"] == 1.0
     for name, value in weights(task).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
-
-
-def test_a_lora_run_leaves_the_base_as_it_is():
-    task = make(lora(), loss=kpt.losses.GRPOLoss())
-    base = [np.array(v.value) for v in task.causal_lm.variables]
-    before = weights(task)
-    fit(task)
-    for value, v in zip(base, task.causal_lm.variables):
-        np.testing.assert_array_equal(value, v.value, err_msg=v.path)
-    assert any(np.any(before[k] != x) for k, x in weights(task).items())
 
 
 def test_what_is_masked_does_not_train():
@@ -263,66 +272,78 @@ def end(number, frame):
 
 
 @pytest.mark.parametrize(
-    "stops, error",
+    "stops",
     [
-        (fail, ValueError),
-        pytest.param(interrupt, KeyboardInterrupt, marks=pytest.mark.full),
-        (terminate, Terminated),
+        {fail: ValueError, terminate: Terminated},
+        pytest.param({interrupt: KeyboardInterrupt}, marks=pytest.mark.full),
     ],
+    ids=["error-SIGTERM", "SIGINT"],
 )
-def test_a_run_resumes_where_it_was_stopped_between_two_steps(
-    stops, error, tmp_path
-):
+def test_a_run_resumes_where_it_was_stopped_between_two_steps(stops, tmp_path):
     """By a reward that fails, Ctrl-C or SIGTERM, in the midst of a reward.
 
     The steps before are saved, and with them the state of the random
     numbers that rewards draw.
     """
-    settings = {
-        "optimizer": None,
-        "loss": kpt.losses.GRPOLoss(beta=0.1),
-        "num_minibatches": 2,
-    }
+    calls, plan = [], {}
 
-    def run(directory, dies_at=None):
-        calls = []
+    def score(completions):
+        calls.append(1)
+        plan.get(len(calls), int)()
+        return dice(completions)
 
-        def score(completions):
-            calls.append(1)
-            if len(calls) == dies_at:
-                stops()
-            return dice(completions)
+    def made(**settings):
+        return make(
+            lora(),
+            rewards=[score],
+            on_reward_error="raise",
+            optimizer=keras.optimizers.Adam(1e-3),
+            loss=kpt.losses.GRPOLoss(beta=0.1),
+            num_minibatches=2,
+            **settings,
+        )
 
-        settings["optimizer"] = keras.optimizers.Adam(1e-3)
-        task = make(lora(), rewards=[score], on_reward_error="raise",
-                    **settings)  # fmt: skip
+    def run(task, directory, seed=1):
+        calls.clear()
+        random.seed(seed)
+        np.random.seed(seed)
         callbacks = [
             kpt.callbacks.Checkpoint(directory, every=2),
             kpt.callbacks.MetricsLog(directory),
             kpt.callbacks.CompletionsLog(directory, num_rows=0),
         ]
         history = fit(task, rows=prompts(12), epochs=2, callbacks=callbacks)
-        return task, history
+        return weights(task), history
 
-    random.seed(1)
-    np.random.seed(1)
-    straight, history = run(tmp_path / "straight")
-    assert straight.step == 12
-    random.seed(1)
-    np.random.seed(1)
-    old = signal.signal(signal.SIGTERM, end)
-    try:
-        with pytest.raises(error):
-            run(tmp_path / "killed", dies_at=5)
-        assert signal.getsignal(signal.SIGTERM) is end
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGTERM, old)
-    random.seed(7)
-    np.random.seed(7)
-    resumed, again = run(tmp_path / "killed")
-    assert_same(weights(straight), weights(resumed), rtol=1e-6, atol=1e-7)
-    logs = [read_log(tmp_path / name) for name in ("straight", "killed")]
+    # What resumes never ran before, and what begins never resumed.
+    begins, resumes = starts_again(made), starts_again(made)
+    straight = run(begins(), tmp_path / "straight")
+    assert [x["step"] for x in read_log(tmp_path / "straight")] == [
+        *range(1, 13)
+    ]
+    for stop, error in stops.items():
+        folder = tmp_path / stop.__name__
+        plan[5] = stop
+        old = signal.signal(signal.SIGTERM, end)
+        try:
+            with pytest.raises(error):
+                run(begins(), folder)
+            assert signal.getsignal(signal.SIGTERM) is end
+            default = signal.default_int_handler
+            assert signal.getsignal(signal.SIGINT) is default
+        finally:
+            signal.signal(signal.SIGTERM, old)
+        plan.clear()
+        resumed = run(resumes(), folder, seed=7)
+        assert_same_run(straight, resumed, tmp_path / "straight", folder)
+    with pytest.raises(ValueError, match="whose num_generations differs"):
+        run(made(num_generations=2), tmp_path / "straight")
+
+
+def assert_same_run(straight, resumed, *folders):
+    """Weights, metrics, completions and history are those of one run."""
+    assert_same(straight[0], resumed[0], rtol=1e-6, atol=1e-7)
+    logs = [read_log(folder) for folder in folders]
     assert [x["step"] for x in logs[1]] == list(range(1, 13))
     for ours, theirs in zip(*logs):
         for name in ours:
@@ -331,24 +352,14 @@ def test_a_run_resumes_where_it_was_stopped_between_two_steps(
                     theirs[name], rel=1e-4, abs=1e-6
                 ), name
     lines = [
-        (tmp_path / name / "completions.jsonl").read_text().splitlines()
-        for name in ("straight", "killed")
+        (folder / "completions.jsonl").read_text().splitlines()
+        for folder in folders
     ]
     assert [json.loads(x)["completion"] for x in lines[0]] == [
         json.loads(x)["completion"] for x in lines[1]
     ]
-    np.testing.assert_allclose(
-        history.history["reward"][-1], again.history["reward"][-1], rtol=1e-6
-    )
-
-
-def test_other_settings_are_another_run(tmp_path):
-    fit(make(lora()), callbacks=[kpt.callbacks.Checkpoint(tmp_path)])
-    with pytest.raises(ValueError, match="whose num_generations differs"):
-        fit(
-            make(lora(), num_generations=2),
-            callbacks=[kpt.callbacks.Checkpoint(tmp_path)],
-        )
+    rewards = [x.history["reward"][-1] for _, x in (straight, resumed)]
+    np.testing.assert_allclose(*rewards, rtol=1e-6)
 
 
 def test_advantages_of_ones_own():
@@ -370,16 +381,16 @@ def test_advantages_of_ones_own():
 
 
 def test_steps_that_are_skipped_keep_the_others_samples():
-    whole, part = make(lora()), make(lora())
+    first = starts_again(lambda: make(lora()))
     tables = []
-    for task, skip in ((whole, ()), (part, [1])):
-        callback = Tables()
+    for skip in ((), [1]):
+        task, callback = first(), Tables()
         fit(task, rows=prompts(8), skip_steps=skip, callbacks=[callback])
+        assert task.step == 2
         tables.append([table for table, _ in callback.seen])
     assert [t["step"][0] for t in tables[0]] == [0, 1]
     assert [t["step"][0] for t in tables[1]] == [1]
     assert tables[0][1]["prompt"] == tables[1][0]["prompt"]
-    assert whole.step == part.step == 2
 
 
 # What is sampled
@@ -471,17 +482,19 @@ def test_evaluate_counts_what_is_right():
 
 
 def test_validation_is_in_the_history_and_leaves_training_alone():
-    alone, validated = make(lora()), make(lora())
-    fit(alone, epochs=2)
+    first = starts_again(lambda: make(lora()))
+    task = first()
+    fit(task, epochs=2)
+    alone = weights(task)
     history = fit(
-        validated,
+        first(),
         epochs=2,
         validation_data=prompts(4, seed=9),
         validation_generations=2,
     ).history
     assert len(history["val_pass@1"]) == len(history["val_pass@2"]) == 2
     assert len(history["reward"]) == 2
-    assert_same(weights(alone), weights(validated), atol=0)
+    assert_same(alone, weights(task), atol=0)
 
 
 def test_text_and_messages_reach_rewards():
@@ -549,17 +562,9 @@ def test_the_engine_is_started_synced_and_stopped():
 # The reference
 
 
-def test_the_reference_is_the_policy_when_training_began():
+def test_the_reference_of_an_adapter_that_is_not_0_is_a_copy():
     loss = kpt.losses.GRPOLoss(beta=0.1)
-    off, whole = make(lora(), loss=loss), make(loss=loss)
-    for task in (off, whole):
-        steps = recorded(task, epochs=2)
-        assert steps[0]["kl"] < 1e-9 < steps[-1]["kl"]
-    assert off.reference.num_bytes == 0
-    size = sum(v.value.nbytes for v in whole.trainable_variables)
-    assert whole.reference.num_bytes == size
-    # Of an adapter that was not 0, a copy.
-    second = kpt.GRPOTask.from_preset(MODEL, sequence_length=64)
+    second = kpt.GRPOTask.from_preset(TWO_LAYERS, sequence_length=64)
     second.load_adapter(REFERENCE / "adapters/qwen3_lora_r4_init")
     second.tokenizer = None
     compiled(second, loss=loss)
@@ -598,8 +603,8 @@ def test_a_reference_that_follows_the_policy(with_lora, tmp_path):
         np.testing.assert_array_equal(before, after)
 
 
-def test_no_reference_no_update():
-    task = make(rollout=NoSampling())
+def test_no_reference_no_update(refusing):
+    task = compiled(refusing, rollout=NoSampling())
     with pytest.raises(ValueError, match="no reference to update"):
         fit(task, callbacks=[kpt.callbacks.UpdateReference()])
 
@@ -609,7 +614,7 @@ def test_a_reference_of_ones_own():
         MODEL,
         lora=lora(),
         sequence_length=64,
-        reference=REFERENCE / "models/qwen3_ref",
+        reference=OTHER,
     )
     task.tokenizer = None
     names = {v.path for v in task.variables}
@@ -624,9 +629,7 @@ def test_a_reference_of_ones_own():
         )
     ]
     first = kpt.GRPOTask.from_preset(MODEL, sequence_length=64)
-    other = kpt.GRPOTask.from_preset(
-        REFERENCE / "models/qwen3_ref", sequence_length=64
-    )
+    other = kpt.GRPOTask.from_preset(OTHER, sequence_length=64)
     gaps = [
         np.sum((a - b)[-6:])
         for a, b in zip(first.log_probs(rows), other.log_probs(rows))
@@ -654,7 +657,7 @@ def test_rloos_share_of_equal_groups_has_the_divergence():
             MODEL,
             lora=lora(),
             sequence_length=64,
-            reference=REFERENCE / "models/qwen3_ref",
+            reference=OTHER,
         )
         task.tokenizer = None
         compiled(
@@ -670,7 +673,7 @@ def test_rloos_share_of_equal_groups_has_the_divergence():
 def test_a_family_without_the_seam_trains():
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=97,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         hidden_dim=16,
         intermediate_dim=24,
@@ -700,6 +703,12 @@ class NoSampling(kpt.rollout.NativeRollout):
         pytest.fail("sampled before the error")
 
 
+@pytest.fixture(scope="module")
+def refusing():
+    """A task that no test lets sample."""
+    return make(rollout=NoSampling())
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -723,9 +732,9 @@ class NoSampling(kpt.rollout.NativeRollout):
         ({"stop_token_ids": [512]}, r"stop_token_ids=\[512\]"),
     ],
 )
-def test_compile_refuses(settings, message):
+def test_compile_refuses(settings, message, refusing):
     with pytest.raises(ValueError, match=message):
-        make(**settings)
+        compiled(refusing, **settings)
 
 
 @pytest.mark.parametrize(
@@ -745,17 +754,17 @@ def test_compile_refuses(settings, message):
          "row 1 of `dataset` lacks the column 'a'"),
     ],
 )  # fmt: skip
-def test_fit_refuses(rows, settings, message):
-    task = make(rollout=NoSampling())
+def test_fit_refuses(rows, settings, message, refusing):
+    task = compiled(refusing, rollout=NoSampling())
     with pytest.raises(ValueError, match=message):
         fit(task, rows, **settings)
 
 
-def test_a_column_that_a_reward_needs_is_named_before_sampling():
+def test_a_column_that_a_reward_needs_is_named_before_sampling(refusing):
     def correct(completions, answer):
         return [0.0] * len(completions)
 
-    task = make(rewards=[correct], rollout=NoSampling())
+    task = compiled(refusing, rewards=[correct], rollout=NoSampling())
     with pytest.raises(ValueError, match="needs the column 'answer'"):
         fit(task)
     with pytest.raises(ValueError, match="`validation_data` lacks"):

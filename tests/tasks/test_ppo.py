@@ -12,16 +12,21 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.models import presets
 from keras_posttrain.rl.ppo import TokenAdvantages
-from tests.support import REFERENCE, check_most, weights
-from tests.tasks.test_grpo import MODEL, Record, assert_same, odd, prompts
+from tests.support import check_most, weights
+from tests.tasks.test_grpo import (
+    MODEL,
+    OTHER,
+    Record,
+    assert_same,
+    odd,
+    prompts,
+)
 from tests.tasks.test_grpo_learning import (
     END,
     middle,
     split,
     trained_on_the_format,
 )
-
-OTHER = REFERENCE / "models/qwen3_ref"
 
 
 def make(lora=None, reference=None, model=MODEL, **settings):
@@ -298,17 +303,24 @@ def test_completions_without_a_reward_are_left_out():
     def none(completions):
         return [None] * len(completions)
 
-    task = make(lora(), rewards=[half])
+    scores = [half]
+    task = make(lora(), rewards=[lambda completions: scores[0](completions)])
     set_head(task)
     [step] = fit(task)
     advantages = np.array(task.last_rollout["advantage"])
     assert np.all(advantages[::2] == 0) and np.all(advantages[1::2] != 0)
     assert step["reward"] == pytest.approx(0.5)
-    task = make(lora(), rewards=[none])
+    scores[0] = none
     before = weights(task)
     [step] = fit(task)
     assert step["skipped"] == 1.0
     assert_same(before, weights(task), atol=0)
+
+
+@pytest.fixture(scope="module")
+def refusing():
+    """A task that nothing compiles."""
+    return make()
 
 
 @pytest.mark.parametrize(
@@ -327,9 +339,9 @@ def test_completions_without_a_reward_are_left_out():
         ({"rewards": []}, "at least one reward function"),
     ],
 )
-def test_compile_refuses(settings, message):
+def test_compile_refuses(settings, message, refusing):
     with pytest.raises(ValueError, match=message):
-        make(**settings)
+        compiled(refusing, **settings)
 
 
 def test_the_policy_is_no_value_model():
