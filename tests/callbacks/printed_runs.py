@@ -5,6 +5,7 @@ what it writes is in `FOLDER/<task>`. `terminal WIDTH ...`: a run with skipped
 steps and validation, and rollouts, in terminals of these widths.
 """
 
+import dataclasses
 import fcntl
 import os
 import struct
@@ -88,11 +89,16 @@ def slow(completions):
 def terminal(*widths):
     rows = random_rows(24, seed=2)
     rows = [{**row, "weight": float(i > 7)} for i, row in enumerate(rows)]
-    sft = contract.make(contract.TASKS["sft"], keras.optimizers.SGD(1e-3))
-    grpo = contract.make(
-        contract.TASKS["grpo"],
-        keras.optimizers.SGD(1e-3),
-        compiled={"rewards": [slow]},
+    # Of two layers, whose compilation takes long enough to be named.
+    sft, grpo = (
+        contract.make(
+            dataclasses.replace(
+                contract.TASKS[name], preset=contract.TWO_LAYERS[0]
+            ),
+            keras.optimizers.SGD(1e-3),
+            compiled=compiled,
+        )
+        for name, compiled in (("sft", None), ("grpo", {"rewards": [slow]}))
     )
     for width in widths:
         size = struct.pack("HHHH", 24, int(width), 0, 0)

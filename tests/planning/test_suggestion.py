@@ -11,11 +11,12 @@ from keras_posttrain.data.batches.packing import pack
 from tests.support import random_rows
 from tests.tasks import contract
 
+# Values derived by hand are of a model of two layers.
+MODEL = contract.TWO_LAYERS[0]
+
 
 def sft(lora=None, length=64):
-    return kpt.SFTTask.from_preset(
-        contract.MODEL, lora=lora, sequence_length=length
-    )
+    return kpt.SFTTask.from_preset(MODEL, lora=lora, sequence_length=length)
 
 
 def rows_of(lengths):
@@ -120,7 +121,7 @@ def test_the_rate_depends_on_scale_times_rank():
 )
 def test_other_tasks_have_their_own_rates(kind, rates):
     for lora, expected in zip((kpt.LoRA(rank=16), None), rates):
-        task = kind.from_preset(contract.MODEL, lora=lora)
+        task = kind.from_preset(MODEL, lora=lora)
         s = task.suggest(contract.PAIRS)
         assert s.learning_rate == pytest.approx(expected)
         assert "our default" in s.reasons["learning_rate"]
@@ -157,7 +158,7 @@ def test_packing_follows_from_the_fill(task):
         {"chosen_ids": [5] * n, "rejected_ids": [6] * n, "prompt_ids": [7]}
         for n in lengths
     ]
-    dpo = kpt.DPOTask.from_preset(contract.MODEL, sequence_length=128)
+    dpo = kpt.DPOTask.from_preset(MODEL, sequence_length=128)
     s = dpo.suggest(pairs)
     assert s.fit == {"batch_size": 8, "packing": True}
 
@@ -185,7 +186,7 @@ def test_rows_that_can_be_read_once_are_refused(task):
 
 def test_completions_of_prompts():
     """Their length is taken from rows that have some, and else left out."""
-    task = kpt.GRPOTask.from_preset(contract.MODEL)
+    task = kpt.GRPOTask.from_preset(MODEL)
     prompts = [{"prompt_ids": [5] * 10} for _ in range(800)]
     s = task.suggest(prompts)
     assert s.task["sequence_length"] == 320
@@ -199,7 +200,7 @@ def test_completions_of_prompts():
     assert s.compile["max_completion_length"] == 48
     assert s.task["sequence_length"] == 64
     # PPO compares no samples of one prompt.
-    ppo = kpt.PPOTask.from_preset(contract.MODEL)
+    ppo = kpt.PPOTask.from_preset(MODEL)
     assert "num_generations" not in ppo.suggest(prompts).compile
 
 
@@ -244,7 +245,7 @@ def test_the_estimate_is_near_the_compilers():
 def test_shapes_alone_are_enough():
     with kpt.distribution.shapes_only():
         task = kpt.SFTTask.from_preset(
-            contract.MODEL, load_weights=False, dtype="bfloat16"
+            MODEL, load_weights=False, dtype="bfloat16"
         )
         rows = rows_of([500] * 3000)
         small = task.suggest(rows, memory=16 * 2**20)

@@ -3,8 +3,9 @@
 A case is a task with a loss, rows, and the ways to run the same update: in
 micro-batches, packed, with shared prompts, from a cache, rematerialised. The
 ways of a case cover each pair of settings rather than their product. Nearly
-all cases use one tiny Llama, and the compile cache serves one check with what
-another has compiled.
+all cases use one tiny Llama of one layer, and the compile cache serves one
+check with what another has compiled. What layers get from each other is the
+same for all tasks: one case, whose ways have most settings, has two.
 """
 
 import dataclasses
@@ -20,15 +21,17 @@ import keras_posttrain as kpt
 from tests.support import (
     REFERENCE,
     load_json,
+    one_layer,
     random_rows,
     read_log,
     spread_adapter,
+    starts_again,
     weights,
 )
 
 losses = kpt.losses
-MODEL = REFERENCE / "models/llama3"
-OTHER = REFERENCE / "models/llama3_ref"
+TWO_LAYERS = [REFERENCE / "models" / x for x in ("llama3", "llama3_ref")]
+MODEL, OTHER = map(one_layer, TWO_LAYERS)
 
 ROWS = random_rows(8, seed=1)
 PAIRS = load_json("dpo.json")["datasets"]["llama3"][:6]
@@ -192,6 +195,11 @@ TASKS = {
 }
 # More losses, of which the update alone is compared.
 VARIANTS = {
+    "dpo_two_layers": dataclasses.replace(
+        TASKS["dpo"],
+        preset=TWO_LAYERS[0],
+        given={"reference": TWO_LAYERS[1]},
+    ),
     "orpo": Case(
         kpt.DPOTask,
         PAIRS,
@@ -448,10 +456,13 @@ class KillAt(keras.callbacks.Callback):
             raise Killed
 
 
-def run(case, directory, epochs=2, dies_at=None):
+def made_to_run(case, folder):
+    cache = {k: v or folder / "cache" for k, v in case.cache.items()}
+    return make(case, keras.optimizers.Adam(1e-3), compiled=cache)
+
+
+def run(task, case, directory, epochs=2, dies_at=None):
     """Trains with checkpoints, until the end or until it is killed."""
-    cache = {k: v or directory / "cache" for k, v in case.cache.items()}
-    task = make(case, keras.optimizers.Adam(1e-3), compiled=cache)
     callbacks = [
         kpt.callbacks.MetricsLog(directory),
         kpt.callbacks.Checkpoint(directory, every=1),
@@ -486,11 +497,15 @@ def log_of(directory):
     ]
 
 
+def state_of(task):
+    """What training changes: a list of paths and arrays."""
+    variables = [*task.trainable_variables, *task.optimizer.variables]
+    return [(v.path, np.array(v.value)) for v in variables]
+
+
 def assert_bit_equal(ours, theirs):
-    for first, second in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(
-            np.array(first.value), np.array(second.value), err_msg=first.path
-        )
+    for (path, first), (_, second) in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(first, second, err_msg=path)
 
 
 def check_resumed_run(name, directory, stops=False):
@@ -499,18 +514,20 @@ def check_resumed_run(name, directory, stops=False):
     With `stops` it also stops after the epoch.
     """
     case = TASKS[name]
-    straight = run(case, directory / "straight")
-    steps = straight.step
+    # One task is compiled for the runs that resume nothing.
+    first = starts_again(lambda: made_to_run(case, directory))
+    task = run(first(), case, directory / "straight")
+    steps, straight = task.step, state_of(task)
     assert steps >= 4
-    run(case, directory / "parts", dies_at=steps // 2 - 1)
+    parts = directory / "parts"
+    run(first(), case, parts, dies_at=steps // 2 - 1)
     if stops:
-        stopped = run(case, directory / "parts", epochs=1)
+        stopped = run(made_to_run(case, directory), case, parts, epochs=1)
         assert stopped.step == steps // 2
-    resumed = run(case, directory / "parts")
+    resumed = run(made_to_run(case, directory), case, parts)
     assert resumed.step == steps
-    assert_bit_equal(straight.trainable_variables, resumed.trainable_variables)
-    assert_bit_equal(straight.optimizer.variables, resumed.optimizer.variables)
-    ours, theirs = log_of(directory / "straight"), log_of(directory / "parts")
+    assert_bit_equal(straight, state_of(resumed))
+    ours, theirs = log_of(directory / "straight"), log_of(parts)
     assert [line["step"] for line in theirs] == list(range(1, steps + 1))
     assert ours == theirs
 
@@ -532,7 +549,7 @@ def check_export(name, directory):
     )
     task.save_adapter(directory / "adapter")
     adapted = case.kind.from_preset(
-        MODEL,
+        case.preset,
         sequence_length=64,
         **case.given,
         **({"lora": kpt.LoRA(rank=4)} if name == "reward" else {}),

@@ -10,9 +10,14 @@ ONE_EACH = [
     pytest.param(x, marks=pytest.mark.full if x in MORE else ())
     for x in contract.TASKS
 ]
+# With what one layer gives the next.
+UPDATES = [
+    *(x for x in contract.TASKS if x != "dpo"),
+    "dpo_two_layers",
+]
 
 
-@pytest.mark.parametrize("name", contract.TASKS)
+@pytest.mark.parametrize("name", UPDATES)
 def test_the_same_update_however_it_is_run(name):
     contract.check_same_update(name, together=True)
 
@@ -34,7 +39,7 @@ def test_a_run_that_also_stops_is_the_straight_one(name, tmp_path):
     contract.check_resumed_run(name, tmp_path, stops=True)
 
 
-@pytest.mark.parametrize("name", contract.TASKS)
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_what_is_exported_is_the_model(name, tmp_path):
     contract.check_export(name, tmp_path)
 

@@ -6,7 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.data.batches import pipeline, prompt_stream
-from tests.support import REFERENCE, random_rows
+from tests.support import random_rows
 from tests.tasks import contract
 
 pytestmark = pytest.mark.contract
@@ -74,8 +74,7 @@ def test_runs_on_streams_resume_bit_for_bit(name, tmp_path, monkeypatch):
 
 
 def make(kind, **kwargs):
-    model = REFERENCE / "models/llama3"
-    return kind.from_preset(model, sequence_length=64, **kwargs)
+    return kind.from_preset(contract.MODEL, sequence_length=64, **kwargs)
 
 
 def test_validation_evaluation_and_log_probs():
