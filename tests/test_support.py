@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, check_most, starts_again, weights
+from tests.support import (
+    REFERENCE,
+    check_most,
+    one_layer,
+    starts_again,
+    weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +57,19 @@ def test_a_task_that_starts_again_has_its_first_state():
     assert int(task.optimizer.iterations.value) == 0
     for name, value in weights(task).items():
         np.testing.assert_array_equal(value, before[name])
+
+
+def test_one_layer_is_the_first_of_the_model():
+    path = REFERENCE / "models/gemma2"
+    one, whole = (
+        kpt.SFTTask.from_preset(x).causal_lm.backbone
+        for x in (one_layer(path), path)
+    )
+    assert [len(x.transformer_layers) for x in (one, whole)] == [1, 3]
+    for ours, theirs in (
+        (one.token_embedding, whole.token_embedding),
+        (one.transformer_layers[0], whole.transformer_layers[0]),
+        (one.layer_norm, whole.layer_norm),
+    ):
+        for x, y in zip(ours.weights, theirs.weights, strict=True):
+            np.testing.assert_array_equal(x.value, y.value)
