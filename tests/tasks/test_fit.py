@@ -8,12 +8,14 @@ import pytest
 import keras_posttrain as kpt
 from tests.support import (
     REFERENCE,
+    one_layer,
     random_rows,
     read_log,
     starts_again,
     weights,
 )
 
+MODEL = one_layer(REFERENCE / "models/qwen3")
 ROWS = random_rows(12, seed=2)
 CHAT = [
     {
@@ -28,7 +30,15 @@ CHAT = [
 
 def make(**kwargs):
     kwargs.setdefault("sequence_length", 64)
-    return kpt.SFTTask.from_preset(REFERENCE / "models/qwen3", **kwargs)
+    return kpt.SFTTask.from_preset(MODEL, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """A task that no test here trains."""
+    task = make()
+    task.compile()
+    return task
 
 
 @starts_again
@@ -60,10 +70,9 @@ def test_skip_steps_leaves_out_exactly_those_batches(tmp_path):
         assert loss == logs["whole"][step]
 
 
-def test_evaluate_is_the_token_mean_of_all_rows():
+def test_evaluate_is_the_token_mean_of_all_rows(reader):
     """Batches of unequal token counts weigh by their tokens."""
-    task = make()
-    task.compile()
+    task = reader
     one = task.evaluate(ROWS, batch_size=12)
     many = task.evaluate(ROWS, batch_size=5)
     for key in ("loss", "perplexity", "entropy", "mean_token_accuracy"):
@@ -75,9 +84,8 @@ def test_evaluate_is_the_token_mean_of_all_rows():
     np.testing.assert_allclose(one["perplexity"], np.exp(one["loss"]))
 
 
-def test_evaluate_also_generates():
-    task = make()
-    task.compile()
+def test_evaluate_also_generates(reader):
+    task = reader
     found = task.evaluate(CHAT, num_samples=2, max_tokens=4)["samples"]
     keys = {"prompt", "completion", "reference"}
     assert [set(s) for s in found] == [keys] * 2
@@ -137,8 +145,8 @@ def test_base_weights_are_bit_equal_under_lora():
     assert all((before[k] != v).any() for k, v in weights(task).items())
 
 
-def test_generate_takes_what_it_says():
-    task = make()
+def test_generate_takes_what_it_says(reader):
+    task = reader
     text = task.generate("Hello", max_tokens=4, temperature=0)
     assert isinstance(text, str)
     messages = [{"role": "user", "content": "Hi"}]
@@ -165,8 +173,8 @@ def test_generate_takes_what_it_says():
     assert only == greedy
 
 
-def test_generate_stops_at_any_token_of_the_set():
-    task = make()
+def test_generate_stops_at_any_token_of_the_set(reader):
+    task = reader
     free = task.generate(
         "Hello",
         max_tokens=12,
@@ -187,7 +195,12 @@ def test_generate_stops_at_any_token_of_the_set():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
 def test_sixteen_bits_train(dtype):
-    task = make(dtype=dtype, lora=kpt.LoRA(rank=4))
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models/qwen3",
+        sequence_length=64,
+        dtype=dtype,
+        lora=kpt.LoRA(rank=4),
+    )
     task.compile(optimizer=keras.optimizers.Adam(1e-2))
     losses = task.fit(ROWS, batch_size=4, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0] - 0.5
@@ -204,7 +217,7 @@ def test_expert_train_step_runs_under_fit():
 
     results = []
     for cls, rate in ((Halved, 0.2), (kpt.SFTTask, 0.1)):
-        task = cls.from_preset(REFERENCE / "models/qwen3", sequence_length=64)
+        task = cls.from_preset(MODEL, sequence_length=64)
         task.compile(optimizer=keras.optimizers.SGD(rate), max_grad_norm=None)
         task.fit(ROWS, batch_size=4, shuffle=False, verbose=0)
         results.append(weights(task))
@@ -242,7 +255,7 @@ def test_an_own_step_need_not_report_every_metric():
             logs = {"loss": logs["loss"], "num_tokens": logs["num_tokens"]}
             return self.apply_gradients(state, gradients, logs)
 
-    task = Bare.from_preset(REFERENCE / "models/qwen3", sequence_length=64)
+    task = Bare.from_preset(MODEL, sequence_length=64)
     task.compile(optimizer=keras.optimizers.SGD(0.1))
     history = task.fit(ROWS, batch_size=4, verbose=0).history
     assert "entropy" not in history and history["loss"][0] > 0

@@ -7,9 +7,9 @@ import transformers
 
 import keras_posttrain as kpt
 from keras_posttrain.training import keras_words, monitors
-from tests.support import REFERENCE, random_rows, weights
+from tests.support import REFERENCE, one_layer, random_rows, weights
 
-MODEL = REFERENCE / "models/qwen3"
+MODEL = one_layer(REFERENCE / "models/qwen3")
 ROWS = random_rows(4, seed=9)
 PROMPTS = [{"prompt_ids": [5, 6]}, {"prompt_ids": [7, 8]}]
 
@@ -87,9 +87,18 @@ def test_metrics_have_a_direction(name, expected):
     assert monitors.direction(name) == expected
 
 
+@pytest.fixture(scope="module")
+def falling():
+    """A task with a reward whose direction is set, and this reward."""
+    reward = Falling()
+    settings = {"optimizer": keras.optimizers.SGD(1.0)}
+    return compiled(make(kpt.GRPOTask), reward, **settings), reward
+
+
 @pytest.mark.parametrize("sign, epochs", [(-1.0, 2), (1.0, 4)])
-def test_early_stopping_maximises_the_reward(grpo, sign, epochs):
-    compiled(grpo, Falling(sign))
+def test_early_stopping_maximises_the_reward(falling, sign, epochs):
+    grpo, reward = falling
+    reward.sign = sign
     stop = keras.callbacks.EarlyStopping(monitor="reward", patience=1)
     history = grpo.fit(
         PROMPTS, batch_size=2, epochs=4, callbacks=[stop], verbose=0
@@ -97,9 +106,9 @@ def test_early_stopping_maximises_the_reward(grpo, sign, epochs):
     assert len(history.epoch) == epochs
 
 
-def test_the_best_weights_come_back(grpo):
-    compiled(grpo, Falling(), optimizer=keras.optimizers.SGD(1.0))
-    kept = []
+def test_the_best_weights_come_back(falling):
+    grpo, reward = falling
+    reward.sign, kept = -1.0, []
     grpo.fit(
         PROMPTS,
         batch_size=2,
