@@ -1,4 +1,4 @@
-"""Variables that have a shape, a dtype and a layout, but no value yet."""
+"""Variables of Keras: without a value yet, and removed from a layer."""
 
 import contextlib
 import threading
@@ -84,3 +84,13 @@ def shapes_only():
                     variable.shape, variable.dtype
                 )
                 variable._initializer = None
+
+
+def remove(layer, name):
+    """Removes a variable from a layer.
+
+    Keras's `__delattr__` does this too, and then collects garbage, which
+    takes a second in a large process.
+    """
+    layer._untrack_variable(getattr(layer, name))
+    del vars(layer)[name]

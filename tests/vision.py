@@ -295,10 +295,20 @@ OF_ALL_KINDS = pytest.mark.parametrize(
 OF_GEMMA4 = pytest.mark.parametrize("directory", ["gemma4"], indirect=True)
 
 
+_made = {}
+
+
 def directory_of(request, tmp_path_factory):
-    """Makes the directory of a fixture, of the family of its parameter."""
+    """Returns the directory of a fixture, of the family of its parameter.
+
+    It is made once: pytest sets up the fixture again whenever the parameter
+    changes. To change its files, copy it.
+    """
     kind = getattr(request, "param", "gemma3")
-    return make_directory(tmp_path_factory.mktemp(kind) / "model", kind=kind)
+    if kind not in _made:
+        path = tmp_path_factory.mktemp(kind) / "model"
+        _made[kind] = make_directory(path, kind=kind)
+    return _made[kind]
 
 
 def copied(source, directory):

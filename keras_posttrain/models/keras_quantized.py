@@ -10,8 +10,7 @@ import dataclasses
 import keras
 import numpy as np
 
-from keras_posttrain import _console
-from keras_posttrain._variables import without_values
+from keras_posttrain import _console, _variables
 from keras_posttrain.models import device_transfer, quantized
 from keras_posttrain.models.hf.families import FAMILIES, family_of
 from keras_posttrain.models.hf.tensors import linear_layers
@@ -379,12 +378,8 @@ def _unpacked(variable, size, axis, dtype):
 def _strip(layer, parts):
     """Removes what Keras made when it quantized a layer."""
     for part in parts:
-        variable = vars(layer).get(part)
-        if isinstance(variable, keras.Variable):
-            # Keras's `__delattr__` does this too, and collects garbage each
-            # time, which takes a second in a large process.
-            layer._untrack_variable(variable)
-            del vars(layer)[part]
+        if isinstance(vars(layer).get(part), keras.Variable):
+            _variables.remove(layer, part)
     layer._is_quantized = False
     layer._dtype_policy = _plain_policy(layer)
 
@@ -392,7 +387,7 @@ def _strip(layer, parts):
 def _add_weight(layer, attribute, name, shape):
     """Adds a variable of floats to a layer, whose value is to be set."""
     layer._tracker.unlock()
-    with without_values():
+    with _variables.without_values():
         setattr(layer, attribute, layer.add_weight(name=name, shape=shape))
     layer._tracker.lock()
 

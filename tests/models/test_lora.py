@@ -67,11 +67,9 @@ def fill(adapter, seed=0, scale=0.05):
 
 
 def logits(causal_lm, adapter=None, batch=BATCH, key=None):
-    def run(batch):
-        hidden = Policy(causal_lm, adapter).hidden_states(batch, key)
-        return causal_lm.backbone.token_embedding(hidden, reverse=True)
-
-    return np.array(jax.jit(run)(batch))
+    # Not compiled: one pass is less work than its compilation.
+    hidden = Policy(causal_lm, adapter).hidden_states(batch, key)
+    return np.array(causal_lm.backbone.token_embedding(hidden, reverse=True))
 
 
 def kernels(adapter):

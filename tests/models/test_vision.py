@@ -1,5 +1,6 @@
 """Gemma 3 and 4 with their vision towers, against transformers."""
 
+import functools
 import json
 
 import jax
@@ -29,12 +30,16 @@ def directory(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def task(directory):
-    return make_task(directory)
+    return shared_task(directory)
 
 
 def make_task(directory, **settings):
     settings = {"sequence_length": 256, "dtype": "float32"} | settings
     return kpt.SFTTask.from_preset(directory, vision=True, **settings)
+
+
+# Compiled once for all tests: they look, and train nothing.
+shared_task = functools.cache(make_task)
 
 
 def reference(model, rows, **sizes):

@@ -59,18 +59,31 @@ def run(distribution, slots, **kwargs):
     return out, scores
 
 
+def data(devices):
+    return keras.distribution.DataParallel(devices=devices)
+
+
 @pytest.mark.parametrize(
-    "lora, slots",
-    [(None, 8), (kpt.LoRA(rank=4), 32)],
-    ids=["full-few", "lora-many"],
+    "lora, slots, layouts",
+    [
+        pytest.param(None, 8, (data, layout), id="full-few"),
+        pytest.param(kpt.LoRA(rank=4), 32, (layout,), id="lora-many"),
+        # The split of slots is that of all weights.
+        pytest.param(
+            kpt.LoRA(rank=4),
+            32,
+            (data,),
+            id="lora-many-data",
+            marks=pytest.mark.full,
+        ),
+    ],
 )
-def test_eight_devices_give_the_tokens_of_one(eight_devices, lora, slots):
+def test_eight_devices_give_the_tokens_of_one(
+    eight_devices, lora, slots, layouts
+):
     one, _ = run(None, 128, lora=lora)
-    for distribution in (
-        keras.distribution.DataParallel(devices=eight_devices),
-        layout(eight_devices),
-    ):
-        out, scores = run(distribution, slots, lora=lora)
+    for make in layouts:
+        out, scores = run(make(eight_devices), slots, lora=lora)
         for left, right in zip(one, out, strict=True):
             for a, b in zip(left, right, strict=True):
                 assert a.token_ids == b.token_ids

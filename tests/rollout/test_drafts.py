@@ -48,6 +48,12 @@ def engine_of(task, slots=8, **settings):
     return engine
 
 
+@functools.cache
+def plain_engine(task):
+    """An engine without drafts, compiled once for all tests."""
+    return engine_of(task, drafts=False)
+
+
 def requests(seed=0):
     """Groups of prompts of many lengths, temperatures, cuts and ends."""
     rng = np.random.default_rng(2)
@@ -98,17 +104,18 @@ def check_trainers(engine, asked, found):
 
 @pytest.mark.parametrize(
     "model, slots",
-    [("llama3", 3), ("llama3", 8), ("gemma2", 4)],
-    ids=["few-slots", "slots", "windows"],
+    [
+        # Of the width of the windows, with the caches of the other.
+        pytest.param("llama3", 3, marks=pytest.mark.full, id="few-slots"),
+        pytest.param("llama3", 8, id="slots"),
+        pytest.param("gemma2", 4, id="windows"),
+    ],
 )
 def test_samples_are_those_without_drafts(always, model, slots):
     """Groups, stop tokens and ends inside of drafts, slots that change hands,
     rings that sequences are longer than; prompts of earlier calls."""
     task = shared(model)
-    plain, engine = (
-        engine_of(task, slots, drafts=False),
-        engine_of(task, slots),
-    )
+    plain, engine = plain_engine(task), engine_of(task, slots)
     for seed in (0, 100, 0):
         asked = requests(seed)
         engine.metrics()
@@ -136,7 +143,13 @@ def test_known_samples_take_few_passes(always):
     assert engine.metrics() == metrics
 
 
-@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=4)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(None, marks=pytest.mark.full, id="all"),
+        pytest.param(kpt.LoRA(rank=4), id="lora"),
+    ],
+)
 def test_the_contract(always, lora):
     task = make(length=64, lora=lora)
     engine = engine_of(task, 4)
@@ -185,7 +198,7 @@ def test_samples_follow_the_distribution(always):
 
 
 def test_eight_devices_give_the_tokens_of_one(always, eight_devices):
-    one = engine_of(shared(), 8, drafts=False).generate(requests())
+    one = plain_engine(shared()).generate(requests())
     keras.distribution.set_distribution(layout(eight_devices))
     engine = engine_of(make(), 8)
     for _ in range(2):

@@ -33,6 +33,20 @@ def engine_of(task, *args, **kwargs):
     return engine
 
 
+one_engine = functools.cache(engine_of)
+
+
+def with_slots(task, num_slots=128):
+    """Returns one engine for all numbers of slots of a task.
+
+    Its programs are compiled once. They are those of an engine of its own:
+    they follow from the samples and this number.
+    """
+    engine = one_engine(task)
+    engine.num_slots = num_slots
+    return engine
+
+
 def ids(out):
     return [[c.token_ids for c in samples] for samples in out]
 
@@ -62,8 +76,8 @@ def test_samples_continue_with_new_weights(lora):
 def test_greedy_equals_the_reference(name):
     """Alone, and with samples of other lengths and temperatures."""
     case = CASES[name]
-    task = make(case["inputs"]["model"].removeprefix("models/"))
-    engine = engine_of(task)
+    task = shared(case["inputs"]["model"].removeprefix("models/"))
+    engine = with_slots(task)
     new = case["settings"]["max_new_tokens"]
     requests = [
         Request(p, max_tokens=new, temperature=0)
@@ -85,17 +99,17 @@ def test_greedy_equals_the_reference(name):
 @pytest.mark.parametrize("model", FAMILY_CASES)
 def test_slots_and_order_change_nothing(model):
     """Tokens equal for 1, 8 and 128 slots; log-probs are the policy's."""
-    task = make(model)
+    task = shared(model)
     prompts = [row["token_ids"] for row in random_rows(5, 1, 40, seed=3)]
     requests = [
         Request(p, 1 + i, max_tokens=5 * i + 3, temperature=t, seed=i % 2)
         for i, (p, t) in enumerate(zip(prompts, (1.0, 0.5, 1.4, 1.0, 0.8)))
     ]
-    outs = [engine_of(task, n).generate(requests) for n in (128, 8)]
+    outs = [with_slots(task, n).generate(requests) for n in (128, 8)]
     if model == "llama3":
-        outs.append(engine_of(task, 1).generate(requests))
-    outs.append(engine_of(task, 8).generate(requests[::-1])[::-1])
-    engine = engine_of(task)
+        outs.append(with_slots(task, 1).generate(requests))
+    outs.append(with_slots(task, 8).generate(requests[::-1])[::-1])
+    engine = with_slots(task)
     for out in outs:
         assert ids(out) == ids(outs[0])
     for out in outs:
@@ -117,7 +131,7 @@ def test_slots_and_order_change_nothing(model):
 def test_samples_follow_the_distribution():
     """Chi-square of 4,000 first tokens, free and among the best."""
     task, prompt = shared(), [5, 17, 101]
-    engine = engine_of(task, 256)
+    engine = with_slots(task, 256)
     [score] = engine.score([[*prompt, 0]], top_k=512)
     logps = np.zeros(512)
     logps[score.top_ids[-1]] = score.top_logps[-1]
@@ -165,15 +179,15 @@ def test_a_merged_adapter_gives_the_same():
     task = adapted_task()
     kernels = [np.array(v.value) for v in task.causal_lm.weights]
     requests = [Request([5, 6, 7], 4, max_tokens=12, seed=0)]
-    merged, added = (
-        engine_of(task, merge_adapter=m).generate(requests)
-        for m in (True, False)
-    )
+    engine = engine_of(task, merge_adapter=True)
+    merged = engine.generate(requests)
+    engine.merge_adapter = False
+    added = engine.generate(requests)
     assert ids(merged) == ids(added)
     task.merge_adapter()
-    by_hand = engine_of(task).generate(requests)
+    by_hand = engine.generate(requests)
     task.unmerge_adapter()
-    plain = make()
+    plain = with_slots(shared()).generate(requests)
     for left, right, third in zip(merged[0], added[0], by_hand[0]):
         np.testing.assert_allclose(
             left.per_token_logps, right.per_token_logps, atol=2e-5
@@ -181,7 +195,7 @@ def test_a_merged_adapter_gives_the_same():
         np.testing.assert_allclose(
             left.per_token_logps, third.per_token_logps, atol=2e-5
         )
-    assert ids(engine_of(plain).generate(requests)) != ids(merged)
+    assert ids(plain) != ids(merged)
     for before, variable in zip(kernels, task.causal_lm.weights):
         np.testing.assert_array_equal(before, np.asarray(variable.value))
 
@@ -232,9 +246,9 @@ def test_a_prompt_is_computed_once(monkeypatch):
     requests = [
         Request(p, 6, max_tokens=9 + i, seed=2) for i, p in enumerate(prompts)
     ]
-    few = engine_of(shared(), 4).generate(requests)
+    few = with_slots(shared(), 4).generate(requests)
     assert sorted(computed) == sorted(tuple(p[:-1]) for p in prompts)
-    assert ids(few) == ids(engine_of(shared(), 32).generate(requests))
+    assert ids(few) == ids(with_slots(shared(), 32).generate(requests))
 
 
 def test_a_sample_seated_before_slots_move_keeps_its_prompt():
@@ -242,8 +256,8 @@ def test_a_sample_seated_before_slots_move_keeps_its_prompt():
     left makes the slots fewer and moves it."""
     requests = [Request([40 + i, 7], max_tokens=1, seed=5) for i in range(31)]
     requests.append(Request([9, 8, 11], 2, max_tokens=1, seed=5))
-    moved = engine_of(shared(), 32).generate(requests)
-    assert ids(moved) == ids(engine_of(shared(), 64).generate(requests))
+    moved = with_slots(shared(), 32).generate(requests)
+    assert ids(moved) == ids(with_slots(shared(), 64).generate(requests))
 
 
 def test_the_cache_keeps_its_budget(monkeypatch):
@@ -276,7 +290,7 @@ def test_the_cache_keeps_its_budget(monkeypatch):
     out = engine.generate(requests)
     assert max(sizes) <= budget and len(sizes) > 1
     assert all(len(c.token_ids) >= 100 for [c] in out)
-    few = engine_of(task, 2).generate(requests[:6])
+    few = with_slots(task, 2).generate(requests[:6])
     assert ids(few) == ids(out[:6])
     assert engine._decoder.cache is None
 
@@ -364,8 +378,7 @@ def test_a_model_that_gives_no_numbers_is_an_error():
 
 def test_a_long_prompt_and_windows():
     """Prompts beyond a sliding window, with short ones."""
-    task = make("gemma3_text")
-    engine = engine_of(task)
+    engine = with_slots(shared("gemma3_text"))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 500, n).tolist() for n in (90, 2, 33)]
     out = engine.generate(

@@ -1,6 +1,7 @@
 """Prompts with images in the built-in engine, against transformers."""
 
 import dataclasses
+import functools
 
 import jax
 import keras
@@ -29,6 +30,11 @@ def nothing(completions, **columns):
 
 @pytest.fixture(scope="module")
 def task(directory):
+    return shared_task(directory)
+
+
+@functools.cache
+def shared_task(directory):
     task = kpt.GRPOTask.from_preset(
         directory, vision=True, sequence_length=256, dtype="float32"
     )
@@ -40,6 +46,12 @@ def engine_of(task, *args, **kwargs):
     engine = NativeRollout(*args, **kwargs)
     engine.set_model(task)
     return engine
+
+
+@functools.cache
+def plain(task, num_slots=128):
+    """An engine for all tests that look at its samples alone."""
+    return engine_of(task, num_slots)
 
 
 def prompts_of(task, counts=(1, 2, 0, 1), seed=0, text=""):
@@ -91,7 +103,7 @@ def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
     prompts = prompts_of(task)
     model = vision.load(directory)
     requests = [request(p, temperature=0) for p in prompts]
-    found = engine_of(task, num_slots).generate(requests)
+    found = plain(task, num_slots).generate(requests)
     for prompt, [completion] in zip(prompts, found):
         new = []
         for token, logp in zip(
@@ -108,7 +120,7 @@ def test_a_window_that_ends_in_an_image(directory, task, monkeypatch):
     """A layer caches 12 tokens: some of an image, or of text behind it."""
     prompts = prompts_of(task, (1, 2)) + prompts_of(task, (1,), text=LONG)
     requests = [request(p, num_generations=2) for p in prompts]
-    found = engine_of(task).generate(requests)
+    found = plain(task).generate(requests)
     monkeypatch.setattr(window_key_values, "COLUMNS", 1)
     engine = engine_of(task, prefill_chunk=64)
     for samples, others in zip(engine.generate(requests), found):
@@ -126,7 +138,7 @@ def test_drafts_in_a_window_shorter_than_them(task, monkeypatch):
         request(p, num_generations=2, max_tokens=40, temperature=0.2)
         for p in (first, dataclasses.replace(first, images=images))
     ]
-    want = engine_of(task).generate(requests)
+    want = plain(task).generate(requests)
     monkeypatch.setattr(window_key_values, "COLUMNS", 1)
     draft_always(monkeypatch)
     engine = engine_of(task, drafts=True)
@@ -161,15 +173,15 @@ def test_equal_tokens_with_other_images_are_other_prompts(
     requests = [
         request(p, num_generations=2) for p in (first, other, first, other)
     ]
-    found = engine_of(task, num_slots).generate(requests)
+    found = plain(task, num_slots).generate(requests)
     for given, samples in zip(requests[:2], found):
-        [alone] = engine_of(task).generate([given])
+        [alone] = plain(task).generate([given])
         check_same(samples, alone)
     logps = [[list(c.per_token_logps) for c in samples] for samples in found]
     assert logps[0] != logps[1]
     # Equal prompts are one prompt with more samples.
     given = dataclasses.replace(requests[0], num_generations=4)
-    [four] = engine_of(task).generate([given])
+    [four] = plain(task).generate([given])
     check_same([*found[0], *found[2]], four)
 
 
@@ -184,7 +196,7 @@ def test_prompts_share_what_follows_their_images(task):
     found = engine.generate(requests)
     assert any("extension" in text for text in engine.programs)
     for given, samples in zip(requests, found):
-        check_same(samples, engine_of(task).generate([given])[0])
+        check_same(samples, plain(task).generate([given])[0])
 
 
 def test_an_image_is_not_computed_behind_other_tokens(task):
@@ -209,7 +221,7 @@ def test_an_image_is_not_computed_behind_other_tokens(task):
     found = engine.generate(requests)
     assert not any("extension" in text for text in engine.programs)
     for given, samples in zip(requests, found):
-        check_same(samples, engine_of(task).generate([given])[0])
+        check_same(samples, plain(task).generate([given])[0])
 
 
 def test_what_follows_images_is_computed_in_pieces(task):
@@ -221,7 +233,7 @@ def test_what_follows_images_is_computed_in_pieces(task):
     engine = engine_of(task, prefill_chunk=64)
     found = engine.generate(requests)
     assert any("by 64 tokens" in text for text in engine.programs)
-    for samples, expected in zip(found, engine_of(task).generate(requests)):
+    for samples, expected in zip(found, plain(task).generate(requests)):
         check_same(samples, expected)
 
 
@@ -229,7 +241,7 @@ def test_what_follows_images_is_computed_in_pieces(task):
 def test_an_interrupted_sample_continues_with_its_images(directory, task):
     """Its first tokens are part of the prompt then."""
     [prompt] = prompts_of(task, (2,))
-    engine, whole = engine_of(task), request(prompt, first_sample=0)
+    engine, whole = plain(task), request(prompt, first_sample=0)
     [[completion]] = engine.generate([whole])
     begun = completion.token_ids[:2]
     rest = dataclasses.replace(
@@ -245,7 +257,7 @@ def test_an_interrupted_sample_continues_with_its_images(directory, task):
 def test_eight_devices_are_one(directory, task, eight_devices):
     prompts = prompts_of(task, (1, 2, 0, 1, 1))
     requests = [request(p, num_generations=2) for p in prompts]
-    expected = engine_of(task).generate(requests)
+    expected = plain(task).generate(requests)
     keras.distribution.set_distribution(
         kpt.distribution.fsdp_tensor_parallel(2)
     )
@@ -267,7 +279,7 @@ def changed(prompt, **changes):
 
 def test_bad_images(task):
     [one, two] = prompts_of(task, (1, 2))
-    engine = engine_of(task)
+    engine = plain(task)
     places, size = one.images.places, vision.SIZE
     bad = [
         (
@@ -303,8 +315,8 @@ def test_bad_images(task):
 def test_what_takes_no_images(directory, task):
     [prompt] = prompts_of(task, (1,))
     with pytest.raises(ValueError, match="`score` reads no images"):
-        engine_of(task).score([list(prompt.token_ids)])
-    with engine_of(task).session() as session:
+        plain(task).score([list(prompt.token_ids)])
+    with plain(task).session() as session:
         with pytest.raises(ValueError, match="by the engine's `generate`"):
             session.submit(request(prompt))
     text = kpt.SFTTask.from_preset(directory, dtype="float32")
@@ -315,9 +327,9 @@ def test_what_takes_no_images(directory, task):
         vocabulary_size=520, num_layers=1, num_heads=2, hidden_dim=8,
         intermediate_dim=8, max_sequence_length=256, dropout=0.0,
     )  # fmt: skip
-    plain = kpt.SFTTask(keras_hub.models.GPT2CausalLM(backbone))
+    batched = kpt.SFTTask(keras_hub.models.GPT2CausalLM(backbone))
     with pytest.raises(ValueError, match="GPT2CausalLM without a vision"):
-        engine_of(plain).generate([request(prompt, max_tokens=1)])
+        engine_of(batched).generate([request(prompt, max_tokens=1)])
     vllm = kpt.rollout.VLLMRollout()
     vllm.set_model(task)
     vllm._max_length = lambda: 256

@@ -9,6 +9,7 @@ import re
 import keras
 from keras import ops
 
+from keras_posttrain import _variables
 from keras_posttrain.models import gemma3n as gemma3n_layers
 from keras_posttrain.models import gemma4 as gemma4_layers
 from keras_posttrain.models.hf import gemma3n, gemma4, qwen3_5
@@ -490,7 +491,7 @@ def set_tied(causal_lm, tied):
         return []
     embedding.tie_weights = tied
     if tied:
-        del embedding.reverse_embeddings
+        _variables.remove(embedding, "reverse_embeddings")
     else:
         with _unlocked_tracker(embedding):
             embedding.reverse_embeddings = embedding.add_weight(
