@@ -440,6 +440,7 @@ def test_self_play(run):
         assert steps == [1, 2]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_vision_sft(run):
     folder, text = run("vision_sft")
     assert has_files(folder / "model", MODEL)
@@ -452,7 +453,7 @@ def test_vision_sft(run):
 def test_qlora(run):
     folder, text = run("qlora")
     results = json.loads((folder / "results.json").read_text())
-    floats = results["None"]
+    floats = results["floats"]
     for kind, share, difference in (
         ("int8", 0.28, 0.02),
         ("int4", 0.16, 0.3),
@@ -632,7 +633,9 @@ def test_grpo_gsm8k(run):
 @LONG
 def test_write_your_own_loss(run, is_short):
     every = kpt.SFTTask, kpt.GRPOTask
-    folder, text = run("write_your_own_loss", is_short=is_short, short=every)
+    folder, text = run(
+        "write_your_own_loss", is_short=is_short, short=every, is_thin=is_short
+    )
     assert "by the class 0.500000" in text
     assert "SPOLoss on-policy 0.000000 0.0" in text
     slopes = "[[0.0, -0.25, -0.25], [0.0, 0.25, 0.25]]"
@@ -667,7 +670,9 @@ def test_tpu_pods(tmp_path, monkeypatch):
 @LONG
 def test_distillation(run, is_short):
     every = kpt.SFTTask, kpt.DistillTask
-    folder, text = run("distillation", is_short=is_short, short=every)
+    folder, text = run(
+        "distillation", is_short=is_short, short=every, is_thin=is_short
+    )
     assert has_files(folder, ["students.png"])
     assert has_files(folder / "teacher", MODEL)
     assert any((folder / "teacher_cache").iterdir())
@@ -689,6 +694,7 @@ def test_distillation(run, is_short):
         assert sum(values[-2:]) / 2 < 0.9 * values[0]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_prompt_distillation(run):
     folder, text = run("prompt_distillation")
     assert has_files(folder / "adapter", ADAPTER)
@@ -750,7 +756,12 @@ def test_the_recipes_numbers_are_those_recorded():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe(run, path, is_short):
     metric, last = RUNS[path.stem]
-    folder, _ = run(f"recipes/{path.stem}", is_short=is_short, short=TASKS)
+    folder, _ = run(
+        f"recipes/{path.stem}",
+        is_short=is_short,
+        short=TASKS,
+        is_thin=is_short,
+    )
     log = read_log(folder / last)
     scores = json.loads((folder / "results.json").read_text())
     assert has_files(folder / last, ["report.html"])
