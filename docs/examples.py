@@ -395,12 +395,13 @@ def shown(value):
 class Runner:
     """Runs examples in one process, which share models."""
 
-    def __init__(self, folder, epochs=4):
+    def __init__(self, folder, epochs=4, num_layers=2):
         """Keeps models and the examples' folders in `folder`.
 
-        The model is trained for `epochs` on sums.
+        The model has `num_layers` and is trained for `epochs` on sums.
         """
         self.folder, self.epochs = pathlib.Path(folder).absolute(), epochs
+        self.num_layers = num_layers
         self._made = {}
         self._count = 0
 
@@ -414,7 +415,10 @@ class Runner:
         ]
         with contextlib.redirect_stdout(io.StringIO()):
             return kpt.examples.tiny_preset(
-                self.folder / "tiny", rows, epochs=self.epochs
+                self.folder / "tiny",
+                rows,
+                epochs=self.epochs,
+                num_layers=self.num_layers,
             )
 
     def _execute(self, source, scope, name):

@@ -105,7 +105,7 @@ class SharpnessAwareTask(kpt.SFTTask):
         return {**super().fingerprint(), "rho": self.rho}
 
 
-task = SharpnessAwareTask.from_preset(preset, sequence_length=32)
+task = SharpnessAwareTask.from_preset(preset, sequence_length=16)
 task.compile(optimizer=keras.optimizers.AdamW(3e-3), micro_batch_size=5)
 task.fit(
     rows,
@@ -161,7 +161,7 @@ for run, extra in (
     ("stopped", [Interrupt()]),
     ("stopped", []),
 ):
-    task = NoisyGradientTask.from_preset(preset, sequence_length=32)
+    task = NoisyGradientTask.from_preset(preset, sequence_length=16)
     task.compile(optimizer=keras.optimizers.AdamW(3e-3))
     callbacks = [
         kpt.callbacks.Checkpoint(folder / run, every=5),
@@ -214,7 +214,7 @@ class FloodingTask(kpt.SFTTask):
         return self.apply_gradients(state, gradients, logs)
 
 
-task = FloodingTask.from_preset(preset, sequence_length=32)
+task = FloodingTask.from_preset(preset, sequence_length=16)
 task.compile(optimizer=keras.optimizers.AdamW(3e-3))
 history = task.fit(rows, batch_size=10, epochs=20, verbose=0)
 print("metrics:", sorted(history.history))

@@ -67,6 +67,10 @@ preset = kpt.examples.tiny_preset(folder / "tiny", sums, epochs=6)
 `quantize` is all that changes. Tensors of a Hugging Face directory are
 rounded as they are read: the floats of the base are never in memory together.
 
+`kpt.Quantization` has the details: the size of the groups, and whether the
+scales are rounded too, as here for nf4. Smaller groups follow the weights more
+closely and take more memory.
+
 For each kind these are shown: the bytes of the decoder's layers, how far the
 log-probabilities of the base's own answers move by rounding, and the loss on
 held-out rows after training.
@@ -74,7 +78,13 @@ held-out rows after training.
 
 base = None
 results = {}
-for kind in (None, "int8", "int4", "nf4"):
+kinds = {
+    "floats": None,
+    "int8": "int8",
+    "int4": "int4",
+    "nf4": kpt.Quantization("nf4", group_size=32, double=True),
+}
+for name, kind in kinds.items():
     keras.utils.set_random_seed(0)
     task = kpt.SFTTask.from_preset(
         preset,
@@ -88,35 +98,20 @@ for kind in (None, "int8", "int4", "nf4"):
     base = found if kind is None else base
     task.compile(optimizer=keras.optimizers.Adam(5e-3))
     task.fit(trained, batch_size=20, epochs=6, packing=True, verbose=0)
-    results[str(kind)] = {
+    results[name] = {
         "bytes": num_bytes,
         "difference": float(np.abs(found - base).sum() / np.sum(base != 0)),
         "loss": task.evaluate(held_out)["loss"],
     }
-    print(f"{kind}: {results[str(kind)]}")
-
-"""
-`kpt.Quantization` has the details: the size of the groups, and whether the
-scales are rounded too. Smaller groups follow the weights more closely and take
-more memory.
-"""
-
-task = kpt.SFTTask.from_preset(
-    preset,
-    lora=kpt.LoRA(rank=8),
-    quantize=kpt.Quantization("nf4", group_size=32, double=True),
-    sequence_length=64,
-)
-task.compile(optimizer=keras.optimizers.Adam(5e-3))
-task.fit(trained, batch_size=20, epochs=6, packing=True)
+    print(f"{name}: {results[name]}")
 
 """
 ## Sample, save, export
 
-The engine samples from the codes and the adapter. `save_adapter` writes the
-adapter, which belongs to the base that was rounded. `export` writes floats:
-the rounded base with the adapter added, which every library reads and which
-has the same log-probabilities.
+The last task is the one in nf4. The engine samples from its codes and the
+adapter. `save_adapter` writes the adapter, which belongs to the base that was
+rounded. `export` writes floats: the rounded base with the adapter added, which
+every library reads and which has the same log-probabilities.
 """
 
 question = [{"role": "user", "content": "17 - 5 ="}]

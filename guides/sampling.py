@@ -55,7 +55,7 @@ rows = [
 ]
 
 preset = kpt.examples.tiny_preset(folder / "tiny", rows, epochs=25)
-task = kpt.SFTTask.from_preset(preset, sequence_length=64)
+task = kpt.SFTTask.from_preset(preset, sequence_length=16)
 
 """
 ## Text

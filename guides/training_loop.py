@@ -58,7 +58,7 @@ texts = [
     for error in (0, 0, 1, 2, 3)
 ]
 preset = kpt.examples.tiny_preset(folder / "tiny", texts, epochs=6)
-task = kpt.SFTTask.from_preset(preset, sequence_length=32)
+task = kpt.SFTTask.from_preset(preset, sequence_length=8)
 task.compile(optimizer=keras.optimizers.Adam(1e-3))
 
 """

@@ -103,7 +103,7 @@ rows with images are refused.
 """
 
 preset = kpt.examples.tiny_preset(folder / "tiny", rows, vision=True)
-task = kpt.SFTTask.from_preset(preset, vision=True, sequence_length=64)
+task = kpt.SFTTask.from_preset(preset, vision=True, sequence_length=32)
 
 """
 The template writes a mark for each image, which becomes the tokens that the

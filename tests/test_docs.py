@@ -41,8 +41,10 @@ def test_every_public_name_has_an_example():
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory):
-    # Without training: what the model knows changes no value in a comment.
-    return examples.Runner(tmp_path_factory.mktemp("examples"), epochs=0)
+    # Small and without training: what the model knows changes no value in a
+    # comment.
+    folder = tmp_path_factory.mktemp("examples")
+    return examples.Runner(folder, epochs=0, num_layers=1)
 
 
 def cases():

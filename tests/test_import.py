@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 
+import jax
 import keras
 import keras_hub
 import pytest
 
 import keras_posttrain
-from keras_posttrain import _lazy_imports
+from keras_posttrain import _compilation_cache, _lazy_imports
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Those with public names. That of the server needs an extra.
@@ -25,15 +26,17 @@ PACKAGES = [
 ]
 
 
+DROPPED = (
+    "KERAS_BACKEND",
+    "KERAS_POSTTRAIN_CACHE",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+)
+
+
 def run(code, **environment):
     """Runs code in a process without this one's settings."""
-    dropped = (
-        "KERAS_BACKEND",
-        "KERAS_POSTTRAIN_CACHE",
-        "JAX_COMPILATION_CACHE_DIR",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
-    )
-    kept = {k: v for k, v in os.environ.items() if k not in dropped}
+    kept = {k: v for k, v in os.environ.items() if k not in DROPPED}
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**kept, "PYTHONPATH": str(ROOT), **environment},
@@ -49,19 +52,20 @@ def output(code, **environment):
     return done.stdout.split()
 
 
-CACHE = "print(jax.config.jax_compilation_cache_dir)"
-
-
 def test_it_sets_the_backend_and_a_cache_of_the_users(tmp_path):
     """Also where the environment names another backend: nothing of Keras's
-    has been imported that could disagree."""
-    backend, cache = output(
+    has been imported that could disagree. Nothing is printed."""
+    done = run(
         "import keras_posttrain, keras, jax;"
-        f"print(keras.config.backend()); {CACHE}",
+        "print(keras.config.backend(), jax.config.jax_compilation_cache_dir,"
+        "jax.config.jax_persistent_cache_min_compile_time_secs)",
         KERAS_BACKEND="torch",
         XDG_CACHE_HOME=str(tmp_path),
     )
-    assert backend == "jax"
+    assert done.returncode == 0 and done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    backend, cache, threshold = line.split()
+    assert backend == "jax" and threshold == "0.0"
     assert pathlib.Path(cache).parent == tmp_path / "keras_posttrain"
 
 
@@ -76,54 +80,62 @@ def test_another_backend_is_explained(backend):
     assert f"backend='{backend}'" in last and 'KERAS_BACKEND="jax"' in last
 
 
-def cache_setting(before="", **environment):
-    """The cache that the package's own set-up leaves, without Keras."""
-    path = ROOT / "keras_posttrain" / "_compilation_cache.py"
-    return output(
-        "import jax; from importlib import util;"
-        f"spec = util.spec_from_file_location('cache', {str(path)!r});"
-        "module = util.module_from_spec(spec);"
-        f"spec.loader.exec_module(module); {before} module.enable(); {CACHE}",
-        **environment,
-    )[0]
+@pytest.fixture
+def cache_setting(monkeypatch):
+    """A function that returns the cache that the package's own set-up leaves.
+
+    It takes what is set in JAX's configuration before, and the environment.
+    """
+    names = "jax_compilation_cache_dir", _compilation_cache.THRESHOLD
+    kept = {name: getattr(jax.config, name) for name in names}
+    for name in DROPPED:
+        monkeypatch.delenv(name, raising=False)
+
+    def setting(before=None, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        jax.config.update("jax_compilation_cache_dir", before)
+        _compilation_cache.enable()
+        return jax.config.jax_compilation_cache_dir
+
+    yield setting
+    for name, value in kept.items():
+        jax.config.update(name, value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "0",
-        pytest.param("off", marks=pytest.mark.full),
-        pytest.param("False", marks=pytest.mark.full),
-        "no",
-    ],
-)
-def test_the_cache_can_be_turned_off(value):
-    assert cache_setting(KERAS_POSTTRAIN_CACHE=value) == "None"
+@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+def test_the_cache_can_be_turned_off(cache_setting, value):
+    assert cache_setting(KERAS_POSTTRAIN_CACHE=value) is None
 
 
-def test_the_cache_can_be_elsewhere(tmp_path):
+def test_the_cache_can_be_elsewhere(cache_setting, tmp_path):
     found = cache_setting(KERAS_POSTTRAIN_CACHE=str(tmp_path / "mine"))
     assert found == str(tmp_path / "mine")
     found = cache_setting(KERAS_POSTTRAIN_CACHE="~/mine", HOME=str(tmp_path))
     assert found == str(tmp_path / "mine")
 
 
-def test_the_caches_default_is_the_users_and_the_machines(tmp_path):
+def test_the_caches_default_is_the_users_and_the_machines(
+    cache_setting, tmp_path
+):
     first = cache_setting(XDG_CACHE_HOME="", HOME=str(tmp_path))
     root = tmp_path / ".cache" / "keras_posttrain"
     assert pathlib.Path(first).parent == root
     assert cache_setting(XDG_CACHE_HOME="", HOME=str(tmp_path)) == first
 
 
-def test_a_cache_of_jaxs_own_is_left_alone(tmp_path):
+def test_a_cache_of_jaxs_own_is_left_alone(cache_setting, tmp_path):
     mine = str(tmp_path / "mine")
-    assert cache_setting(JAX_COMPILATION_CACHE_DIR=mine) == mine
-    before = f"jax.config.update('jax_compilation_cache_dir', {mine!r});"
-    assert cache_setting(before) == mine
+    assert cache_setting(mine) == mine
+    code = "import keras_posttrain, jax;"
+    code += "print(jax.config.jax_compilation_cache_dir)"
+    assert output(code, JAX_COMPILATION_CACHE_DIR=mine) == [mine]
 
 
 TRAINS = """
 import collections
+import sys
+import tempfile
 import jax
 
 events = collections.Counter()
@@ -135,15 +147,18 @@ rows = [{"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(4)]
 kpt.examples.tiny_preset("preset", rows, num_layers=1, hidden_dim=32)
 task = kpt.SFTTask.from_preset("preset", lora=kpt.LoRA(rank=2))
 task.compile("adamw")
-task.fit(rows, batch_size=2, verbose=0)
+saved = kpt.callbacks.Checkpoint(tempfile.mkdtemp())
+task.fit(rows, batch_size=2, verbose=0, callbacks=[saved])
 task.generate("1 + 1 =", max_tokens=2)
+assert "tensorflow" not in sys.modules
 asked, found = "compile_requests_use_cache", "cache_hits"
 print(*(events["/jax/compilation_cache/" + name] for name in (asked, found)))
 """
 
 
 def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
-    """Programs that compile in no time are stored too."""
+    """Programs that compile in no time are stored too. Nor does it import
+    TensorFlow."""
     monkeypatch.chdir(tmp_path)
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     asked, found = map(int, output(TRAINS, **cache))
@@ -152,18 +167,12 @@ def test_a_second_start_compiles_nothing(tmp_path, monkeypatch):
     assert asked == found > 0
 
 
-def test_a_threshold_that_is_set_is_kept():
+def test_a_threshold_that_is_set_is_kept(cache_setting):
     """Of the time a program's compilation takes, to be stored."""
-    name = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-    code = f"import keras_posttrain, jax; print(jax.config.{name.lower()})"
-    assert output(code) == ["0.0"]
-    assert output(code, **{name: "2"}) == ["2.0"]
-
-
-def test_it_prints_nothing_and_leaves_tensorflow_alone():
-    done = run("import keras_posttrain")
-    assert done.returncode == 0
-    assert done.stdout == done.stderr == ""
+    name = _compilation_cache.THRESHOLD
+    jax.config.update(name, 2.0)
+    cache_setting(**{name.upper(): "2"})
+    assert getattr(jax.config, name) == 2.0
 
 
 UNUSED = """
@@ -204,18 +213,6 @@ def test_tensorflow_is_there_for_those_who_use_it():
     pytest.importorskip("tensorflow_text")
     output(UNUSED + USED)
     output(BEFORE, KERAS_BACKEND="jax")
-
-
-def test_training_needs_no_tensorflow(tmp_path):
-    output(
-        UNUSED + f"saved = kpt.callbacks.Checkpoint({str(tmp_path)!r})\n"
-        f"path = {str(ROOT / 'tests/reference/models/qwen3')!r}\n"
-        "task = kpt.SFTTask.from_preset(path, sequence_length=16)\n"
-        "task.compile(optimizer='adam')\n"
-        "row = {'prompt': 'a', 'completion': 'b'}\n"
-        "task.fit([row] * 4, batch_size=2, verbose=0, callbacks=[saved])\n"
-        "assert 'tensorflow' not in sys.modules"
-    )
 
 
 EVERY_NAME = """

@@ -18,8 +18,8 @@ from tests.support import read_log
 ROOT = pathlib.Path(__file__).parent.parent
 MODEL = ROOT / "tests" / "reference" / "models" / "qwen3"
 ROWS = [{"prompt": f"is {n} a number?", "completion": " yes"} for n in "1234"]
-GRID = {"learning_rate": [1e-3, 1e-2, 1e-1], "rank": [2, 4]}
-# That of the third of six points.
+GRID = {"learning_rate": [1e-3, 1e-2], "rank": [2, 4]}
+# That of the third of four points.
 KILLED_AT = (1e-2, 2, 5)
 
 
@@ -98,12 +98,12 @@ def test_a_killed_sweep_goes_on_and_gives_the_table(tmp_path, capfd):
 
     table = kpt.sweep(run, GRID, killed)
     shown = capfd.readouterr().out
-    assert "2 of 6 points are finished." in shown
+    assert "2 of 4 points are finished." in shown
     assert "another version of the function" in shown
     assert {p: p.stat().st_mtime_ns for p in times} == times
     want = kpt.sweep(run, GRID, straight, verbose=0)
     assert capfd.readouterr().out == ""
-    assert len(table) == 6 and str(table) == str(want)
+    assert len(table) == 4 and str(table) == str(want)
     for ours, theirs in zip(table.rows, want.rows):
         for name in ("settings", "metrics", "status", "count"):
             assert ours[name] == theirs[name]
@@ -114,8 +114,8 @@ def test_a_killed_sweep_goes_on_and_gives_the_table(tmp_path, capfd):
     page = (killed / "sweep.html").read_text()
     assert "learning_rate=0.01, rank=2" in page
     # The order of settings does not matter.
-    more = kpt.sweep(run, {"rank": [4], "learning_rate": [0.1]}, straight)
-    assert [r["metrics"] for r in more.rows] == [want.rows[5]["metrics"]]
+    more = kpt.sweep(run, {"rank": [4], "learning_rate": [1e-2]}, straight)
+    assert [r["metrics"] for r in more.rows] == [want.rows[3]["metrics"]]
     assert "Point" not in capfd.readouterr().out
 
 

@@ -629,15 +629,23 @@ DAMAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was interrupted after it had saved steps 6 and 8."""
+    directory = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(Interrupted):
+        fit(fresh_task(), directory, [At(9, interrupt)], every=2)
+    assert steps_saved(directory) == [6, 8]
+    return directory
+
+
 # TensorStore continues reading after Orbax has raised an error, and coroutines
 # of Orbax are dropped, whenever the garbage collector finds them.
 @pytest.mark.filterwarnings("ignore:coroutine 'Store:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped(damage, straight, tmp_path):
-    with pytest.raises(Interrupted):
-        fit(fresh_task(), tmp_path, [At(9, interrupt)], every=2)
-    assert steps_saved(tmp_path) == [6, 8]
+def test_a_damaged_checkpoint_is_skipped(damage, straight, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "checkpoints" / "8")
     task = fresh_task()
     with pytest.warns(match="step 8 is damaged .* resuming from step 6"):
@@ -647,9 +655,8 @@ def test_a_damaged_checkpoint_is_skipped(damage, straight, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [truncate, remove_meta])
-def test_damage_everywhere_is_an_error(damage, tmp_path):
-    with pytest.raises(Interrupted):
-        fit(fresh_task(), tmp_path, [At(9, interrupt)], every=2)
+def test_damage_everywhere_is_an_error(damage, stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     for step in (6, 8):
         damage(tmp_path / "checkpoints" / str(step))
     with pytest.raises(ValueError) as error:
@@ -930,20 +937,18 @@ def killed_runs(kind, kills, seed, directory, straight_process):
     assert_same_run(directory, final_of(directory), straight_process(kind))
 
 
-# One process killed by the system is in CI; what is killed does not depend on
-# how its rows are laid out.
-KILLED = "full-stream"
+# One process killed by the system is in CI, and resumed from what it left on
+# its machine; what is killed does not depend on how its rows are laid out.
+# `tests/tasks/test_killed.py` has one that resumes from a checkpoint.
+KILLS = [
+    ("full-stream", 1),
+    *(pytest.param(x, 2, marks=pytest.mark.full) for x in sorted(KINDS)),
+]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        x if x == KILLED else pytest.param(x, marks=pytest.mark.full)
-        for x in sorted(KINDS)
-    ],
-)
-def test_killed_at_random_steps(kind, straight_process, tmp_path):
-    killed_runs(kind, 2, kind, tmp_path / "run", straight_process)
+@pytest.mark.parametrize("kind, kills", KILLS)
+def test_killed_at_random_steps(kind, kills, straight_process, tmp_path):
+    killed_runs(kind, kills, kind, tmp_path / "run", straight_process)
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.01)
 @functools.cache
 def preset():
     folder = pathlib.Path(tempfile.mkdtemp()) / "org" / "tiny"
-    return str(kpt.examples.tiny_preset(folder, ROWS))
+    return str(kpt.examples.tiny_preset(folder, ROWS, num_layers=1))
 
 
 @functools.cache
