@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution.transfer import copy_to
 from tests.distribution import runs
-from tests.support import REFERENCE, weights
+from tests.support import REFERENCE, spread_adapter, weights
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 TRAINER, SAMPLER = kpt.distribution.split(trainer=4, sampler=4)
@@ -98,54 +98,43 @@ def made(engine, trainer=None, **settings):
         max_completion_length=4,
         rollout=engine,
     )
-    engine.set_model(task)
+    task.rollout.set_model(task)
     return task
 
 
 def sampled(task, engine):
     """Tokens, and log-probabilities of the prompts."""
+    task.rollout = engine
+    engine.set_model(task)
     ask = {"max_tokens": 6, "seed": 3, "return_token_ids": True}
-    if task.adapter is not None:
-        rng = np.random.default_rng(0)
-        for b in task.adapter.b:
-            b.assign(rng.normal(0, 0.05, b.shape).astype("float32"))
     tokens = task.generate(runs.PROMPTS, stop_token_ids=None, **ask)
     scores = engine.score([x["prompt_ids"] for x in runs.PROMPTS])
     return tokens, np.concatenate([s.per_token_logps for s in scores])
 
 
-def check_sampled(make, *layouts):
-    tokens, logps = sampled(*make(kpt.rollout.NativeRollout()))
+def check_sampled(task, *layouts):
+    """One task samples with its own devices, and with other engines."""
+    tokens, logps = sampled(task, kpt.rollout.NativeRollout())
     for layout in layouts:
-        others, values = sampled(*make(own_engine(layout)))
+        others, values = sampled(task, own_engine(layout))
         assert others == tokens
         np.testing.assert_allclose(values, logps, atol=2e-5)
 
 
 def test_quantized_weights_and_adapters():
     """Codes, scales and factors have layouts of their own."""
-
-    def make(engine):
-        trainer = kpt.distribution.fsdp(devices=TRAINER)
-        lora = kpt.LoRA(rank=4)
-        return made(engine, trainer, lora=lora, quantize="int8"), engine
-
-    check_sampled(make, "tensor", "fsdp")
+    trainer = kpt.distribution.fsdp(devices=TRAINER)
+    lora = kpt.LoRA(rank=4)
+    task = made("auto", trainer, lora=lora, quantize="int8")
+    spread_adapter(task)
+    check_sampled(task, "tensor", "fsdp")
 
 
 def test_experts_over_an_axis_of_their_own():
-    def make(engine):
-        keras.distribution.set_distribution(
-            kpt.distribution.fsdp(devices=TRAINER)
-        )
-        task = kpt.GRPOTask(runs.mixture("qwen3_moe"), sequence_length=64)
-        task.compile(
-            rewards=[runs.odd], max_completion_length=8, rollout=engine
-        )
-        engine.set_model(task)
-        return task, engine
-
-    check_sampled(make, "experts", "tensor")
+    keras.distribution.set_distribution(kpt.distribution.fsdp(devices=TRAINER))
+    task = kpt.GRPOTask(runs.mixture("qwen3_moe"), sequence_length=64)
+    task.compile(rewards=[runs.odd], max_completion_length=8)
+    check_sampled(task, "experts", "tensor")
 
 
 def test_weights_are_the_current_ones():
@@ -184,13 +173,9 @@ def test_an_opponent_has_copies_of_its_own():
 
 def test_a_trainer_on_one_device():
     """Without a distribution the weights are on the first device."""
-
-    def make(engine):
-        task = made(engine)
-        assert len(task.trainable_variables[0].value.sharding.device_set) == 1
-        return task, engine
-
-    check_sampled(make, "tensor")
+    task = made("auto")
+    assert len(task.trainable_variables[0].value.sharding.device_set) == 1
+    check_sampled(task, "tensor")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])

@@ -17,7 +17,7 @@ from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.bridge import Bridges
 from keras_posttrain.episodes import Endpoint, Limits, chat_api
 from keras_posttrain.episodes.http_server import ChatServer
-from tests.episodes.support import Batches
+from tests.episodes.support import Batches, compiled
 from tests.episodes.test_tools import CALL, CHAT, TOOLS
 from tests.support import weights
 
@@ -75,8 +75,10 @@ def talk(base_url, api_key, question):
 
 
 def make(preset, agent, temperature=1.0, num_iterations=1, **settings):
-    task = kpt.GRPOTask.from_preset(preset, sequence_length=512)
-    task.compile(
+    return compiled(
+        kpt.GRPOTask,
+        preset,
+        512,
         keras.optimizers.SGD(0.05),
         episode=Endpoint(agent, **settings),
         num_generations=3,
@@ -84,7 +86,6 @@ def make(preset, agent, temperature=1.0, num_iterations=1, **settings):
         max_completion_length=16,
         temperature=temperature,
     )
-    return task
 
 
 def fit(task, rows=QUESTIONS):
@@ -342,7 +343,7 @@ def test_an_agents_exception_stops_the_run(preset):
     assert "of row 0" in error.value.__notes__[0]
 
 
-def test_a_template_that_refuses_is_the_runs_error(preset):
+def test_a_template_that_refuses_is_the_runs_error(preset, monkeypatch):
     """A client would hide it behind an error of its own."""
 
     def agent(base_url, api_key, question):
@@ -352,13 +353,14 @@ def test_a_template_that_refuses_is_the_runs_error(preset):
         )
 
     task = make(preset, agent)
-    task.tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{% if m.role == 'tool' %}"
         "{{ raise_exception('no tools here') }}{% endif %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}"
         "{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
+    monkeypatch.setattr(task.tokenizer, "chat_template", template)
     with pytest.raises(ValueError, match="no tools here"):
         task.evaluate(QUESTIONS[:1], verbose=0)
 

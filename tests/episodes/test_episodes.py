@@ -11,7 +11,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.episodes import EpisodeError, Limits
-from tests.episodes.support import Batches
+from tests.episodes.support import Batches, compiled
 from tests.support import read_log, weights
 
 WORDS = ("higher", "lower", "Guess.", "1", "2", "3", "4", "5", "the number is")
@@ -54,10 +54,15 @@ ROWS = [{"secret": n} for n in range(1, 5)]
 
 
 def make(preset, episode=guess, kind=kpt.GRPOTask, sequence_length=128, **kw):
-    task = kind.from_preset(preset, sequence_length=sequence_length)
     settings = {"num_generations": 3, "max_completion_length": 6, **kw}
-    task.compile(keras.optimizers.SGD(0.05), episode=episode, **settings)
-    return task
+    return compiled(
+        kind,
+        preset,
+        sequence_length,
+        keras.optimizers.SGD(0.05),
+        episode=episode,
+        **settings,
+    )
 
 
 def fit(task, rows=ROWS, **kw):
@@ -65,7 +70,7 @@ def fit(task, rows=ROWS, **kw):
     return task.fit(rows, **settings)
 
 
-def test_the_tokens_trained_are_those_sampled(preset):
+def test_the_tokens_trained_are_those_sampled(preset, monkeypatch):
     """Concatenated, with what was said between; only what is said is
     encoded."""
     task = make(preset)
@@ -93,7 +98,8 @@ def test_the_tokens_trained_are_those_sampled(preset):
         said.append(text)
         return encode(text, plain)
 
-    task.rollout.session, tokenizer.encode_mixed = recording, counted
+    monkeypatch.setattr(task.rollout, "session", recording)
+    monkeypatch.setattr(tokenizer, "encode_mixed", counted)
     batches = Batches(task)
     fit(task)
     [first, *_] = batches.found
@@ -296,7 +302,9 @@ def test_a_slow_episode_is_run_again_and_left_out(preset):
             await asyncio.sleep(60)
         return float(len(reply.text) + generation)
 
-    limits = Limits(seconds=10.0, retries=0)
+    # Its programs are there before the time is counted.
+    make(preset).evaluate(ROWS[:2], num_generations=3, verbose=0)
+    limits = Limits(seconds=4.0, retries=0)
     task = make(preset, kpt.episodes.Episode(slow, limits=limits))
     history = fit(task, rows=[{"a": 1}] * 2).history
     assert history["episodes/failed"] == [2.0]
@@ -344,13 +352,17 @@ async def higher(x, o, secret):
     return float((a or 0) > (b or 0)) + secret / 10
 
 
-def frozen_run(preset, tmp_path=None, stop=False, **kwargs):
+def frozen_run(preset, lora, tmp_path=None, stop=False):
+    """Returns the weights at the end, and a copy's after each step."""
     episode = kpt.episodes.Episode(
         higher, opponents={"o": kpt.episodes.Frozen(every=2, share=0.75)}
     )
-    task = kpt.GRPOTask.from_preset(preset, sequence_length=128, **kwargs)
-    task.compile(
+    task = compiled(
+        kpt.GRPOTask,
+        preset,
+        128,
         keras.optimizers.SGD(0.5),
+        lora=lora,
         episode=episode,
         num_generations=3,
         max_completion_length=6,
@@ -368,26 +380,26 @@ def frozen_run(preset, tmp_path=None, stop=False, **kwargs):
     if tmp_path is not None:
         callbacks.append(kpt.callbacks.Checkpoint(tmp_path, every=1))
     fit(task, epochs=2, callbacks=callbacks)
-    return task, said
+    return weights(task), said
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"lora": kpt.LoRA(rank=4)}], ids=["full", "lora"]
+    "lora", [None, kpt.LoRA(rank=4)], ids=["full", "lora"]
 )
-def test_a_frozen_copy_plays(preset, tmp_path, kwargs):
+def test_a_frozen_copy_plays(preset, tmp_path, lora):
     """It is renewed every two rollouts, and is part of a checkpoint."""
-    want, copies = frozen_run(preset, **kwargs)
+    want, copies = frozen_run(preset, lora)
     assert len(copies) == 4
     same = [
         all(np.array_equal(*pair) for pair in zip(a, b))
         for a, b in zip(copies, copies[1:])
     ]
     assert same == [False, True, False]
-    assert len(copies[0]) == len(want.trainable_variables)
-    frozen_run(preset, tmp_path, stop=True, **kwargs)
-    task, _ = frozen_run(preset, tmp_path, **kwargs)
-    for name, value in weights(task).items():
-        np.testing.assert_array_equal(value, weights(want)[name], name)
+    assert len(copies[0]) == len(want)
+    frozen_run(preset, lora, tmp_path, stop=True)
+    found, _ = frozen_run(preset, lora, tmp_path)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, want[name], name)
 
 
 def test_an_opponent_is_not_trained(preset):
