@@ -298,17 +298,21 @@ OF_GEMMA4 = pytest.mark.parametrize("directory", ["gemma4"], indirect=True)
 _made = {}
 
 
-def directory_of(request, tmp_path_factory):
+def directory_of(request, tmp_path_factory, tower_layers=2):
     """Returns the directory of a fixture, of the family of its parameter.
 
     It is made once: pytest sets up the fixture again whenever the parameter
     changes. To change its files, copy it.
     """
     kind = getattr(request, "param", "gemma3")
-    if kind not in _made:
-        path = tmp_path_factory.mktemp(kind) / "model"
-        _made[kind] = make_directory(path, kind=kind)
-    return _made[kind]
+    if (kind, tower_layers) not in _made:
+        tower = {"gemma3": VISION, "gemma4": VISION4}[kind]
+        _made[kind, tower_layers] = make_directory(
+            tmp_path_factory.mktemp(kind) / "model",
+            kind=kind,
+            vision_config={**tower, "num_hidden_layers": tower_layers},
+        )
+    return _made[kind, tower_layers]
 
 
 def copied(source, directory):

@@ -6,7 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.models.hf.loading import load_causal_lm
-from tests.support import REFERENCE, load_json, read_log
+from tests.support import REFERENCE, load_json, one_layer, read_log
 
 losses = kpt.losses
 PAIRS = load_json("dpo.json")["datasets"]["llama3"][:6]
@@ -14,12 +14,14 @@ LABELLED = [
     {k: row[k] for k in ("prompt_ids", "completion_ids", "label")}
     for row in load_json("kto.json")["datasets"]["llama3"][:6]
 ]
-MODELS = REFERENCE / "models"
+MODEL, OTHER = (
+    one_layer(REFERENCE / "models" / x) for x in ("llama3", "llama3_ref")
+)
 
 
-def make(lora=None, reference=None, model="llama3", **kwargs):
+def make(lora=None, reference=None, **kwargs):
     return kpt.DPOTask.from_preset(
-        MODELS / model,
+        MODEL,
         lora=lora,
         reference=reference,
         sequence_length=64,
@@ -52,7 +54,7 @@ def test_the_first_step_is_log_2(lora, tmp_path):
 
 
 def test_losses_without_a_reference_make_none():
-    task = make(reference=MODELS / "llama3_ref")
+    task = make(reference=OTHER)
     task.compile(keras.optimizers.SGD(0.1), losses.SimPOLoss())
     task.fit(PAIRS, batch_size=6, verbose=0)
     assert task.reference is None
@@ -137,7 +139,7 @@ def test_data_that_does_not_fit(task):
 
 
 def test_a_reference_of_another_vocabulary():
-    lm = load_causal_lm(MODELS / "llama3_ref")
+    lm = load_causal_lm(OTHER)
     lm.backbone.vocabulary_size = 500
     task = make(reference=lm)
     task.compile()

@@ -5,14 +5,20 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows, spread_adapter, weights
+from tests.support import (
+    REFERENCE,
+    one_layer,
+    random_rows,
+    spread_adapter,
+    weights,
+)
 
 ROWS = random_rows(6, seed=4)
 PAIRS = [
     {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10, i]}
     for i in range(11, 15)
 ]
-PRESET = REFERENCE / "models/qwen3"
+PRESET = one_layer(REFERENCE / "models/qwen3")
 
 
 def make(lora=None, **kwargs):

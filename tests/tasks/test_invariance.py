@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import FAMILIES, REFERENCE, random_rows, weights
+from tests.support import (
+    FAMILIES,
+    REFERENCE,
+    one_layer,
+    random_rows,
+    weights,
+)
 
+MODEL = one_layer(REFERENCE / "models/llama3")
 ROWS = random_rows(8, seed=1)
 
 
 def one_step(
-    family="llama",
+    family=None,
     rows=ROWS,
     *,
     packing=False,
@@ -27,9 +34,12 @@ def one_step(
     loss="auto",
     **kwargs,
 ):
-    """SGD steps, so that rounding noise stays what it is."""
+    """SGD steps, so that rounding noise stays what it is.
+
+    Of a family, or of a Llama of one layer.
+    """
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models" / FAMILIES[family],
+        REFERENCE / "models" / FAMILIES[family] if family else MODEL,
         sequence_length=64,
         lora=lora,
         **kwargs,
@@ -69,6 +79,9 @@ WAYS = {
     },
     "micro-batches, remat": {"micro_batch_size": 4, "remat": "full"},
 }
+# In CI each family has all at once.
+TOGETHER = {k: v for way in WAYS.values() for k, v in way.items()}
+TOGETHER |= {"micro_batch_size": 2}
 # Every family packs; of micro-batches and rematerialisation a family has
 # one. Windows, caps and tied heads are in both.
 IN_PAIRS = [
@@ -102,12 +115,20 @@ def assert_same(left, right, rtol=2e-5):
         )
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_invariant(family):
+    plain, found = plain_step(family), one_step(family, **TOGETHER)
+    # All sequences fit in the rows of one batch, so the step is the same.
+    assert found[2].step == 1
+    assert_same(plain, found)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family, way", sorted(IN_PAIRS), ids=lambda x: x.replace(", ", "-")
 )
-def test_every_family_is_invariant(family, way):
+def test_every_family_is_invariant_in_every_way(family, way):
     plain, found = plain_step(family), one_step(family, **WAYS[way])
-    # All sequences fit in the rows of one batch, so the step is the same.
     assert found[2].step == 1
     assert_same(plain, found)
 
@@ -172,9 +193,7 @@ def test_row_weights_scale_each_rows_part():
 
 
 def test_a_masked_batch_changes_nothing_and_says_so(capsys, tmp_path):
-    task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=64
-    )
+    task = kpt.SFTTask.from_preset(MODEL, sequence_length=64)
     rows = [dict(r, weight=0.0) for r in ROWS[:2]] + ROWS[2:4]
     task.compile(optimizer=keras.optimizers.Adam(1e-2))
     log = kpt.callbacks.MetricsLog(tmp_path)
@@ -197,9 +216,7 @@ def test_a_masked_batch_changes_nothing_and_says_so(capsys, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
-    task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=64
-    )
+    task = kpt.SFTTask.from_preset(MODEL, sequence_length=64)
 
     class Poisoned(kpt.losses.TokenLoss):
         def token_loss(self, logps):
@@ -222,9 +239,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 def test_one_compilation_per_shape():
     rows = random_rows(24, low=6, high=60, seed=3)
     rows += random_rows(5, low=66, high=120, seed=4)
-    task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=128
-    )
+    task = kpt.SFTTask.from_preset(MODEL, sequence_length=128)
     task.compile(optimizer=keras.optimizers.SGD(0.1))
     task.fit(rows, batch_size=4, epochs=3, verbose=0)
     shapes = {64, 128}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.tasks.test_dpo import MODELS, PAIRS, losses, make, refused
+from tests.tasks.test_dpo import OTHER, PAIRS, losses, make, refused
 
 
 def shards(cache):
@@ -32,7 +32,7 @@ class Watch(keras.callbacks.Callback):
 )
 def test_a_cached_reference_takes_no_memory(given, tmp_path, capsys):
     before = live_bytes()
-    task = make(None, MODELS / "llama3_ref" if given else None)
+    task = make(None, OTHER if given else None)
     task.compile(keras.optimizers.SGD(0.1), reference_cache=tmp_path)
     watch = Watch()
     task.fit(
@@ -129,7 +129,7 @@ def test_what_a_cache_refuses(tmp_path):
     task.compile(keras.optimizers.SGD(0.1), reference_cache=tmp_path / "x")
     run = kpt.callbacks.Checkpoint(tmp_path / "run")
     task.fit(PAIRS, verbose=0, callbacks=[run])
-    other = make(kpt.LoRA(rank=4), MODELS / "llama3_ref")
+    other = make(kpt.LoRA(rank=4), OTHER)
     other.compile(keras.optimizers.SGD(0.1), reference_cache=tmp_path / "x")
     refused(
         lambda: other.fit(PAIRS, verbose=0),

@@ -15,13 +15,13 @@ from tests.models.mixtures import make_mixture
 from tests.support import REFERENCE, weights
 from tests.tasks.contract import Record, odd
 
-SIZES = {"num_experts": 4, "num_layers": 2, "mlp_only_layers": []}
+SIZES = {"num_experts": 4, "mlp_only_layers": []}
 PROMPTS = [{"prompt_ids": [5, 6, 7, 8]}, {"prompt_ids": [9, 4, 3]}]
 STOP = range(3, 20)
 
 
-def make(kind=kpt.GRPOTask, remat="none", **settings):
-    model = make_mixture("Qwen3Moe", **SIZES)
+def make(kind=kpt.GRPOTask, remat="none", num_layers=1, **settings):
+    model = make_mixture("Qwen3Moe", num_layers=num_layers, **SIZES)
     task = kind(model, sequence_length=48, remat=remat)
     settings = {
         "rewards": [odd],
@@ -50,7 +50,7 @@ def choices_of(task, token_ids):
 
 def test_the_engine_reports_the_experts_of_each_token():
     """Of prompts that are computed, in pieces too, copied and continued."""
-    task = make()
+    task = make(num_layers=2)
     rng = np.random.default_rng(0)
     long, more = (rng.integers(3, 95, n).tolist() for n in (70, 131))
     prompts = [[5, 6, 7], [5, 6, 7], long + [3], long + more]
