@@ -53,7 +53,7 @@ from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Scoring
 from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
-from keras_posttrain.training import checks, keras_words, padding
+from keras_posttrain.training import checks, huge_pages, keras_words, padding
 from keras_posttrain.training.run_settings import RunSettings
 from keras_posttrain.training.weights import ModelWeights
 
@@ -539,6 +539,7 @@ class DistillTask(Task):
         )
         filled = self.filled_rows(sequences, packing)
         settings.show(padding.describe(self.micro_batch_size, *filled))
+        huge_pages.advise(self.causal_lm, settings)
         longest = int(summary_of(prompts.prompts)["tokens"].max())
         longest += sampling.max_completion_length
         episodes = None

@@ -31,7 +31,7 @@ from keras_posttrain.rl.sampling import Sampler
 from keras_posttrain.rollout.rollout import ready_engine
 from keras_posttrain.tasks.task import Task, show_report
 from keras_posttrain.training import callbacks as callback_lib
-from keras_posttrain.training import checks, keras_words, padding
+from keras_posttrain.training import checks, huge_pages, keras_words, padding
 from keras_posttrain.training.frozen import (
     Untracked,
     frozen_policy,
@@ -378,6 +378,7 @@ class RolloutTask(Task):
         )
         filled = self.filled_rows(layout.num_sequences, packs)
         settings.show(padding.describe(self.micro_batch_size, *filled))
+        huge_pages.advise(self.causal_lm, settings)
         held_out = None
         if validation_data is not None:
             with (

@@ -39,6 +39,7 @@ from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.training import callbacks as callback_lib
 from keras_posttrain.training import (
     checks,
+    huge_pages,
     keras_fit,
     keras_words,
     padding,
@@ -576,6 +577,7 @@ class Task(keras.Model):
             settings.show(self.data_report)
         filled = self.filled_rows(batch_size, packing)
         settings.show(padding.describe(self.micro_batch_size, *filled))
+        huge_pages.advise(self.causal_lm, settings)
         optimizers.refresh_masters(self.optimizer, self.trainable_variables)
         self._verbose = settings.verbose
         self.begin_run([examples, held_out], batch_size, settings.callbacks)

@@ -1,0 +1,116 @@
+"""Huge pages of memory: what the variable does, and who is told of it."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import pytest
+
+import keras_posttrain as kpt
+from keras_posttrain.training import huge_pages
+
+ROWS = [{"prompt": "1 + 1 =", "completion": "2"}] * 2
+TAKEN = """
+import ctypes
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+size = 2**26
+at = libc.malloc(ctypes.c_size_t(size))
+ctypes.memset(at, 1, size)
+for line in open("/proc/self/smaps_rollup"):
+    if line.startswith("AnonHugePages"):
+        print(int(line.split()[1]))
+"""
+
+
+def huge_kib(**environment):
+    """Returns the KiB in huge pages of a process that fills 64 MiB."""
+    known = {k: v for k, v in os.environ.items() if k != huge_pages.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", TAKEN],
+        env=known | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(
+    not huge_pages.is_missing(),
+    reason="This system gives them to all, or none",
+)
+def test_the_variable_gives_large_arrays_huge_pages():
+    without = huge_kib()
+    given = huge_kib(**{huge_pages.VARIABLE: huge_pages.setting()})
+    # The system may not find enough of them.
+    assert given >= without + 2**14
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """`system(mode, variable, libc)` sets what the process sees."""
+    monkeypatch.setattr(huge_pages, "_said", [])
+
+    def found(mode="always [madvise] never", variable=None,
+              libc=("glibc", "2.36")):  # fmt: skip
+        file = tmp_path / "enabled"
+        if mode is not None:
+            file.write_text(f"{mode}\n")
+        monkeypatch.setattr(huge_pages, "MODE", str(file))
+        monkeypatch.setattr(huge_pages.platform, "libc_ver", lambda: libc)
+        monkeypatch.delenv(huge_pages.VARIABLE, raising=False)
+        if variable is not None:
+            monkeypatch.setenv(huge_pages.VARIABLE, variable)
+
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings, missing",
+    [
+        ({}, True),
+        ({"variable": "glibc.malloc.arena_max=1"}, True),
+        ({"variable": "glibc.malloc.hugetlb=1"}, False),
+        ({"mode": "[always] madvise never"}, False),
+        ({"mode": "always madvise [never]"}, False),
+        ({"mode": None}, False),
+        ({"libc": ("glibc", "2.34")}, False),
+        ({"libc": ("", "")}, False),
+    ],
+)
+def test_they_are_missing_where_a_variable_would_give_them(
+    system, settings, missing
+):
+    system(**settings)
+    assert huge_pages.is_missing() == missing
+
+
+def test_what_the_variable_has_already_is_kept(system):
+    system()
+    assert huge_pages.setting() == "glibc.malloc.hugetlb=1"
+    system(variable="glibc.malloc.arena_max=1")
+    assert huge_pages.setting() == (
+        "glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1"
+    )
+
+
+def test_a_fit_says_so_once_where_it_prints_and_the_model_is_not_small(
+    system, monkeypatch, capsys, tmp_path
+):
+    system()
+    kpt.examples.tiny_preset(tmp_path, ROWS, num_layers=1, hidden_dim=16)
+    task = kpt.SFTTask.from_preset(tmp_path, sequence_length=32)
+    task.compile(keras.optimizers.SGD(0.0))
+
+    def said(verbose):
+        task.fit(ROWS, batch_size=2, verbose=verbose)
+        return (
+            "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in capsys.readouterr().out
+        )
+
+    assert not said(1), "the model is small"
+    monkeypatch.setattr(huge_pages, "LEAST", task.causal_lm.count_params())
+    assert [said(0), said(1), said(1)] == [False, True, False]
