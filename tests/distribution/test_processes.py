@@ -2,11 +2,9 @@
 
 import contextlib
 import filecmp
-import json
 import os
 import pathlib
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -26,65 +24,16 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 SECONDS = 600
 
 
-HOSTS = {}
-
-
-def host(index):
-    """A process with the package imported, which starts copies of itself."""
-    if index not in HOSTS:
-        module = "tests.distribution.two_processes"
-        HOSTS[index] = subprocess.Popen(
-            [sys.executable, "-m", module, str(index)],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env=simulated(4),
-        )
-    return HOSTS[index]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ended_hosts():
-    yield
-    while HOSTS:
-        HOSTS.popitem()[1].communicate()
-
-
-class Copy:
-    """A copy that a host has started; waited for as a `Popen` is."""
-
-    def __init__(self, index, *given):
-        self.host, self.returncode = host(index), None
-        self.host.stdin.write(json.dumps(given).encode() + b"\n")
-        self.pid = int(self.host.stdout.readline())
-
-    def wait(self, timeout=None):
-        if self.returncode is None:
-            out = self.host.stdout
-            if not select.select([out], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a copy of a host", timeout)
-            self.returncode = int(out.readline())
-        return self.returncode
-
-    def poll(self):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0)
-        return self.returncode
-
-
-def start(directory, *cases, module=None, devices=4):
-    """The script in each of two processes, each with so many devices.
-
-    Another script is started by its own process.
-    """
+def start(directory, *cases, module="tests.distribution.two_processes",
+          devices=4):  # fmt: skip
+    """The script in each of two processes, each with so many devices."""
     directory.mkdir(exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    if module is None:
-        return [Copy(i, str(directory), port, *cases) for i in range(2)]
-    script, started = ("-m", module, str(directory), port), []
+    env = simulated(devices)
+    script = "-m", module, str(directory), port
+    started = []
     for i in range(2):
         with open(directory / f"log{i}", "w") as log:
             started.append(
@@ -93,7 +42,7 @@ def start(directory, *cases, module=None, devices=4):
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
-                    env=simulated(devices),
+                    env=env,
                     start_new_session=True,
                 )
             )

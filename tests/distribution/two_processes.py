@@ -1,10 +1,8 @@
 """A user's script, as it is started on every host.
 
-`two_processes.py INDEX` imports what the script needs. For each line of its
-standard input, `[DIRECTORY, PORT, CASE...]` in JSON, it starts a copy of
-itself, which runs the cases one after the other; the first process writes what
-came of each to `DIRECTORY/CASE.npz`. The copy's id and exit status are printed
-in a line each. The tests call `outcome` for the same in one process.
+`two_processes.py DIRECTORY PORT INDEX CASE...`: runs the cases one after the
+other, and the first process writes what came of each to `DIRECTORY/CASE.npz`.
+The tests call `outcome` for the same in one process.
 """
 
 import collections
@@ -21,25 +19,8 @@ from unittest import mock
 
 import jax
 import keras
-import numpy as np
 from jax.experimental import multihost_utils
 from keras.src.utils import module_utils
-
-import keras_posttrain as kpt
-from keras_posttrain import _hosts
-from keras_posttrain.data.batches import pipeline
-from keras_posttrain.data.rows import parallel
-from keras_posttrain.data.rows import prepare as preparing
-from keras_posttrain.data.rows.preparation import Preparation
-from keras_posttrain.distribution import processes
-from keras_posttrain.distribution.led import Led
-from keras_posttrain.models import device_transfer, presets
-from keras_posttrain.models.hf.export import export
-from keras_posttrain.rl.async_sampler import AsyncSampler
-from keras_posttrain.rollout.vllm.jobs import EngineFailure
-from tests.distribution import lost_hosts
-from tests.distribution.runs import filled_adapter, make, mesh, odd
-from tests.support import REFERENCE, random_rows
 
 
 def begin(port, index, case):
@@ -58,6 +39,33 @@ def begin(port, index, case):
             keras.utils.set_random_seed(0)
         else:
             keras.distribution.initialize(address, *rank)
+
+
+if __name__ == "__main__":
+    begin(*sys.argv[2:5])
+
+import numpy as np  # noqa: E402
+
+import keras_posttrain as kpt  # noqa: E402
+from keras_posttrain import _hosts  # noqa: E402
+from keras_posttrain.data.batches import pipeline  # noqa: E402
+from keras_posttrain.data.rows import parallel  # noqa: E402
+from keras_posttrain.data.rows import prepare as preparing  # noqa: E402
+from keras_posttrain.data.rows.preparation import Preparation  # noqa: E402
+from keras_posttrain.distribution import processes  # noqa: E402
+from keras_posttrain.distribution.led import Led  # noqa: E402
+from keras_posttrain.models import device_transfer, presets  # noqa: E402
+from keras_posttrain.models.hf.export import export  # noqa: E402
+from keras_posttrain.rl.async_sampler import AsyncSampler  # noqa: E402
+from keras_posttrain.rollout.vllm.jobs import EngineFailure  # noqa: E402
+from tests.distribution import lost_hosts  # noqa: E402
+from tests.distribution.runs import (  # noqa: E402
+    filled_adapter,
+    make,
+    mesh,
+    odd,
+)
+from tests.support import REFERENCE, random_rows  # noqa: E402
 
 
 def write_programs():
@@ -581,27 +589,6 @@ def main(directory, cases):
     print("done", flush=True)
 
 
-def is_copy(index, directory):
-    """Starts a copy with a session and a log of its own, and waits for it."""
-    if child := os.fork():
-        print(child, flush=True)
-        status = os.waitpid(child, 0)[1]
-        print(os.waitstatus_to_exitcode(status), flush=True)
-        return False
-    os.setsid()
-    with open(os.devnull) as none, open(f"{directory}/log{index}", "w") as log:
-        for file, other in zip((none, log, log), range(3), strict=True):
-            os.dup2(file.fileno(), other)
-    return True
-
-
 if __name__ == "__main__":
-    # An import is most of the time of a short case. Each host has its own, so
-    # that sets have another order in each.
-    for line in sys.stdin:
-        directory, port, *cases = json.loads(line)
-        if is_copy(sys.argv[1], directory):
-            begin(port, sys.argv[1], cases[0])
-            write_programs()
-            main(pathlib.Path(directory), cases)
-            break
+    write_programs()
+    main(pathlib.Path(sys.argv[1]), sys.argv[4:])
