@@ -190,7 +190,7 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_run(tmp_path):
     assert len(maps) == 2
     task.export(tmp_path)
     names = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    plain = kpt.SFTTask.from_preset(MODEL, sequence_length=64)
+    plain = kpt.SFTTask.from_preset(MODELS / "llama3", sequence_length=64)
     plain.export(tmp_path / "plain")
     assert set(names) == set(
         safetensors.numpy.load_file(tmp_path / "plain/model.safetensors")

@@ -263,7 +263,7 @@ def test_an_own_step_need_not_report_every_metric():
 
 def test_a_refused_adapter_leaves_the_task_as_it_was(tmp_path):
     other = kpt.SFTTask.from_preset(
-        REFERENCE / "models/llama3", lora=kpt.LoRA(rank=2)
+        one_layer(REFERENCE / "models/llama3"), lora=kpt.LoRA(rank=2)
     )
     other.save_adapter(tmp_path)
     task = make()
