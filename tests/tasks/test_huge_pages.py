@@ -101,8 +101,10 @@ def test_a_fit_says_so_once_where_it_prints_and_the_model_is_not_small(
     system, monkeypatch, capsys, tmp_path
 ):
     system()
-    kpt.examples.tiny_preset(tmp_path, ROWS, num_layers=1, hidden_dim=32)
-    task = kpt.SFTTask.from_preset(tmp_path, sequence_length=32)
+    preset = kpt.examples.tiny_preset(
+        tmp_path / "model", ROWS, num_layers=1, hidden_dim=32
+    )
+    task = kpt.SFTTask.from_preset(preset, sequence_length=32)
     task.compile(keras.optimizers.SGD(0.0))
 
     def said(verbose):

@@ -1,0 +1,149 @@
+"""Steps with huge pages of memory and without.
+
+The models of the benchmark of fine-tuning train in processes that start with
+`GLIBC_TUNABLES=glibc.malloc.hugetlb=1` and in processes that start without, in
+turn. A figure is the median over processes of the median step after the first
+epoch. Linux with glibc 2.35, where transparent huge pages are in the mode
+`madvise`, the default of most systems.
+
+    python benchmarks/huge_pages.py
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import keras_clock
+import preset
+import workloads
+from long_rows import RESULTS
+
+import keras_posttrain as kpt
+from keras_posttrain.training import huge_pages
+
+# Workload, and whether adapters are trained.
+CASES = {
+    "w1, all weights": ("w1", False),
+    "w1, LoRA": ("w1", True),
+    "w2, all weights": ("w2", False),
+}
+NAMES = {"4 KiB": False, "2 MiB": True}
+
+
+def train(case, passes):
+    """Trains, and returns the figures of this process."""
+    name, lora = CASES[case]
+    work = workloads.WORKLOADS[name]
+    adapters = kpt.LoRA(workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
+    with tempfile.TemporaryDirectory() as folder:
+        preset.write(work.model, pathlib.Path(folder))
+        task = kpt.SFTTask.from_preset(
+            folder,
+            lora=adapters if lora else None,
+            sequence_length=work.length,
+        )
+    task.compile(keras.optimizers.AdamW(workloads.LEARNING_RATE))
+    rows = [
+        {
+            "token_ids": ids,
+            "completion_mask": [0] * prompt + [1] * (len(ids) - prompt),
+        }
+        for ids, prompt in workloads.sft_rows(name)
+    ]
+    clock = keras_clock.Clock()
+    task.fit(
+        rows,
+        batch_size=work.batch,
+        epochs=1 + passes,
+        packing=name == "w1",
+        shuffle=False,
+        callbacks=[clock],
+        verbose=0,
+    )
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "step_s": statistics.median(clock.pass_s) / clock.steps,
+        "loss": clock.first["loss"],
+        "system_s": used.ru_stime,
+        "faults": used.ru_minflt,
+        "peak_mib": used.ru_maxrss / 1024,
+    }
+
+
+def median(runs, case, pages, figure):
+    found = [
+        r[figure] for r in runs if (r["case"], r["pages"]) == (case, pages)
+    ]
+    return statistics.median(found)
+
+
+def table(runs):
+    """Returns the medians as Markdown."""
+    lines = [
+        "| work | pages | s/step | time | page faults | system s | peak MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        before = median(runs, case, "4 KiB", "step_s")
+        for pages in NAMES:
+            seconds, faults, system, peak = (
+                median(runs, case, pages, figure)
+                for figure in ("step_s", "faults", "system_s", "peak_mib")
+            )
+            lines.append(
+                f"| {case} | {pages} | {seconds:.3f} | {seconds / before:.2f}x"
+                f" | {faults:,.0f} | {system:.1f} | {peak:,.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    # What one process does.
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(train(arguments.case, arguments.passes)))
+        return
+    if not huge_pages.is_missing():
+        parser.error("Here huge pages are given to all processes, or to none.")
+    runs = []
+    for _ in range(arguments.repeats):
+        for case in CASES:
+            for pages, wanted in NAMES.items():
+                more = {huge_pages.VARIABLE: huge_pages.setting()}
+                done = subprocess.run(
+                    [sys.executable, __file__, "--case", case,
+                     "--passes", str(arguments.passes)],
+                    env=os.environ | (more if wanted else {}),
+                    stdout=subprocess.PIPE,
+                    check=True,
+                )  # fmt: skip
+                run = json.loads(done.stdout.splitlines()[-1])
+                runs.append({"case": case, "pages": pages, **run})
+                print(runs[-1], file=sys.stderr, flush=True)
+    for case in CASES:
+        losses = {r["loss"] for r in runs if r["case"] == case}
+        if len(losses) > 1:
+            raise ValueError(f"Losses differ: {case}, {losses}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(runs, indent=1)
+    (arguments.out / "huge_pages.json").write_text(text + "\n")
+    (arguments.out / "huge_pages.md").write_text(table(runs))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
