@@ -179,8 +179,8 @@ There are three callbacks. `Checkpoint` saves what is needed to resume,
 The run ends after three epochs, so that there is something to resume below.
 
 On a CPU with Linux, a larger model trains faster if the script starts with
-`GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python script.py`: large arrays then have
-huge pages of memory. `fit` says so where it applies.
+`GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python script.py`: large arrays then
+have huge pages of memory. `fit` says so where it applies.
 """
 
 callbacks = [
