@@ -4,7 +4,7 @@ The models of the benchmark of fine-tuning train in processes that start with
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1` and in processes that start without, in
 turn. A figure is the median over processes of the median step after the first
 epoch. Linux with glibc 2.35, where transparent huge pages are in the mode
-`madvise`, the default of most systems.
+`madvise`.
 
     python benchmarks/huge_pages.py
 """
@@ -17,17 +17,11 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
-import keras
-import keras_clock
-import preset
+import ours_sft  # sets the backend
 import workloads
 from long_rows import RESULTS
 
-import keras_posttrain as kpt
 from keras_posttrain.training import huge_pages
 
 # Workload, and whether adapters are trained.
@@ -42,32 +36,12 @@ NAMES = {"4 KiB": False, "2 MiB": True}
 def train(case, passes):
     """Trains, and returns the figures of this process."""
     name, lora = CASES[case]
-    work = workloads.WORKLOADS[name]
-    adapters = kpt.LoRA(workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
-    with tempfile.TemporaryDirectory() as folder:
-        preset.write(work.model, pathlib.Path(folder))
-        task = kpt.SFTTask.from_preset(
-            folder,
-            lora=adapters if lora else None,
-            sequence_length=work.length,
-        )
-    task.compile(keras.optimizers.AdamW(workloads.LEARNING_RATE))
-    rows = [
-        {
-            "token_ids": ids,
-            "completion_mask": [0] * prompt + [1] * (len(ids) - prompt),
-        }
-        for ids, prompt in workloads.sft_rows(name)
-    ]
-    clock = keras_clock.Clock()
-    task.fit(
-        rows,
-        batch_size=work.batch,
-        epochs=1 + passes,
+    _, clock = ours_sft.train(
+        workloads.WORKLOADS[name],
+        workloads.sft_rows(name),
+        passes,
+        lora=lora,
         packing=name == "w1",
-        shuffle=False,
-        callbacks=[clock],
-        verbose=0,
     )
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {

@@ -15,39 +15,59 @@ import workloads
 from keras_posttrain import SFTTask
 
 
-def main():
-    args = report.arguments()
+def train(shape, rows, passes, *, lora=False, quantize=None, packing=False):
+    """Trains, and returns the task and the clock.
+
+    Args:
+        shape: `workloads.Workload`.
+        rows: list of token ids and prompt lengths.
+        passes: int, epochs after the first one, which is a warm-up.
+        lora: bool, whether adapters are trained.
+        quantize, packing: those of `SFTTask`.
+    """
+    adapters = kpt.LoRA(rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
     with tempfile.TemporaryDirectory() as folder:
-        preset.write(args.shape.model, pathlib.Path(folder))
-        lora = kpt.LoRA(rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
+        preset.write(shape.model, pathlib.Path(folder))
         task = SFTTask.from_preset(
             folder,
-            lora=lora if args.lora else None,
-            quantize=args.quantize,
-            sequence_length=args.shape.length,
+            lora=adapters if lora else None,
+            quantize=quantize,
+            sequence_length=shape.length,
         )
     task.compile(
         optimizer=keras.optimizers.AdamW(
             workloads.LEARNING_RATE, weight_decay=workloads.WEIGHT_DECAY
         )
     )
-    rows = [
+    examples = [
         {
             "token_ids": ids,
             "completion_mask": [0] * prompt + [1] * (len(ids) - prompt),
         }
-        for ids, prompt in args.rows
+        for ids, prompt in rows
     ]
     clock = keras_clock.Clock()
-    # The first epoch is a warm-up.
     task.fit(
-        rows,
-        batch_size=args.shape.batch,
-        epochs=1 + args.passes,
-        packing=args.packing,
+        examples,
+        batch_size=shape.batch,
+        epochs=1 + passes,
+        packing=packing,
         shuffle=False,
         callbacks=[clock],
         verbose=0,
+    )
+    return task, clock
+
+
+def main():
+    args = report.arguments()
+    task, clock = train(
+        args.shape,
+        args.rows,
+        args.passes,
+        lora=args.lora,
+        quantize=args.quantize,
+        packing=args.packing,
     )
     report.emit(
         args,

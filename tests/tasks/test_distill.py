@@ -430,7 +430,7 @@ def refusing():
     return make()
 
 
-# Their names have the same paths in every worker.
+# No paths of `one_layer`: the tests' names must be the same in each worker.
 @pytest.mark.parametrize(
     "made, settings, message",
     [

@@ -1,4 +1,4 @@
-"""Huge pages of memory: what the variable does, and who is told of it."""
+"""Huge pages of memory: what the variable does, and when `fit` names it."""
 
 import os
 import subprocess
