@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 
+import jax
 import keras
 import pytest
 
@@ -397,7 +398,9 @@ def test_grpo_arithmetic(run, is_short):
 
 @pytest.mark.usefixtures("optimized")
 def test_tool_use(run):
-    folder, text = run("tool_use", is_short=True)
+    folder, text = run(
+        "tool_use", is_short=True, begins_early=True, is_thin=True
+    )
     assert '"name": "calculator"' in text
     assert [line["step"] for line in read_log(folder)] == [1, 2]
     lines = (folder / "completions.jsonl").read_text().splitlines()
@@ -417,7 +420,9 @@ def test_black_box_agent(run):
 
 @pytest.mark.usefixtures("optimized")
 def test_multi_turn_game(run):
-    folder, text = run("multi_turn_game", is_short=True, begins_early=True)
+    folder, text = run(
+        "multi_turn_game", is_short=True, begins_early=True, is_thin=True
+    )
     assert "84 boards" in text
     results = json.loads((folder / "results.json").read_text())
     for game in ("guess", "sokoban"):
@@ -429,7 +434,9 @@ def test_multi_turn_game(run):
 
 @pytest.mark.usefixtures("optimized")
 def test_self_play(run):
-    folder, text = run("self_play", is_short=True)
+    folder, text = run(
+        "self_play", is_short=True, begins_early=True, is_thin=True
+    )
     assert "user:\na b c\nd e f\ng h i\n" in text
     assert "--- other ---" in text
     results = json.loads((folder / "results.json").read_text())
@@ -651,11 +658,12 @@ def test_write_your_own_loss(run, is_short):
         assert float(re.search(r"ratio_distance (\S+)", text)[1]) > 0
 
 
-def test_tpu_pods(tmp_path, monkeypatch):
+def test_tpu_pods(run, eight_devices, monkeypatch):
+    # The guide simulates eight devices by it, which this process has already.
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     # A user's setting: with exact products attention's kernel steps aside.
-    monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION")
-    # Its devices are set up before JAX is imported.
-    folder, printed = run_alone("tpu_pods", tmp_path)
+    with jax.default_matmul_precision(None):
+        folder, printed = run("tpu_pods")
     assert "total / ideal" in printed and "tokens per second" in printed
     assert has_files(folder / "model", MODEL)
     results = json.loads((folder / "results.json").read_text())
