@@ -44,7 +44,7 @@ class At(keras.callbacks.Callback):
 
 def run(directory, watch, **settings):
     """Trains six steps in a new task; its variables and what was warned of."""
-    made, _ = make("sft", "llama3", "full")
+    made, _ = make("sft", "llama3-short", "full")
     saver = kpt.callbacks.Checkpoint(directory, **settings)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

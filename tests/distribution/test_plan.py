@@ -28,7 +28,7 @@ from keras_posttrain.models.rematerialisation import CHOICES
 from keras_posttrain.planning import depths, train_plan
 from keras_posttrain.planning.advice import advise
 from keras_posttrain.planning.lowering import planned
-from tests.support import REFERENCE, random_rows, run_on_eight_devices, weights
+from tests.support import REFERENCE, one_layer, random_rows, weights
 
 LLAMA = REFERENCE / "models" / "llama3"
 # Of tasks that sample.
@@ -562,8 +562,28 @@ def test_a_plan_changes_nothing():
     assert "exact" not in str(advise(lacking, task.policy))
 
 
-def test_arguments_are_what_a_run_allocates():
-    run_on_eight_devices("tests.distribution.planned_and_run")
+def on_first_device(variables):
+    return sum(v.value.addressable_shards[0].data.nbytes for v in variables)
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("lora", [None, kpt.LoRA(rank=4)])
+def test_arguments_are_what_a_run_allocates(lora):
+    settings = {"lora": lora, "dtype": "bfloat16"}
+    planned = shaped(one_layer(LLAMA), **settings)
+    planned.compile(keras.optimizers.AdamW(1e-3))
+    plan = planned.plan("cpu:8", batch_size=8)
+    keras.distribution.set_distribution(kpt.distribution.fsdp())
+    task = kpt.SFTTask.from_preset(
+        one_layer(LLAMA), sequence_length=64, **settings
+    )
+    task.compile(keras.optimizers.AdamW(1e-3))
+    task.fit(random_rows(8), batch_size=8, verbose=0)
+    for name, variables in (
+        ("weights", task.variables),
+        ("optimizer", task.optimizer.variables),
+    ):
+        assert plan.arguments[name] == on_first_device(variables), name
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,16 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 # for keys and values: over 4 and 8 devices other axes take their place.
 PAIRS = [
     "sft:llama3:full:4x2,2x4x1 stages,2x2x2",
-    "sft:qwen3_moe:full:8x1,ep4",
-    "packed:qwen2:lora:tp2",
-    "packed:gemma2:lora:cp4",
+    "sft:qwen3_moe-short:full:8x1,ep4",
+    "packed:qwen2-short:lora:tp2",
+    "packed:gemma2-short:lora:cp4",
 ]
 # Each task under FSDP, tensor parallelism and both or data parallelism, each
 # mesh, family and mode with several tasks.
 MORE_PAIRS = [
+    "sft:qwen3_moe:full:8x1,ep4",
+    "packed:qwen2:lora:tp2",
+    "packed:gemma2:lora:cp4",
     "sft:llama3:full:dp",
     "packed:qwen2:lora:2x4x1",
     "sft:mixtral:full:2x4",

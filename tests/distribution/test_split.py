@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import keras_posttrain as kpt
 from keras_posttrain.distribution.transfer import copy_to
 from tests.distribution import runs
-from tests.support import REFERENCE, spread_adapter, weights
+from tests.support import spread_adapter, weights
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 TRAINER, SAMPLER = kpt.distribution.split(trainer=4, sampler=4)
@@ -63,10 +63,10 @@ def shared(*case):
 @pytest.mark.parametrize(
     "case, layout",
     [
-        ("grpo:llama3:full", "slices"),
-        ("grpo:llama3:full", "same"),
-        ("grpo:gemma2:lora", "tensor"),
-        ("episodes:qwen3:lora", "replicas"),
+        ("grpo:llama3-short:full", "slices"),
+        ("grpo:llama3-short:full", "same"),
+        ("grpo:gemma2-short:lora", "tensor"),
+        ("episodes:qwen3-short:lora", "replicas"),
         pytest.param("ppo:llama3:full", "tensor", marks=pytest.mark.full),
         pytest.param("grpo:qwen2:full", "replicas", marks=pytest.mark.full),
         pytest.param("episodes:llama3:full", "fsdp", marks=pytest.mark.full),
@@ -80,7 +80,9 @@ def test_samples_and_updates_are_those_of_a_shared_mesh(case, layout):
 def test_it_samples_while_the_policy_is_trained():
     engine = own_engine("tensor")
     assert engine.is_apart
-    found = train(engine, "grpo", "llama3", "lora", max_staleness=1, epochs=4)
+    found = train(
+        engine, "grpo", "llama3-short", "lora", max_staleness=1, epochs=4
+    )
     history = found["history"]
     assert max(history["staleness/max"]) <= 1
     assert max(history["staleness/mean"]) > 0
@@ -89,7 +91,7 @@ def test_it_samples_while_the_policy_is_trained():
 
 def made(engine, trainer=None, **settings):
     keras.distribution.set_distribution(trainer)
-    path = REFERENCE / "models/llama3"
+    path = runs.directory("llama3-short")
     task = kpt.GRPOTask.from_preset(path, sequence_length=64, **settings)
     task.tokenizer = None
     task.compile(
@@ -132,7 +134,7 @@ def test_quantized_weights_and_adapters():
 
 def test_experts_over_an_axis_of_their_own():
     keras.distribution.set_distribution(kpt.distribution.fsdp(devices=TRAINER))
-    task = kpt.GRPOTask(runs.mixture("qwen3_moe"), sequence_length=64)
+    task = kpt.GRPOTask(runs.mixture("qwen3_moe-short"), sequence_length=64)
     task.compile(rewards=[runs.odd], max_completion_length=8)
     check_sampled(task, "experts", "tensor")
 
@@ -214,7 +216,7 @@ def test_what_is_refused():
         task.fit(runs.PROMPTS, max_staleness=1, verbose=0)
     with pytest.raises(ValueError, match="distribution='fsdp'"):
         kpt.rollout.NativeRollout(distribution="fsdp")
-    judge = kpt.RewardTask.from_preset(REFERENCE / "models/llama3")
+    judge = kpt.RewardTask.from_preset(runs.directory("llama3-short"))
     task = made(own_engine("fsdp"), shared)
     task.compile(
         rewards=[kpt.rewards.ModelReward(judge)],

@@ -14,35 +14,35 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from unittest import mock
+
+if __name__ == "__main__":
+    import tests.distribution.unused  # noqa: F401
 
 import jax
 import keras
 from jax.experimental import multihost_utils
-from keras.src.utils import module_utils
 
 
 def begin(port, index, case):
-    """Makes this process one of two, with equal seeds.
-
-    Keras would import TensorFlow, which nothing here uses, to seed it: a
-    fifth of the time of a short case.
-    """
+    """Makes this process one of two, with equal seeds."""
     address, rank = f"127.0.0.1:{port}", (2, int(index))
-    with mock.patch.object(module_utils.tensorflow, "_available", False):
-        if case.startswith(("resume", "split")):
-            # The other way to start processes: a lost one is noticed sooner.
-            jax.distributed.initialize(
-                address, *rank, heartbeat_timeout_seconds=10
-            )
-            keras.utils.set_random_seed(0)
-        else:
-            keras.distribution.initialize(address, *rank)
+    if case.startswith(("resume", "split")):
+        # The other way to start processes: a lost one is noticed sooner.
+        jax.distributed.initialize(
+            address, *rank, heartbeat_timeout_seconds=10
+        )
+        keras.utils.set_random_seed(0)
+    else:
+        keras.distribution.initialize(address, *rank)
 
 
 if __name__ == "__main__":
     begin(*sys.argv[2:5])
+    # What a process that is killed leaves.
+    tempfile.tempdir = sys.argv[1]
 
 import numpy as np  # noqa: E402
 
@@ -59,6 +59,7 @@ from keras_posttrain.models.hf.export import export  # noqa: E402
 from keras_posttrain.rl.async_sampler import AsyncSampler  # noqa: E402
 from keras_posttrain.rollout.vllm.jobs import EngineFailure  # noqa: E402
 from tests.distribution import lost_hosts  # noqa: E402
+from tests.distribution.runs import directory as directory_of  # noqa: E402
 from tests.distribution.runs import (  # noqa: E402
     filled_adapter,
     make,
@@ -153,7 +154,7 @@ class Dies(keras.callbacks.Callback):
 def resume(directory, mode, layout, *death):
     """A run with checkpoints; `death` is the step, the process and how."""
     keras.distribution.set_distribution(mesh(layout))
-    made, _ = make("sft", "llama3", mode)
+    made, _ = make("sft", "llama3-short", mode)
     callbacks = [
         kpt.callbacks.Checkpoint(directory, every=2),
         kpt.callbacks.MetricsLog(directory),
@@ -179,12 +180,14 @@ def resume(directory, mode, layout, *death):
 def split(directory, staleness, *death):
     """GRPO with a trainer and a sampler that have four devices each.
 
-    The reward is the share of tokens below 64. `death` as in `resume`.
+    The reward is the share of tokens below 64. `death` as in `resume`;
+    `again1` is another run of staleness 1, in its own folder.
     """
     directory = directory / staleness
+    staleness = int(staleness.removeprefix("again"))
     trainer, sampler = kpt.distribution.split(trainer=4, sampler=4)
     keras.distribution.set_distribution(kpt.distribution.fsdp(devices=trainer))
-    path = REFERENCE / "models/llama3"
+    path = directory_of("llama3-short")
     made = kpt.GRPOTask.from_preset(path, sequence_length=32)
     made.tokenizer = None
     engine = kpt.rollout.NativeRollout(
@@ -193,7 +196,7 @@ def split(directory, staleness, *death):
     # Adam turns the rounding of small gradients into steps.
     exact, adam = keras.optimizers.SGD(0.1), keras.optimizers.Adam(1e-2)
     made.compile(
-        optimizer=adam if int(staleness) else exact,
+        optimizer=adam if staleness else exact,
         rewards=[low],
         num_generations=8,
         max_completion_length=8,
@@ -216,7 +219,7 @@ def split(directory, staleness, *death):
             rows,
             batch_size=4,
             epochs=2,
-            max_staleness=int(staleness),
+            max_staleness=staleness,
             callbacks=callbacks,
             verbose=0,
         )
@@ -263,7 +266,7 @@ def raises(pattern, function, *args, **kwargs):
 
 def refused(directory):
     """Processes that differ are refused, with the same message in both."""
-    path, rows = REFERENCE / "models/llama3", random_rows(8)
+    path, rows = directory_of("llama3-short"), random_rows(8)
     task = kpt.SFTTask.from_preset(path, sequence_length=64)
     task.compile()
     raises("a distribution over 0 of them", task.fit, rows, verbose=0)
@@ -274,7 +277,8 @@ def refused(directory):
            random_rows(8, seed=processes.index()), verbose=0)  # fmt: skip
     raises("epochs=1 in process 0, epochs=2 in process 1", task.fit, rows,
            epochs=1 + processes.index(), verbose=0)  # fmt: skip
-    refuse_streams(task, rows)
+    sampled, fit = make("grpo", "llama3-short", "full")
+    refuse_streams(task, rows, sampled, **fit)
     names = keras.distribution.list_devices()
     three_each = [*names[:3], *names[4:7]]
     keras.distribution.set_distribution(
@@ -286,9 +290,8 @@ def refused(directory):
     raises(pattern, uneven.fit, rows, verbose=0)
     raises(pattern, uneven.evaluate, rows, verbose=0)
     keras.distribution.set_distribution(mesh("8x1"))
-    task, fit = make("grpo", "llama3", "full")
     # Each error comes before anything is sampled.
-    raises("a NativeRollout without devices of its own", task.fit, **fit,
+    raises("a NativeRollout without devices of its own", sampled.fit, **fit,
            max_staleness=1, verbose=0)  # fmt: skip
     raises("8 devices. Use multiples of 2", kpt.distribution.split, trainer=3)
     half = keras.distribution.list_devices()[:4]
@@ -296,10 +299,12 @@ def refused(directory):
            distribution=kpt.distribution.fsdp(devices=half))  # fmt: skip
     rewards = [broken if processes.index() == 1 else odd]
     rewards[0].__name__ = "odd"
-    task.compile(rewards=rewards, num_generations=4, max_completion_length=4)
-    raises("In process 1 of 2: .*'odd' raised KeyError: 'no such'", task.fit,
-           **fit, verbose=0)  # fmt: skip
-    task, fit = make("episodes", "qwen3", "full")
+    sampled.compile(
+        rewards=rewards, num_generations=4, max_completion_length=4
+    )
+    raises("In process 1 of 2: .*'odd' raised KeyError: 'no such'",
+           sampled.fit, **fit, verbose=0)  # fmt: skip
+    task, fit = make("episodes", "qwen3-short", "full")
     opponent = kpt.rollout.NativeRollout()
     opponent.set_model(task)
     game = kpt.episodes.Episode(duel, opponents={"second": opponent})
@@ -308,7 +313,7 @@ def refused(directory):
     return {}
 
 
-def refuse_streams(task, rows):
+def refuse_streams(task, rows, sampled, dataset, **given):
     """Streams that differ, from the first row on or later, or that fail."""
     own = processes.index()
     fit = functools.partial(task.fit, batch_size=4, verbose=0)
@@ -329,10 +334,8 @@ def refuse_streams(task, rows):
         raises("after 5 rows .* 3 rows .* and the end in process 0, 2 rows ",
                fit, lambda: iter(rows[: 8 - own]))  # fmt: skip
     assert task.step == 1
-    sampled, given = make("grpo", "llama3", "full")
-    prompts = given.pop("dataset")
     raises("the same stream.* 7 rows .* in process 1", sampled.fit,
-           lambda: iter(prompts[own:]), **given, verbose=0)  # fmt: skip
+           lambda: iter(dataset[own:]), **given, verbose=0)  # fmt: skip
     assert sampled.step == 0
 
 
@@ -343,7 +346,7 @@ async def duel(first, second, word):
 def streams(directory):
     """Two epochs of a stream of several windows, in all processes."""
     keras.distribution.set_distribution(mesh("dp"))
-    made, fit = make("packed", "qwen2", "lora")
+    made, fit = make("packed", "qwen2-short", "lora")
     rows, read, prepared = fit.pop("dataset"), [], []
 
     def rows_of_an_epoch():
@@ -510,7 +513,7 @@ def lost(directory):
 def vllm(directory):
     """Where vLLM cannot serve all processes, all say so."""
     keras.distribution.set_distribution(mesh("8x1"))
-    path = REFERENCE / "models/llama3"
+    path = directory_of("llama3-short")
     task = kpt.SFTTask.from_preset(path, sequence_length=64)
 
     def start(**settings):

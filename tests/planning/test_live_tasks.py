@@ -13,9 +13,9 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.distribution import programs
-from tests.support import REFERENCE, random_rows, weights
+from tests.support import REFERENCE, one_layer, random_rows, weights
 
-LLAMA = REFERENCE / "models" / "llama3"
+LLAMA = one_layer(REFERENCE / "models" / "llama3")
 
 
 def shaped(preset=LLAMA, kind=kpt.SFTTask, optimizer=None, **kwargs):
