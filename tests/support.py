@@ -37,6 +37,15 @@ def in_ci(*kept, of):
     ]
 
 
+def cases_in_ci(*kept, of):
+    """As `in_ci`, of cases that are tuples of several parameters."""
+    assert set(kept) < set(of), set(kept) - set(of)
+    return [
+        pytest.param(*x, marks=() if x in kept else pytest.mark.full)
+        for x in of
+    ]
+
+
 # Those whose attention differs, the others in `make test-full`.
 FAMILY_CASES = [
     pytest.param(

@@ -28,7 +28,6 @@ OWN = {
         "norm_top_k_prob": True,
         # The second layer has no experts.
         "mlp_only_layers": [1],
-        "num_layers": 3,
     },
 }
 MIXTURES = tuple(OWN)

@@ -411,7 +411,8 @@ def models(tmp_path_factory):
     return load
 
 
-by_family = pytest.mark.parametrize("family", ["gemma", *sorted(FAMILIES)])
+EVERY = ("gemma", *sorted(FAMILIES))
+by_family = pytest.mark.parametrize("family", EVERY)
 LENGTH = 24
 
 
@@ -464,7 +465,8 @@ def test_unpacked_hidden_states_are_kerashubs_own(models, family):
     assert_close(got[used], want[used])
 
 
-@by_family
+# `test_loading.py` compares packed rows of all families.
+@pytest.mark.parametrize("family", in_ci("gemma3", "qwen3", of=EVERY))
 def test_packed_documents_are_what_they_are_alone(models, family):
     policy = Policy(models(family))
     parts = sequences((9, 14, 1))
@@ -486,18 +488,7 @@ def test_remat_changes_no_hidden_state(models, family):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-IN_CI = ("gemma2", "llama3", "qwen3")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        family
-        if family in IN_CI
-        else pytest.param(family, marks=pytest.mark.full)
-        for family in ("gemma", *sorted(FAMILIES))
-    ],
-)
+@pytest.mark.parametrize("family", in_ci("gemma2", "qwen3", of=EVERY))
 def test_no_family_changes_where_blocks_are_skipped(
     models, family, monkeypatch
 ):
@@ -594,11 +585,12 @@ def test_kernel_of_tpus_leaves_out_what_no_segment_shares(monkeypatch):
     used = (segments > 0)[..., None, None]
     weights = np.random.default_rng(1).normal(size=arrays[0].shape) * used
 
-    def gradients(attend, arrays, weights):
-        def total(*x):
-            return jnp.sum(weights * attend(*x))
+    def gradients(attend):
+        def total(weights, *x):
+            out = attend(*x)
+            return jnp.sum(weights * out), out
 
-        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(*arrays)
+        return jax.jit(jax.value_and_grad(total, (1, 2, 3), has_aux=True))
 
     def ours(window, *x):
         return tpu_attention.splash_attention(
@@ -611,23 +603,24 @@ def test_kernel_of_tpus_leaves_out_what_no_segment_shares(monkeypatch):
             *x, segments, positions, scale=0.1, sliding_window=window
         )
 
+    of_window = {}
     for window in (None, 200):
-        got, want = (
-            gradients(functools.partial(f, window), arrays, weights)
-            for f in (ours, xlas)
+        of_window[window], plain = (
+            gradients(functools.partial(f, window)) for f in (ours, xlas)
         )
-        for a, b in zip(*map(jax.tree.leaves, (got, want))):
+        ((got, _), got_gradients), ((want, _), want_gradients) = (
+            f(weights, *arrays) for f in (of_window[window], plain)
+        )
+        for a, b in zip((got, *got_gradients), (want, *want_gradients)):
             np.testing.assert_allclose(a, b, atol=2e-4)
     # What other segments have in the blocks of the third one is not read.
     poisoned = [np.array(x) for x in arrays]
     for x in poisoned:
         x[0, bad] = np.nan
-    out = np.asarray(ours(None, *poisoned))
-    assert np.isnan(out[0, bad]).all() and np.isfinite(out[1]).all()
-    assert np.isfinite(np.delete(out[0], bad, axis=0)).all()
     weights[0, bad] = 0
-    _, found = gradients(functools.partial(ours, None), poisoned, weights)
-    for x in found:
+    (_, out), found = of_window[None](weights, *poisoned)
+    assert np.isnan(out[0, bad]).all() and np.isfinite(out[1]).all()
+    for x in (out, *found):
         assert np.isfinite(np.delete(np.asarray(x[0]), bad, axis=0)).all()
 
 

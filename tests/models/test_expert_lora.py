@@ -29,7 +29,13 @@ from tests.models.tiny_checkpoints import (
     make_checkpoint,
     packed_logits,
 )
-from tests.support import in_ci, random_rows, spread_adapter, weights
+from tests.support import (
+    cases_in_ci,
+    in_ci,
+    random_rows,
+    spread_adapter,
+    weights,
+)
 
 by_family = pytest.mark.parametrize("family", MIXTURES)
 one_in_ci = pytest.mark.parametrize("family", in_ci("Qwen3Moe", of=MIXTURES))
@@ -39,8 +45,14 @@ named = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("block", [1, 4])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+@pytest.mark.parametrize(
+    "fused, block",
+    cases_in_ci(
+        (True, 4),
+        (False, 1),
+        of=[(x, y) for x in (True, False) for y in (1, 4)],
+    ),
+)
 def test_the_low_rank_part_is_that_of_merged_kernels(block, fused):
     """Values, and the gradients of both factors."""
     x, router, kernels = example(fused=fused)
@@ -233,7 +245,8 @@ FIELDS = {
 @pytest.mark.parametrize(
     "model_type, targets",
     [
-        ("mixtral", ["q_proj", "experts"]),
+        # `test_families.py` has it in CI, in both directions.
+        pytest.param("mixtral", ["q_proj", "experts"], marks=pytest.mark.full),
         ("qwen2_moe", "all-linear"),
         ("qwen2_moe", [r"experts\.gate_up_proj", "k_proj"]),
         ("qwen3_moe", ["experts"]),
@@ -269,7 +282,7 @@ def test_peft_computes_the_same(model_type, targets, tmp_path):
 
 
 def test_kernels_have_one_object_and_hugging_faces_names():
-    causal_lm = make_mixture("Qwen3Moe")
+    causal_lm = make_mixture("Qwen3Moe", num_layers=3)
     found = expert_kernels(causal_lm)
     assert list(found) == [
         f"model.layers.{i}.mlp.experts.{name}_proj"

@@ -20,6 +20,7 @@ from keras_posttrain.models.grouped_matmul import (
     tpu_kernel_gradient,
 )
 from tests.models.mixtures import MIXTURES, make_mixture
+from tests.support import cases_in_ci, in_ci
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 50, 16, 12, 6, 3
 BLOCKS = (1, 4)
@@ -101,7 +102,7 @@ def test_values_and_gradients_of_all_experts(block, normalize, fused):
     assert_close(got, want, 2e-6)
 
 
-@by_block
+@pytest.mark.parametrize("block", in_ci(4, of=BLOCKS))
 def test_bfloat16_is_as_exact_as_all_experts(block):
     """Both against float32: rounding may not grow."""
     exact = example()
@@ -244,8 +245,18 @@ def test_blocks_are_a_quarter_of_an_experts_choices():
     assert block_size(2**20, 4) == 128
 
 
-@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    "family, dtype",
+    cases_in_ci(
+        *((family, "float32") for family in MIXTURES),
+        ("QwenMoe", "mixed_bfloat16"),
+        of=[
+            (family, dtype)
+            for family in MIXTURES
+            for dtype in ("float32", "mixed_bfloat16")
+        ],
+    ),
+)
 def test_kerashubs_layer_has_the_same_values_and_gradients(family, dtype):
     """In the block of each family, with respect to its input and weights."""
     causal_lm = make_mixture(family, dtype=dtype)

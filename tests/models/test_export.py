@@ -24,7 +24,7 @@ from tests.models.tiny_checkpoints import (
     randomize,
     transformers_logits,
 )
-from tests.support import REFERENCE
+from tests.support import REFERENCE, in_ci
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Each has what KerasHub's constructors cannot say.
@@ -194,7 +194,7 @@ def test_round_trip(tmp_path, name):
         assert (value == stored[key]).all(), key
     assert (transformers_logits(tmp_path / "out") == want).all()
     again = load_causal_lm(tmp_path / "out")
-    assert (plain_logits(again) == plain_logits(causal_lm)).all()
+    assert_equal_logits(plain_logits(again), want)
     assert hf_config(again) == hf_config(causal_lm)
 
 
@@ -321,7 +321,16 @@ def build(name):
     return randomize(causal_lm)
 
 
-@pytest.mark.parametrize("name", BUILT)
+# The others have the same layers with other numbers.
+@pytest.mark.parametrize(
+    "name",
+    in_ci(
+        *BUILT.keys()
+        - {"gemma_7b_like", "gemma3_all_full", "mistral_no_window"}
+        - {"qwen2", "qwen3", "llama"},
+        of=BUILT,
+    ),
+)
 def test_models_of_kerashub(tmp_path, name):
     causal_lm = build(name)
     export(causal_lm, tmp_path / "out")

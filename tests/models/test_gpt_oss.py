@@ -46,7 +46,6 @@ def quantized(tmp_path_factory):
         "gpt_oss",
         change=experts,
         intermediate_size=32,
-        num_hidden_layers=3,
     )
     experts.write(directory)
     return directory, want
@@ -77,7 +76,7 @@ def test_experts_in_mxfp4_are_read_and_said(quantized, capsys):
     directory, want = quantized
     causal_lm = load_causal_lm(directory)
     said = capsys.readouterr().out
-    assert "MXFP4: 6 layers were read as floats (codes are kept of" in said
+    assert "MXFP4: 4 layers were read as floats (codes are kept of" in said
     assert not [x for x in causal_lm.kpt_repairs if "not used" in x]
     assert_equal_logits(packed_logits(causal_lm), want)
 
@@ -117,7 +116,7 @@ def test_a_preset_of_kerashub(quantized, tmp_path):
     causal_lm = load_causal_lm(tmp_path / "preset")
     assert causal_lm.kpt_source is None
     notes = " | ".join(causal_lm.kpt_repairs)
-    assert "sliding_window set to (4, None, 4)" in notes
+    assert "sliding_window set to (4, None)" in notes
     assert "factor of the rotation" in notes
     assert_equal_logits(packed_logits(causal_lm), want)
     task = kpt.SFTTask(causal_lm, sequence_length=20)

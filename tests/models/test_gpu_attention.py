@@ -25,7 +25,7 @@ from keras_posttrain.models.policy import Policy
 from keras_posttrain.planning.lowering import planned
 from keras_posttrain.training.step import compile_step, counters
 from tests.models.test_attention import example, naive
-from tests.support import random_rows
+from tests.support import cases_in_ci, random_rows
 
 LENGTH, LAYERS = 64, 2
 # As they are called in a program for CUDA.
@@ -143,16 +143,27 @@ def test_a_device_computes_its_own_rows(gpu, eight_devices, packing):
     assert f"tensor<1x{LENGTH}x" in call and f"tensor<8x{LENGTH}x" not in call
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_choices_of_remat_keep_what_kernels_compute(gpu, packing):
+@pytest.mark.parametrize(
+    "remat, packing",
+    cases_in_ci(
+        ("outputs", True),
+        ("attention", False),
+        ("full", True),
+        of=[
+            (remat, packing)
+            for remat in ("outputs", "attention", "full")
+            for packing in (False, True)
+        ],
+    ),
+)
+def test_choices_of_remat_keep_what_kernels_compute(gpu, remat, packing):
     """All but "full", which computes it again."""
     kernel = "pallas" if packing else "cudnn"
-    for remat in ("outputs", "attention", "full"):
-        text = lower(make_task(), packing, one_device(), remat=remat)
-        assert calls(text) == {
-            kernel: LAYERS * (1 + (remat == "full")),
-            f"{kernel} backward": LAYERS,
-        }, remat
+    text = lower(make_task(), packing, one_device(), remat=remat)
+    assert calls(text) == {
+        kernel: LAYERS * (1 + (remat == "full")),
+        f"{kernel} backward": LAYERS,
+    }
 
 
 def test_the_cpu_has_one_program():
@@ -277,14 +288,16 @@ def test_compute_capabilities(device, capability, monkeypatch):
 def test_the_choice_is_said_once(gpu, capsys):
     """A line for each kind of rows, of all layers; none without progress."""
     task = make_task()
-    for packing in (False, True, False):
-        lower(task, packing, one_device())
+    lower(task, False, one_device())
+    chooser = task.policy.chooser
+    for batch in (PACKED, {}, PACKED):
+        hidden_states(make_model(), chooser, **batch)
     assert capsys.readouterr().out.splitlines() == [
         "Attention of rows of one sequence: cudnn in 2 layers.",
         "Attention of packed rows: pallas in 2 layers.",
     ]
     with _console.silenced():
-        lower(make_task(), False, one_device())
+        hidden_states(make_model())
     assert capsys.readouterr().out == ""
 
 

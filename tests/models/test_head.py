@@ -17,7 +17,7 @@ from keras_posttrain.models.head import (
     token_loss_sum,
     token_values,
 )
-from tests.support import in_ci
+from tests.support import cases_in_ci, in_ci
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 13, 8, 29
 SLOTS = ROWS * LENGTH
@@ -27,8 +27,23 @@ HEADS = {
     "temperature": Head(transposed=False, soft_cap=4.0, temperature=1.6),
 }
 by_head = pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-by_chunk = pytest.mark.parametrize(
-    "chunk_size", in_ci(5, None, of=(1, 5, None))
+CHUNKS = (1, 5, None)
+by_chunk = pytest.mark.parametrize("chunk_size", in_ci(5, None, of=CHUNKS))
+# In CI each head in chunks, and the one with everything as a whole too.
+by_head_and_chunk = pytest.mark.parametrize(
+    "head, chunk_size",
+    [
+        pytest.param(
+            head,
+            size,
+            id=f"{size}-{name}",
+            marks=()
+            if size == 5 or (size is None and name == "temperature")
+            else pytest.mark.full,
+        )
+        for size in CHUNKS
+        for name, head in HEADS.items()
+    ],
 )
 
 
@@ -144,8 +159,7 @@ def both(loss):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-@by_head
-@by_chunk
+@by_head_and_chunk
 def test_values_equal_the_full_log_softmax(head, chunk_size):
     hidden, kernel, ids, mask = example(head)
     want = full_values(head, hidden, kernel, ids, mask)
@@ -160,8 +174,7 @@ def test_values_equal_the_full_log_softmax(head, chunk_size):
         )
 
 
-@by_head
-@by_chunk
+@by_head_and_chunk
 def test_gradients_equal_those_of_the_full_log_softmax(head, chunk_size):
     hidden, kernel, ids, mask = example(head)
     arguments = (ids, mask, random_weights(), dynamic)
@@ -329,7 +342,10 @@ def projections(head, mask, path):
     return len(calls)
 
 
-@pytest.mark.parametrize("count, chunks", [(0, 0), (4, 1), (5, 2), (36, 9)])
+@pytest.mark.parametrize(
+    "count, chunks",
+    cases_in_ci((0, 0), (5, 2), (36, 9), of=[(0, 0), (4, 1), (5, 2), (36, 9)]),
+)
 def test_the_loop_runs_as_often_as_there_are_tokens(count, chunks):
     """Chunks of 4: ceil(count / 4) projections forward. The fused path makes
     none backward, the general one those of a trained head again."""
@@ -436,8 +452,7 @@ def reported(logps, entropies):
     return jnp.sum(random_weights() * logps)
 
 
-@by_head
-@by_chunk
+@by_head_and_chunk
 def test_entropies_have_the_gradient_of_the_full_softmax(head, chunk_size):
     """dH / d(logit) = -p (log p + H), through temperature and soft cap."""
     hidden, kernel, ids, mask = example(head)

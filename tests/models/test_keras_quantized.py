@@ -16,10 +16,17 @@ from keras_posttrain.models.linear import sublayers
 from keras_posttrain.models.quantized import QuantizedKernel
 from keras_posttrain.planning.lowering import planned
 from tests.distribution.runs import mesh
-from tests.support import REFERENCE, random_rows, spread_adapter
+from tests.support import (
+    REFERENCE,
+    in_ci,
+    one_layer,
+    random_rows,
+    spread_adapter,
+)
 
 ROWS = random_rows(6, seed=4)
 MODELS = REFERENCE / "models"
+QWEN3 = one_layer(MODELS / "qwen3")
 Int4 = keras.quantizers.Int4QuantizationConfig
 Int8 = keras.quantizers.Int8QuantizationConfig
 pytestmark = [
@@ -94,8 +101,8 @@ CASES = {
 FLOATS = {"awq": "divisor", "gptq-reordered": "rows far apart"}
 
 
-def quantize(case, family="qwen3"):
-    causal_lm = load_causal_lm(MODELS / family)
+def quantize(case, directory=QWEN3):
+    causal_lm = load_causal_lm(directory)
     CASES[case](causal_lm)
     return causal_lm
 
@@ -140,10 +147,8 @@ def logps(task):
 def make(model, **kwargs):
     settings = {"lora": kpt.LoRA(rank=4), "sequence_length": 64} | kwargs
     if isinstance(model, keras.Model):
-        return kpt.SFTTask(model, MODELS / "qwen3", **settings)
-    return kpt.SFTTask.from_preset(
-        model, tokenizer=MODELS / "qwen3", **settings
-    )
+        return kpt.SFTTask(model, QWEN3, **settings)
+    return kpt.SFTTask.from_preset(model, tokenizer=QWEN3, **settings)
 
 
 def kernels(task):
@@ -163,7 +168,7 @@ def trained(task, **kwargs):
 
 def with_floats_of(task):
     """A task of float kernels with the values of another."""
-    other = make(load_causal_lm(MODELS / "qwen3"))
+    other = make(load_causal_lm(QWEN3))
     for ours, theirs in zip(kernels(task), kernels(other), strict=True):
         theirs.assign(ours.value)
     embedding = other.causal_lm.backbone.token_embedding
@@ -215,7 +220,7 @@ def test_a_model_that_keras_quantized(case, capsys):
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("case", ["int8", "int4"])
+@pytest.mark.parametrize("case", in_ci("int4", of=["int8", "int4"]))
 def test_an_adapter_of_zeros_learns(case):
     """Under Keras's own layers B stays 0 without a word."""
     task = make(quantize(case))
@@ -237,7 +242,7 @@ def test_an_adapter_of_zeros_learns(case):
 )
 def test_other_families(family, case, capsys):
     """Keras's groups of int4 mix the heads of Gemma's kernels."""
-    causal_lm = quantize(case, family)
+    causal_lm = quantize(case, MODELS / family)
     want = logps_of_keras(causal_lm)
     task = make(causal_lm)
     np.testing.assert_allclose(logps(task), want, atol=1e-5)
@@ -254,7 +259,7 @@ def test_a_preset_that_keras_quantized(case, tmp_path):
     causal_lm.save_to_preset(str(tmp_path / "preset"))
     task = make(tmp_path / "preset")
     np.testing.assert_allclose(logps(task), want, atol=1e-5)
-    assert len(quantized.kernels(task.causal_lm)) == 14
+    assert len(quantized.kernels(task.causal_lm)) == 7
     trained(task)
     spread_adapter(task)
     # What is exported is what was trained.
@@ -311,7 +316,7 @@ PAIRS = [
 
 def preference_task(reference):
     task = kpt.DPOTask.from_preset(
-        MODELS / "qwen3",
+        QWEN3,
         reference=reference,
         lora=kpt.LoRA(rank=4),
         sequence_length=64,
@@ -330,12 +335,13 @@ def test_a_reference_that_keras_quantized(tmp_path):
             PAIRS, batch_size=6, verbose=0
         )
         losses += history.history["loss"]
-    assert len(quantized.kernels(causal_lm)) == 14
+    assert len(quantized.kernels(causal_lm)) == 7
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
 def test_a_plan_counts_codes_of_such_a_reference(tmp_path):
-    quantize("int4").save_to_preset(str(tmp_path / "preset"))
+    whole = quantize("int4", MODELS / "qwen3")
+    whole.save_to_preset(str(tmp_path / "preset"))
     task = preference_task(str(tmp_path / "preset"))
     devices = keras.distribution.list_devices()[:1]
     with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
@@ -346,7 +352,9 @@ def test_a_plan_counts_codes_of_such_a_reference(tmp_path):
 
 
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize("case", ["int8", "int4-groups"])
+@pytest.mark.parametrize(
+    "case", in_ci("int4-groups", of=["int8", "int4-groups"])
+)
 def test_a_preset_on_eight_devices(case, tmp_path):
     causal_lm = quantize(case)
     want = logps_of_keras(causal_lm)
@@ -386,7 +394,7 @@ def own_lora(causal_lm):
     ],
 )
 def test_what_cannot_be_read(change, words):
-    causal_lm = load_causal_lm(MODELS / "qwen3")
+    causal_lm = load_causal_lm(QWEN3)
     change(causal_lm)
     before = len(causal_lm.variables)
     with pytest.raises(ValueError, match=words):

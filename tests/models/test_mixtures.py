@@ -138,13 +138,17 @@ def test_the_engine_has_the_trainers_log_probs(family):
         kpt.rollout.Request(list(ids[:n]), max_tokens=12, seed=i)
         for i, (ids, n) in enumerate(zip(TOKEN_IDS.repeat(3, 0), range(3, 9)))
     ]
-    for request, (sample,) in zip(requests, engine.generate(requests)):
-        prompt = list(request.token_ids)
-        row = {
-            "token_ids": prompt + list(sample.token_ids),
-            "completion_mask": [0] * len(prompt) + [1] * len(sample.token_ids),
+    samples = [sample for (sample,) in engine.generate(requests)]
+    rows = [
+        {
+            "token_ids": [*request.token_ids, *sample.token_ids],
+            "completion_mask": [0] * len(request.token_ids)
+            + [1] * len(sample.token_ids),
         }
-        want = task.log_probs([row])[0][len(prompt) :]
+        for request, sample in zip(requests, samples)
+    ]
+    for request, sample, want in zip(requests, samples, task.log_probs(rows)):
+        want = want[len(request.token_ids) :]
         np.testing.assert_allclose(sample.per_token_logps, want, atol=1e-5)
 
 

@@ -26,7 +26,13 @@ from keras_posttrain.models.quantized import (
 from keras_posttrain.models.quantized import kernels as quantized_kernels
 from keras_posttrain.planning.advice import advise
 from tests.distribution.runs import TASKS, mesh
-from tests.support import REFERENCE, in_ci, random_rows, spread_adapter
+from tests.support import (
+    REFERENCE,
+    in_ci,
+    one_layer,
+    random_rows,
+    spread_adapter,
+)
 
 KINDS = {
     "int8": kpt.Quantization("int8"),
@@ -38,9 +44,11 @@ KINDS = {
 ROWS = random_rows(6, seed=4)
 
 
-def make(family="qwen3", quantize=None, **kwargs):
+def make(family="qwen3", quantize=None, all_layers=False, **kwargs):
+    """Of one layer, but where files of several layers are compared."""
+    directory = REFERENCE / "models" / family
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models" / family,
+        directory if all_layers else one_layer(directory),
         lora=kpt.LoRA(rank=4),
         quantize=quantize,
         sequence_length=64,
@@ -144,7 +152,8 @@ def test_every_family(family, kind):
 
 def test_what_is_read_is_rounded_once():
     """Tensors are quantized as they are read, without a copy as floats."""
-    task, floats = make(quantize="int4"), make()
+    task = make(quantize="int4", all_layers=True)
+    floats = make(all_layers=True)
     pairs = zip(task.adapter.pairs, floats.adapter.pairs, strict=True)
     for ours, theirs in pairs:
         kernel = ours.layer.kernel
@@ -199,24 +208,30 @@ def test_samples_have_the_trainers_log_probs():
     engine.set_model(task)
     engine.sync_weights()
     prompts = [[5, 6, 7], [9, 10, 11, 12]]
-    found = engine.generate(
-        [
-            kpt.rollout.Request(ids, max_tokens=12, seed=i)
-            for i, ids in enumerate(prompts)
-        ]
-    )
-    for ids, [sample] in zip(prompts, found):
-        start, tokens = len(ids), [*ids, *sample.token_ids]
-        mask = [0] * start + [1] * len(sample.token_ids)
-        row = {"token_ids": tokens, "completion_mask": mask}
-        [want] = task.log_probs([row])
+    samples = [
+        sample
+        for [sample] in engine.generate(
+            [
+                kpt.rollout.Request(ids, max_tokens=12, seed=i)
+                for i, ids in enumerate(prompts)
+            ]
+        )
+    ]
+    rows = [
+        {
+            "token_ids": [*ids, *sample.token_ids],
+            "completion_mask": [0] * len(ids) + [1] * len(sample.token_ids),
+        }
+        for ids, sample in zip(prompts, samples)
+    ]
+    for sample, want in zip(samples, task.log_probs(rows), strict=True):
         np.testing.assert_allclose(
             sample.per_token_logps, want[-len(sample.token_ids) :], atol=2e-5
         )
 
 
 def test_what_is_exported_is_what_was_trained(tmp_path):
-    task = make(quantize="int4")
+    task = make(quantize="int4", all_layers=True)
     base = kpt.SFTTask.from_preset(
         REFERENCE / "models/qwen3", quantize="int4", trainable=False
     )
@@ -227,7 +242,7 @@ def test_what_is_exported_is_what_was_trained(tmp_path):
     task.save_adapter(tmp_path / "adapter")
     again = kpt.SFTTask.from_preset(tmp_path / "export", sequence_length=64)
     np.testing.assert_allclose(logps(again), want, atol=2e-5)
-    other = make(quantize="int4")
+    other = make(quantize="int4", all_layers=True)
     other.load_adapter(tmp_path / "adapter")
     np.testing.assert_allclose(logps(other), want, atol=1e-6)
 
@@ -255,29 +270,28 @@ def test_what_is_exported_is_what_was_trained(tmp_path):
 
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_eight_devices_are_one(kind):
+@pytest.mark.parametrize("name", in_ci("4x2", of=["8x1", "4x2"]))
+def test_eight_devices_are_one(name, kind):
     alone = make(quantize=KINDS[kind])
     want, weights = logps(alone), trained(alone)
-    for name in ("8x1", "4x2"):
-        keras.distribution.set_distribution(mesh(name))
-        task = make(quantize=KINDS[kind])
-        np.testing.assert_allclose(logps(task), want, atol=1e-5)
-        split = [
-            not v.value.sharding.is_fully_replicated
-            for kernel in kernels(task)
-            for v in kernel.variables[:1]
-        ]
-        assert all(split), name
-        for ours, theirs in zip(trained(task), weights, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    keras.distribution.set_distribution(mesh(name))
+    task = make(quantize=KINDS[kind])
+    np.testing.assert_allclose(logps(task), want, atol=1e-5)
+    for kernel in kernels(task):
+        assert not kernel.variables[0].value.sharding.is_fully_replicated
+    for ours, theirs in zip(trained(task), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
 def test_a_run_resumes_and_names_another_base(tmp_path):
+    # Of one length: one program.
+    rows = random_rows(6, low=24, high=24, seed=4)
+
     def fit(quantize, epochs, folder="run"):
         task = make(quantize=quantize)
         task.compile(optimizer=keras.optimizers.Adam(0.01))
         checkpoint = kpt.callbacks.Checkpoint(tmp_path / folder, every=1)
-        task.fit(ROWS, batch_size=3, epochs=epochs, verbose=0,
+        task.fit(rows, batch_size=3, epochs=epochs, verbose=0,
                  callbacks=[checkpoint])  # fmt: skip
         return [np.asarray(v.value) for v in task.trainable_variables]
 
@@ -340,7 +354,7 @@ def test_one_tensor_is_there_as_floats(monkeypatch):
         largest.append(len(floats))
 
     monkeypatch.setattr(QuantizedKernel, "fill", counted)
-    make(quantize="int4")
+    make(quantize="int4", all_layers=True)
     assert len(largest) >= 14 and max(largest) == 0
 
 
@@ -395,7 +409,7 @@ def test_a_quantized_reference_and_teacher(monkeypatch):
     monkeypatch.setattr(
         quantized, "compiler_options", lambda *models: given.append(models)
     )
-    other = REFERENCE / "models/qwen3_near"
+    other = one_layer(REFERENCE / "models/qwen3_near")
     kept = kpt.SFTTask.from_preset(
         other, quantize="int8", trainable=False, sequence_length=64
     )
@@ -403,7 +417,7 @@ def test_a_quantized_reference_and_teacher(monkeypatch):
     layers = linear_layers(floats.causal_lm)
     for kernel in quantized_kernels(kept.causal_lm):
         layers[kernel.name].kernel.assign(kernel.value)
-    path = REFERENCE / "models/qwen3"
+    path = one_layer(REFERENCE / "models/qwen3")
     kwargs = {"lora": kpt.LoRA(rank=4), "sequence_length": 64}
     pairs = [
         {
@@ -450,7 +464,7 @@ def test_every_task_trains_on_codes(name):
         "lora": kpt.LoRA(rank=4),
         "quantize": "int4",
     }
-    path = REFERENCE / "models/qwen3"
+    path = one_layer(REFERENCE / "models/qwen3")
     task, compiled, fit = TASKS[name](path, kwargs)
     task.compile(optimizer=keras.optimizers.SGD(0.1), **compiled)
     before = codes(task)

@@ -67,12 +67,13 @@ def gradients(family, with_lora, choice):
 
 
 def cases():
-    """CI compares "attention" and "selective", and adapters of one family."""
+    """CI compares "selective", and of one family "attention" and adapters."""
     for family in MODELS:
         for with_lora in (False, True):
             for choice in CHOICES:
                 long = choice in ("outputs", "full")
-                long |= with_lora and family != "llama3"
+                other = with_lora or choice == "attention"
+                long |= other and family != "llama3"
                 if choice != "none":
                     yield pytest.param(
                         family,

@@ -11,7 +11,7 @@ from keras_posttrain.models import tensor_parallel
 from tests.support import REFERENCE
 
 LLAMA = REFERENCE / "models" / "llama3"
-LAYERS, HIDDEN, ROWS, LENGTH = 3, 256, 8, 256
+LAYERS, HIDDEN, ROWS, LENGTH = 2, 256, 8, 256
 MODEL = 4
 
 

@@ -209,6 +209,17 @@ def transformers_logits(directory):
         return model(torch.tensor(TOKEN_IDS)).logits.numpy()
 
 
+def compiled(causal_lm, function):
+    """Compiles a pass of a model whose layers make programs at every call.
+
+    To compile one pass of another is more work than the pass.
+    """
+    backbone = causal_lm.backbone
+    has_programs = qwen3_5.is_text(backbone)
+    has_programs |= bool(getattr(backbone, "num_experts", None))
+    return jax.jit(lambda *x: function(*x)) if has_programs else function
+
+
 def plain_logits(causal_lm):
     """By the backbone's own `call`."""
     inputs = {
@@ -217,34 +228,36 @@ def plain_logits(causal_lm):
         "position_ids": np.tile(np.arange(LENGTH), (len(TOKEN_IDS), 1)),
     }
     wanted = causal_lm.backbone.input
-    hidden = causal_lm.backbone({k: inputs[k] for k in inputs if k in wanted})
+    run = compiled(causal_lm, causal_lm.backbone)
+    hidden = run({k: inputs[k] for k in inputs if k in wanted})
     return np.array(causal_lm.backbone.token_embedding(hidden, reverse=True))
 
 
-def cached_logits(causal_lm):
-    """By the cache of `generate`: all at once, then the last token again."""
+def cached_logits(causal_lm, packed=None):
+    """By the cache of `generate`: all at once, then the last token again.
+
+    `packed` are the `packed_logits`, if they are known.
+    """
     if qwen3_5.is_text(causal_lm.backbone):
-        return logits_by_states(causal_lm)
+        return logits_by_states(causal_lm, packed)
     embedding = causal_lm.backbone.token_embedding
     more = ()
     gemma = (keras_hub.models.Gemma3Backbone, keras_hub.models.Gemma4Backbone)
     if isinstance(causal_lm.backbone, gemma):
         more = (None, None, np.ones_like(TOKEN_IDS), None)
-    hidden, cache = causal_lm._build_cache(TOKEN_IDS, *more)
+    build = compiled(causal_lm, causal_lm._build_cache)
+    hidden, cache = build(TOKEN_IDS, *more)
     first = np.array(embedding(hidden, reverse=True))
 
     def step(cache, index):
         token = jax.lax.dynamic_slice_in_dim(TOKEN_IDS, index, 1, axis=1)
         return causal_lm.call_with_cache(token, cache, index)[0]
 
-    # To compile one pass of a dense model is more work than the pass.
-    if getattr(causal_lm.backbone, "num_experts", None):
-        step = jax.jit(step)
-    first[:, -1:] = step(cache, LENGTH - 1)
+    first[:, -1:] = compiled(causal_lm, step)(cache, LENGTH - 1)
     return first
 
 
-def logits_by_states(causal_lm):
+def logits_by_states(causal_lm, packed=None):
     """By the built-in engine's cache, as KerasHub's is not correct.
 
     A part is a prompt, another is computed behind it, and the rest token by
@@ -285,7 +298,7 @@ def logits_by_states(causal_lm):
             out.append(logits)
         return jax.numpy.stack(out, axis=1)
 
-    found = packed_logits(causal_lm)
+    found = packed_logits(causal_lm) if packed is None else packed.copy()
     found[:, first + more :] = run()
     return found
 
@@ -298,9 +311,7 @@ def packed_logits(causal_lm):
         "segment_ids": np.repeat([[1, 2]], length, axis=1),
         "positions": np.tile(np.arange(length), rows)[None],
     }
-    run = Policy(causal_lm).hidden_states
-    if qwen3_5.is_text(causal_lm.backbone):
-        run = jax.jit(run)
+    run = compiled(causal_lm, Policy(causal_lm).hidden_states)
     logits = causal_lm.backbone.token_embedding(run(batch), reverse=True)
     return np.array(logits).reshape(rows, length, -1)
 
@@ -316,8 +327,9 @@ def assert_all_ways_equal(causal_lm, want):
     # KerasHub's own code of Qwen 3.5 takes minutes; a policy replaces it.
     Policy(causal_lm)
     assert_equal_logits(plain_logits(causal_lm), want)
-    assert_equal_logits(packed_logits(causal_lm), want)
-    assert_equal_logits(cached_logits(causal_lm), want)
+    packed = packed_logits(causal_lm)
+    assert_equal_logits(packed, want)
+    assert_equal_logits(cached_logits(causal_lm, packed), want)
 
 
 def randomize(causal_lm, seed=0):
