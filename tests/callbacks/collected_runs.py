@@ -4,6 +4,7 @@
 for a whole process.
 """
 
+import functools
 import gc
 import json
 import weakref
@@ -12,7 +13,7 @@ import keras
 
 import keras_posttrain as kpt
 from keras_posttrain.callbacks import garbage
-from tests.support import REFERENCE, random_rows
+from tests.support import REFERENCE, one_layer, random_rows, starts_again
 
 ROWS = random_rows(12, seed=3)
 PROMPTS = [{"prompt_ids": [3 + i, 40, 7]} for i in range(6)]
@@ -22,19 +23,29 @@ def score(completions):
     return [float(len(c)) for c in completions]
 
 
-def fit(cls, callback, epochs=2):
-    """Two steps an epoch."""
-    is_sft = cls is kpt.SFTTask
+@functools.cache
+def first_task(cls):
+    return starts_again(functools.partial(make, cls))
+
+
+def make(cls):
     task = cls.from_preset(
-        REFERENCE / "models" / "llama3",
+        one_layer(REFERENCE / "models" / "llama3"),
         sequence_length=64,
         lora=kpt.LoRA(rank=2),
     )
     settings = {}
-    if not is_sft:
+    if cls is kpt.GRPOTask:
         settings = {"rewards": [score], "num_generations": 2}
         settings |= {"max_completion_length": 4}
     task.compile(keras.optimizers.SGD(1e-2), **settings)
+    return task
+
+
+def fit(cls, callback, epochs=2):
+    """Two steps an epoch."""
+    is_sft = cls is kpt.SFTTask
+    task = first_task(cls)()
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=callback)
     task.fit(
         ROWS if is_sft else PROMPTS,

@@ -11,7 +11,7 @@ import tensorstore
 import keras_posttrain as kpt
 from keras_posttrain.callbacks.directories import advice
 from tests.callbacks.train_script import fit, make_task
-from tests.support import starts_again
+from tests.support import in_ci, starts_again
 
 first_task = starts_again(make_task)
 ROWS = [{"prompt_ids": [5], "completion_ids": [6]}]
@@ -54,10 +54,11 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
         assert task.step == (1 if name == "Checkpoint" else 2), name
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"\xff\xfe\n", b"[]\n", b"{}\n", b"7\n", b'{"step": "1"}\n'],
-)
+LINES = [b"\xff\xfe\n", b"[]\n", b"{}\n", b"7\n", b'{"step": "1"}\n']
+ALL = b"".join(LINES)
+
+
+@pytest.mark.parametrize("line", in_ci(ALL, of=[*LINES, ALL]))
 def test_a_log_with_other_lines_is_continued(line, tmp_path):
     """Lines that are no steps are left out."""
     fit(first_task(), tmp_path, epochs=1)

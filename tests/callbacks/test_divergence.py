@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows, starts_again
+from tests.support import REFERENCE, one_layer, random_rows, starts_again
 
 ROWS = random_rows(80, seed=3)
 
@@ -28,7 +28,7 @@ def diverging(after):
     @starts_again
     def first_task():
         task = Diverging.from_preset(
-            REFERENCE / "models/qwen3",
+            one_layer(REFERENCE / "models/qwen3"),
             sequence_length=32,
             truncation="cut",
             lora=kpt.LoRA(rank=2),

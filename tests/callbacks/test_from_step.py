@@ -7,6 +7,7 @@ import pytest
 import keras_posttrain as kpt
 from tests.support import (
     REFERENCE,
+    one_layer,
     random_rows,
     read_log,
     starts_again,
@@ -19,7 +20,9 @@ ROWS = random_rows(16, seed=7)
 @starts_again
 def first_task():
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=64, lora=kpt.LoRA(rank=2)
+        one_layer(REFERENCE / "models/qwen3"),
+        sequence_length=64,
+        lora=kpt.LoRA(rank=2),
     )
     task.compile(optimizer=keras.optimizers.Adam(1e-2))
     return task

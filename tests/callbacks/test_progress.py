@@ -16,14 +16,14 @@ from keras_posttrain import _console
 from keras_posttrain.callbacks import displays, progress
 from keras_posttrain.callbacks.displays import Notebook, Status, columns
 from keras_posttrain.training.run_state import RunState
-from tests.support import REFERENCE, random_rows
+from tests.support import REFERENCE, one_layer, random_rows
 from tests.tasks import contract
 
 
 @pytest.fixture(scope="module")
 def task():
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/llama3", sequence_length=64
+        one_layer(REFERENCE / "models/llama3"), sequence_length=64
     )
     task.compile(optimizer=keras.optimizers.SGD(1e-2))
     return task

@@ -24,13 +24,14 @@ from keras_posttrain.reports.words import BROKEN, Words
 from tests.callbacks import browser
 from tests.support import (
     REFERENCE,
+    one_layer,
     random_rows,
     read_log,
     starts_again,
 )
 from tests.tasks import contract
 
-MODEL = REFERENCE / "models/llama3"
+MODEL = one_layer(REFERENCE / "models/llama3")
 HOSTILE = (
     "</script><script>window.pwned=1</script>"
     '<img src=x onerror="window.pwned=1"><!--<script>'

@@ -10,6 +10,7 @@ import pytest
 import keras_posttrain as kpt
 from tests.support import (
     REFERENCE,
+    one_layer,
     random_rows,
     read_log,
     starts_again,
@@ -26,7 +27,7 @@ def first_task(decays, **settings):
     @starts_again
     def make():
         task = kpt.SFTTask.from_preset(
-            REFERENCE / "models/qwen3",
+            one_layer(REFERENCE / "models/qwen3"),
             sequence_length=64,
             lora=kpt.LoRA(rank=2),
         )

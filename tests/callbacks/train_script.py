@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, random_rows, weights
+from tests.support import REFERENCE, one_layer, random_rows, weights
 
 DEFAULTS = {
     "directory": None,
@@ -26,7 +26,8 @@ DEFAULTS = {
     "stream": False,
     "shuffle": True,
     "epochs": 3,
-    "every": 1,
+    # A save takes as much processor time as several of the steps.
+    "every": 100,
     "keep": 2,
     "local_every": None,
     "patience": 50,
@@ -34,6 +35,7 @@ DEFAULTS = {
     "min_delta": 0.0,
     "pause": 0.0,
     "file_limit": None,
+    "model": None,
 }
 
 
@@ -57,12 +59,14 @@ class Watch(keras.callbacks.Callback):
         path.write_text(json.dumps(logs))
 
 
-def make_task(lora=True, family="llama3", learning_rate=1e-2, **kwargs):
+def make_task(lora=True, family="llama3", model=None, **kwargs):
     lora = kpt.LoRA(rank=4, dropout=0.2) if lora is True else lora
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models" / family, sequence_length=64, lora=lora or None
+        model or one_layer(REFERENCE / "models" / family),
+        sequence_length=64,
+        lora=lora or None,
     )
-    task.compile(optimizer=keras.optimizers.Adam(learning_rate), **kwargs)
+    task.compile(optimizer=keras.optimizers.Adam(1e-2), **kwargs)
     return task
 
 
@@ -108,7 +112,7 @@ def main(settings):
     directory = pathlib.Path(settings["directory"])
     # Also where the tests run in a shell's background, which ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    task = make_task(settings["lora"])
+    task = make_task(settings["lora"], model=settings["model"])
     if settings["file_limit"]:
         # Like a full disk: writes beyond a number of bytes fail.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

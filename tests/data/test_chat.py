@@ -473,10 +473,12 @@ def test_templates_are_sandboxed(attack):
             "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
             "it raised MemoryError",
         ),
-        (
+        # The next one ends in the same way, and holds the interpreter.
+        pytest.param(
             "{% for i in range(99999) %}{% for j in range(99999) %}"
             "{% endfor %}{% endfor %}",
             "it took longer than 1 s",
+            marks=pytest.mark.full,
         ),
         ("{{ 9**(9**(9**9)) }}", "it took longer than 1 s"),
     ],

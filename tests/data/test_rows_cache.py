@@ -49,7 +49,7 @@ from tests.data.row_kinds import (
     settings,
 )
 from tests.data.support import chat_tokenizer
-from tests.support import REFERENCE
+from tests.support import REFERENCE, one_layer
 
 ROOT = pathlib.Path(__file__).parents[2]
 COUNT = 90
@@ -472,7 +472,7 @@ def test_two_at_once_tokenize_once(folder, monkeypatch):
 SCRIPT = """
 import json, sys
 from keras_posttrain.data.rows import prepare
-from tests.data import test_rows_cache as tests
+from tests.data import row_kinds as tests
 prepare.PATIENCE = 0.0
 rows = json.loads(open(sys.argv[1]).read())
 print("ready", flush=True)
@@ -544,7 +544,8 @@ def test_workers_give_what_one_process_gives(cached, folder, monkeypatch):
     with_workers(monkeypatch)
     if not cached:
         monkeypatch.setenv("KERAS_POSTTRAIN_CACHE", "off")
-    for kind in ("chat", "distillation", "prompts"):
+    # What is sent and comes back does not depend on where it is kept.
+    for kind in ("chat", "distillation", "prompts")[: 3 if cached else 1]:
         function, _ = KINDS[kind]
         rows = make_rows(kind, 400)
         expected = uncached(monkeypatch, function, rows, settings())
@@ -660,7 +661,7 @@ def test_progress_has_the_rate_and_the_time_left(folder, monkeypatch, capsys):
 
 def tiny_task(**kwargs):
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/qwen3", sequence_length=64, **kwargs
+        one_layer(REFERENCE / "models/qwen3"), sequence_length=64, **kwargs
     )
     task.compile("sgd")
     return task

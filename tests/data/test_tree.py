@@ -10,7 +10,7 @@ from keras_posttrain.data.batches.packing import pack_groups
 from keras_posttrain.data.rows.examples import Example
 from keras_posttrain.planning.formulas import token_pairs
 from tests.data.support import random_groups, random_trajectories
-from tests.support import FAMILIES, REFERENCE
+from tests.support import FAMILIES, FAMILY_CASES, REFERENCE
 
 
 def example(*parts, row=0):
@@ -262,11 +262,11 @@ def test_a_loss_of_sequences_refuses_segments():
         assert not loss.by_sequence, loss
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tree_equals_its_paths(family):
+@pytest.mark.parametrize("model", FAMILY_CASES)
+def test_a_tree_equals_its_paths(model):
     """Log-probabilities and gradients, to float32 rounding."""
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models" / FAMILIES[family], sequence_length=64
+        REFERENCE / "models" / model, sequence_length=64
     )
     groups = [random_trajectories(seed) for seed in range(5)]
     together = shared(groups, 256, 32)
