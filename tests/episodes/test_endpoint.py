@@ -17,28 +17,20 @@ from keras_posttrain.data.chat import chat
 from keras_posttrain.data.chat.bridge import Bridges
 from keras_posttrain.episodes import Endpoint, Limits, chat_api
 from keras_posttrain.episodes.http_server import ChatServer
-from tests.episodes.support import Batches, compiled
-from tests.episodes.test_tools import CALL, CHAT, TOOLS
-from tests.support import weights
+from tests.episodes.support import (
+    CALL,
+    CHAT,
+    QUESTIONS,
+    TOOLS,
+    Batches,
+    compiled,
+)
+from tests.support import starts_again, weights
 
-QUESTIONS = [{"question": q} for q in ("one", "two", "three", "four")]
 
-
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory):
-    """A model that knows one call of a tool by heart."""
-    rows = [{"messages": CHAT, "tools": TOOLS.schemas}] * 40
-    rows += [
-        {
-            "messages": [
-                {"role": "user", "content": q["question"]},
-                {"role": "assistant", "content": f"{q['question']}!"},
-            ]
-        }
-        for q in QUESTIONS
-    ] * 10
-    directory = tmp_path_factory.mktemp("preset") / "tiny"
-    return kpt.examples.tiny_preset(directory, rows, epochs=15)
+@pytest.fixture
+def preset(knows_a_call):
+    return knows_a_call
 
 
 def user(text):
@@ -74,16 +66,19 @@ def talk(base_url, api_key, question):
     return float(len(messages[1]["content"]) % 5)
 
 
-def make(preset, agent, temperature=1.0, num_iterations=1, **settings):
+def make(
+    preset, agent, num_generations=3, max_completion_length=16,
+    temperature=1.0, num_iterations=1, **settings,
+):  # fmt: skip
     return compiled(
         kpt.GRPOTask,
         preset,
         512,
         keras.optimizers.SGD(0.05),
         episode=Endpoint(agent, **settings),
-        num_generations=3,
+        num_generations=num_generations,
         num_iterations=num_iterations,
-        max_completion_length=16,
+        max_completion_length=max_completion_length,
         temperature=temperature,
     )
 
@@ -113,11 +108,25 @@ def segments(batch):
     )
 
 
-def test_an_agent_is_trained_as_an_episode_is(preset):
-    """A request that continues a conversation has the tokens of a chat."""
+@pytest.fixture(scope="module")
+def runs(knows_a_call):
+    """Two equal runs: the task, and its batches, history and weights."""
+    first = starts_again(
+        lambda: make(knows_a_call, talk, temperature=2.0, num_iterations=2)
+    )
+    found = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        task = first()
+        task.collector = kpt.GRPOTask.collector
+        before = weights(task)
+        found.append((*fit(task), weights(task)))
+    return task, before, found
 
-    task = make(preset, talk, num_iterations=2)
-    [[batch], history] = fit(task)
+
+def test_an_agent_is_trained_as_an_episode_is(runs):
+    """A request that continues a conversation has the tokens of a chat."""
+    task, _, [([batch], history, _), _] = runs
     assert history["endpoint/requests"] == [2.0]
     assert history["endpoint/forks"] == history["endpoint/overridden"] == [0.0]
     mask = batch["completion_mask"]
@@ -134,23 +143,21 @@ def test_an_agent_is_trained_as_an_episode_is(preset):
         assert len(ids) == len(opening) + count + len(why)
 
 
-def test_the_same_seed_is_the_same_run(preset):
-    found = []
-    for _ in range(2):
-        keras.utils.set_random_seed(0)
-        task = make(preset, talk)
-        fit(task)
-        found.append(weights(task))
-    for first, second in zip(*found):
-        np.testing.assert_array_equal(first, second)
+def test_the_same_seed_is_the_same_run(runs):
+    _, before, [(*_, first), (*_, second)] = runs
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name])
+        assert (value != before[name]).any()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openais_client_calls_tools(preset, stream):
-    """The agent has the calls, and answers them; both turns are trained."""
+def test_openais_client_calls_tools(preset):
+    """The agent has the calls, and answers them; both turns are trained.
+
+    Half of the agents stream.
+    """
     seen = []
 
-    def create(client, messages):
+    def create(client, messages, stream):
         kwargs = {"model": "mine", "messages": messages}
         kwargs["tools"] = TOOLS.schemas
         if not stream:
@@ -164,11 +171,11 @@ def test_openais_client_calls_tools(preset, stream):
             done = events.get_final_completion()
         return done.choices[0].message, done.choices[0].finish_reason
 
-    def agent(base_url, api_key, question):
+    def agent(base_url, api_key, question, stream):
         client = openai.OpenAI(base_url=base_url, api_key=api_key)
         assert [m.id for m in client.models.list()] == ["policy"]
         messages = [user(question)]
-        turn, reason = create(client, messages)
+        turn, reason = create(client, messages, stream)
         if not turn.tool_calls:
             return 0.0
         assert reason == "tool_calls"
@@ -180,21 +187,24 @@ def test_openais_client_calls_tools(preset, stream):
             turn.model_dump(exclude_unset=True),
             {"role": "tool", "tool_call_id": call.id, "content": str(result)},
         ]
-        turn, reason = create(client, messages)
-        seen.append((turn.content, reason))
+        turn, reason = create(client, messages, stream)
+        seen.append((stream, turn.content, reason))
         return float("12" in (turn.content or ""))
 
-    task = kpt.GRPOTask.from_preset(preset, sequence_length=512)
-    task.compile(
-        keras.optimizers.SGD(0.05),
-        episode=Endpoint(agent),
+    task = make(
+        preset,
+        agent,
         num_generations=4,
         max_completion_length=96,
         temperature=0.5,
     )
-    rows = [{"question": CHAT[0]["content"]}] * 2
+    rows = [
+        {"question": CHAT[0]["content"], "stream": stream}
+        for stream in (False, True)
+    ]
     batches, history = fit(task, rows)
-    assert ("It is 12.", "stop") in seen
+    for stream in (False, True):
+        assert (stream, "It is 12.", "stop") in seen
     assert history["tools/calls"][0] > 0
     assert history["endpoint/forks"] == [0.0]
     # The whole conversation is one segment, as its chat template writes it.

@@ -31,7 +31,7 @@ def preset(tmp_path_factory):
         for _ in range(200)
     ]
     directory = tmp_path_factory.mktemp("preset")
-    return kpt.examples.tiny_preset(directory, rows, epochs=1)
+    return kpt.examples.tiny_preset(directory, rows, epochs=1, num_layers=1)
 
 
 def last_int(text):
@@ -163,7 +163,7 @@ def test_delays_and_concurrency_change_nothing(preset):
         return 0.0
 
     want = _trained(preset)
-    for concurrency in (1, 8, 64):
+    for concurrency in (1, 64):
         limits = Limits(concurrency=concurrency)
         episode = kpt.episodes.Episode(slow, limits=limits)
         task = make(preset, episode)

@@ -4,40 +4,15 @@ import keras
 import numpy as np
 
 import keras_posttrain as kpt
-from tests.episodes.support import Batches
-
-
-def calculator(expression: str) -> str:
-    """Computes an arithmetic expression.
-
-    Args:
-        expression: such as "3 * 4".
-    """
-    return str(kpt.episodes.arithmetic(expression))
-
-
-TOOLS = kpt.episodes.Tools([calculator], limits=kpt.episodes.Limits(turns=3))
-CALL = {"name": "calculator", "arguments": {"expression": "3 * 4"}}
-CHAT = [
-    {"role": "user", "content": "What is 3 * 4?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": CALL}],
-    },
-    {"role": "tool", "name": "calculator", "content": "12"},
-    {"role": "assistant", "content": "It is 12."},
-]
+from tests.episodes.support import CHAT, TOOLS, Batches
 
 
 def correct(completions):
     return [float("12" in m[-1]["content"]) for m in completions]
 
 
-def test_calls_are_run_and_their_results_said(tmp_path):
-    rows = [{"messages": CHAT, "tools": TOOLS.schemas}] * 40
-    preset = kpt.examples.tiny_preset(tmp_path / "tiny", rows, epochs=20)
-    task = kpt.GRPOTask.from_preset(preset, sequence_length=512)
+def test_calls_are_run_and_their_results_said(knows_a_call):
+    task = kpt.GRPOTask.from_preset(knows_a_call, sequence_length=512)
     task.compile(
         keras.optimizers.SGD(0.01),
         rewards=[correct],

@@ -138,9 +138,9 @@ def task(tmp_path_factory):
     rows = [{"messages": call.messages[:-1], "tools": call.tools}]
     rows += [chat(*turns) for turns in WORDS.items()]
     rows += [chat(*THINK), chat(*BROKEN) | {"tools": call.tools[:1]}]
-    preset = kpt.examples.tiny_preset(directory / "tiny", rows)
+    preset = kpt.examples.tiny_preset(directory / "tiny", rows, num_layers=1)
     task = kpt.SFTTask.from_preset(preset, sequence_length=1024)
-    task.compile(keras.optimizers.AdamW(3e-3))
+    task.compile(keras.optimizers.AdamW(1e-2))
     task.fit(rows, batch_size=1, epochs=40, packing=True, verbose=0)
     return task
 

@@ -18,6 +18,7 @@ from keras_posttrain.rewards import run_rewards
 from keras_posttrain.rewards.reward import arguments, name
 from keras_posttrain.workers.pool import Failure, Workers
 from tests.rewards.isolated_functions import evaluated, intruding, pid_of
+from tests.support import in_ci
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Python computes it without ever giving the interpreter to another thread.
@@ -299,10 +300,18 @@ def test_they_end_with_a_process_that_is_killed(how, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["judge", pytest.param("to_thread", marks=pytest.mark.full), "timeout"],
+    "kinds",
+    in_ci(
+        ("judge", "to_thread", "timeout"),
+        of=[
+            ("judge",),
+            ("to_thread",),
+            ("timeout",),
+            ("judge", "to_thread", "timeout"),
+        ],
+    ),
 )
-def test_a_reward_that_hangs_does_not_keep_the_process_alive(kind):
+def test_a_reward_that_hangs_does_not_keep_the_process_alive(kinds):
     code = """
     import asyncio, sys, time
     import keras_posttrain as kpt
@@ -319,15 +328,16 @@ def test_a_reward_that_hangs_does_not_keep_the_process_alive(kind):
         "to_thread": away,
         "timeout": hang,
     }
-    _, report = run_rewards(
-        [rewards[sys.argv[1]]], ["?"], ["a"], timeout=0.5, on_error="skip"
-    )
-    [entry] = report.values()
-    assert "took longer" in entry["error"]
+    for kind in sys.argv[1:]:
+        _, report = run_rewards(
+            [rewards[kind]], ["?"], ["a"], timeout=0.5, on_error="skip"
+        )
+        [entry] = report.values()
+        assert "took longer" in entry["error"]
     print("ended", flush=True)
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), kind],
+        [sys.executable, "-c", textwrap.dedent(code), *kinds],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -195,7 +195,12 @@ def gpt2():
 
 
 @pytest.mark.parametrize(
-    "limits", [{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}], ids=str
+    "limits",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=str,
 )
 def test_tokens_are_the_same_in_any_batch(gpt2, limits):
     asked = requests(**limits)

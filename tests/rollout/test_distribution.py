@@ -6,7 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
-from tests.support import REFERENCE, random_rows
+from tests.support import REFERENCE, one_layer, random_rows
 
 REQUESTS = [
     Request(
@@ -39,7 +39,7 @@ def layout(devices):
 def run(distribution, slots, **kwargs):
     keras.distribution.set_distribution(distribution)
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/llama3", sequence_length=64, **kwargs
+        one_layer(REFERENCE / "models/llama3"), sequence_length=64, **kwargs
     )
     if task.adapter is not None:
         for b in task.adapter.b:

@@ -11,7 +11,14 @@ import keras_posttrain as kpt
 from keras_posttrain.rollout import NativeRollout, Request
 from keras_posttrain.rollout.native import decoding
 from tests.rollout import contract
-from tests.support import FAMILY_CASES, REFERENCE, load_json, random_rows
+from tests.support import (
+    FAMILIES,
+    REFERENCE,
+    in_ci,
+    load_json,
+    one_layer,
+    random_rows,
+)
 
 CASES = {c["name"]: c for c in load_json("generation.json")["cases"]}
 
@@ -51,7 +58,11 @@ def ids(out):
     return [[c.token_ids for c in samples] for samples in out]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"lora": kpt.LoRA(rank=4)}])
+# `test_drafts.py` has the adapter.
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, pytest.param({"lora": kpt.LoRA(rank=4)}, marks=pytest.mark.full)],
+)
 def test_the_contract(kwargs):
     task = make(**kwargs)
     contract.check_engine(engine_of(task, 4), task)
@@ -64,7 +75,7 @@ def test_the_contract(kwargs):
 )
 def test_samples_continue_with_new_weights(lora):
     task = kpt.GRPOTask.from_preset(
-        REFERENCE / "models/llama3", sequence_length=256, lora=lora
+        one_layer(REFERENCE / "models/llama3"), sequence_length=256, lora=lora
     )
     contract.check_overlap(engine_of(task), task)
 
@@ -96,7 +107,11 @@ def test_greedy_equals_the_reference(name):
             )
 
 
-@pytest.mark.parametrize("model", FAMILY_CASES)
+@pytest.mark.parametrize(
+    "model",
+    in_ci("gemma3_text", "llama3", of=FAMILIES.values()),
+    ids=FAMILIES,
+)
 def test_slots_and_order_change_nothing(model):
     """Tokens equal for 1, 8 and 128 slots; log-probs are the policy's."""
     task = shared(model)

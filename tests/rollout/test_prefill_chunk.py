@@ -81,7 +81,14 @@ def whole(task):
 
 
 # The attention of pieces that are long is computed in blocks.
-@pytest.mark.parametrize("num_slots, in_blocks", [(3, False), (128, True)])
+@pytest.mark.parametrize(
+    "num_slots, in_blocks",
+    [
+        (3, True),
+        pytest.param(3, False, marks=pytest.mark.full),
+        pytest.param(128, True, marks=pytest.mark.full),
+    ],
+)
 def test_windows(monkeypatch, num_slots, in_blocks):
     task = reference("gemma3_text")
     expected = whole(task)

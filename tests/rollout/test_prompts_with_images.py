@@ -95,7 +95,11 @@ def reference_step(model, prompt, new):
 
 @pytest.mark.parametrize(
     "directory, num_slots",
-    [("gemma3", 1), ("gemma3", 4), ("gemma4", 4)],
+    [
+        pytest.param("gemma3", 1, marks=pytest.mark.full),
+        ("gemma3", 4),
+        ("gemma4", 4),
+    ],
     indirect=["directory"],
 )
 def test_greedy_equals_full_passes_of_transformers(directory, task, num_slots):
