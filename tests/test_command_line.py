@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 import keras_posttrain as kpt
 from keras_posttrain import _command_line
 from keras_posttrain.__main__ import main
-from tests.support import read_log
+from tests.support import REFERENCE, in_ci, one_layer, read_log
 
 ROOT = pathlib.Path(__file__).parent.parent
-MODEL = str(ROOT / "tests" / "reference" / "models" / "qwen3")
+MODEL = str(one_layer(REFERENCE / "models/qwen3"))
 REWARDS = """
 import pathlib
 
@@ -98,13 +98,7 @@ def assert_equal(ours, theirs):
         assert ours[name].tobytes() == theirs[name].tobytes(), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in ("sft", "grpo") else pytest.mark.full)
-        for n in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", in_ci("grpo", of=RUNS))
 def test_the_script_that_is_shown_gives_the_same_weights(folder, capsys, name):
     assert main(command(name)) == 0
     shown = capsys.readouterr().out.split("\n\n")
@@ -321,20 +315,20 @@ def test_functions_with_one_name_are_both_imported(folder):
     assert script.count("sys.path.insert") == 1
 
 
-def test_it_is_run_by_its_name(folder):
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "keras_posttrain", *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+def test_it_tells_its_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"keras_posttrain {kpt.__version__}\n"
 
-    done = run("--version")
-    assert done.stdout == f"keras_posttrain {kpt.__version__}\n"
-    assert done.returncode == 0
-    done = run(*command("sft"), "--lora", "0")
+
+def test_it_is_run_by_its_name(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "keras_posttrain"]
+        + [*command("sft"), "--lora", "0"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert re.search("^error: `rank` must be a positive", done.stderr, re.M)

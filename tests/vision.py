@@ -13,7 +13,7 @@ import transformers
 from transformers import video_processing_utils
 
 from keras_posttrain.data.chat.conversion import read_template
-from tests.support import REFERENCE
+from tests.support import REFERENCE, in_ci
 
 SIZE, NUM_TOKENS = 28, 4
 SOURCE = REFERENCE / "models" / "gemma3_text"
@@ -291,6 +291,9 @@ _UNREAD = ("num_crops", "num_soft_tokens_per_image")
 # For tests of all families; others have a Gemma 3.
 OF_ALL_KINDS = pytest.mark.parametrize(
     "directory", ["gemma3", "gemma4"], indirect=True
+)
+GEMMA4_IN_CI = pytest.mark.parametrize(
+    "directory", in_ci("gemma4", of=["gemma3", "gemma4"]), indirect=True
 )
 OF_GEMMA4 = pytest.mark.parametrize("directory", ["gemma4"], indirect=True)
 

@@ -20,7 +20,7 @@ from keras_posttrain.models.lora import attached
 from keras_posttrain.models.policy import PACKABLE_MODELS, Policy
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.vision import sizes_of, tower_of
-from keras_posttrain.training.run_state import weights_digest
+from keras_posttrain.training.run_state import bound_as, weights_digest
 from keras_posttrain.training.weights import TRACING
 
 
@@ -115,7 +115,10 @@ class FrozenPolicy:
     def set_state(self, arrays):
         """Restores the arrays of `state`."""
         if self.kind == "copy":
-            self.values = [arrays[str(i)] for i in range(len(self.values))]
+            self.values = [
+                bound_as(old, arrays[str(i)])
+                for i, old in enumerate(self.values)
+            ]
 
     @functools.cached_property
     def digest(self):

@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from keras_posttrain.models import guards
 
@@ -95,9 +96,22 @@ class Saved:
         """Puts the arrays back."""
         for name, variables in self.variables().items():
             for i, variable in enumerate(variables):
-                variable.assign(arrays[name][str(i)])
+                array = arrays[name][str(i)]
+                variable.assign(bound_as(variable.value, array))
         for name, model in self.frozen.items():
             model.set_state(arrays[name])
+
+
+def bound_as(old, new):
+    """Returns an array that is bound to its device only if another is.
+
+    What is read from a checkpoint is, what a program has computed is not, and
+    JAX compiles a program again where that changes.
+    """
+    if old.committed or not isinstance(new, jax.Array):
+        return new
+    # Its first piece is another object, which keeps no copy on the host.
+    return jax.device_put(np.asarray(new.addressable_data(0)), may_alias=False)
 
 
 def fingerprint(name, policy, weights, digest, optimizer, **settings):

@@ -387,8 +387,14 @@ def update(case, lora=None, **way):
     }
 
 
-@functools.cache
 def plain_update(name, lora=None):
+    """As `update` without a way, computed once."""
+    case = CASES[name]
+    return _plain_update(name, case.lora if lora is None else lora)
+
+
+@functools.cache
+def _plain_update(name, lora):
     return update(CASES[name], lora)
 
 
@@ -526,6 +532,9 @@ def check_resumed_run(name, directory, stops=False):
         assert stopped.step == steps // 2
     resumed = run(made_to_run(case, directory), case, parts)
     assert resumed.step == steps
+    # What is read from the disk asks for no other programs.
+    programs = [x.compiled_train_step._cache_size() for x in (task, resumed)]
+    assert programs[1] <= programs[0]
     assert_bit_equal(straight, state_of(resumed))
     ours, theirs = log_of(directory / "straight"), log_of(parts)
     assert [line["step"] for line in theirs] == list(range(1, steps + 1))

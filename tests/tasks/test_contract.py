@@ -2,18 +2,20 @@
 
 import pytest
 
+from tests.support import in_ci
 from tests.tasks import contract
 
 # KTO is `DPOTask` with other rows, and `distill_on_policy` has parts of two.
 MORE = ("kto", "distill_on_policy")
-ONE_EACH = [
-    pytest.param(x, marks=pytest.mark.full if x in MORE else ())
-    for x in contract.TASKS
-]
+ONE_EACH = in_ci(
+    *(x for x in contract.TASKS if x not in MORE), of=contract.TASKS
+)
 # With what one layer gives the next.
 UPDATES = [
-    *(x for x in contract.TASKS if x != "dpo"),
+    *(x for x in contract.TASKS if x not in ("dpo", "sft")),
     "dpo_two_layers",
+    # `test_invariance.py` has its settings, in every family.
+    pytest.param("sft", marks=pytest.mark.full),
 ]
 
 
@@ -28,7 +30,11 @@ def test_the_same_update_in_every_way(name):
     contract.check_same_update(name)
 
 
-@pytest.mark.parametrize("name", ONE_EACH)
+# `test_killed.py` kills a process of GRPO, with the same rows and settings.
+RESUMED = [x for x in contract.TASKS if x not in (*MORE, "grpo")]
+
+
+@pytest.mark.parametrize("name", in_ci(*RESUMED, of=contract.TASKS))
 def test_a_killed_and_resumed_run_is_the_straight_one(name, tmp_path):
     contract.check_resumed_run(name, tmp_path)
 

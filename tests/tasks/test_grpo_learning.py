@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, check_most
+from tests.support import REFERENCE, check_first, check_most
 
 END, ASK = 1, 2
 DIGITS = range(3, 13)
@@ -37,11 +37,11 @@ SEEDS = (0, 1, 2)
 LONGEST = 8
 
 
-def tiny_model(seed):
+def tiny_model(seed, num_layers=2):
     keras.utils.set_random_seed(seed)
     backbone = keras_hub.models.Qwen3Backbone(
         vocabulary_size=16,
-        num_layers=2,
+        num_layers=num_layers,
         num_query_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -63,9 +63,10 @@ def split(seed):
     return rows[:800], rows[800:]
 
 
-def trained_on_the_format(rows, seed):
+def trained_on_the_format(rows, seed, num_layers=2):
     rng = np.random.default_rng(seed)
-    task = kpt.SFTTask(tiny_model(seed), sequence_length=LONGEST)
+    model = tiny_model(seed, num_layers)
+    task = kpt.SFTTask(model, sequence_length=LONGEST)
     task.compile(keras.optimizers.AdamW(3e-3))
     task.fit(
         [
@@ -93,11 +94,11 @@ class Solved(keras.callbacks.Callback):
         self.model.stop_training = logs["reward"] > 0.95
 
 
-def learn(name, seed, rollout="auto", max_staleness=0):
+def learn(name, seed, rollout="auto", max_staleness=0, num_layers=2):
     """Shares of right answers on unseen prompts, before and after."""
     train, unseen = split(seed)
     loss, advantages = ALGORITHMS[name]
-    model = trained_on_the_format(train, seed)
+    model = trained_on_the_format(train, seed, num_layers)
     task = kpt.GRPOTask(model, sequence_length=LONGEST)
     task.compile(
         keras.optimizers.AdamW(1e-3),
@@ -133,6 +134,11 @@ def check(seed, name="grpo", least=0.8, **settings):
 
 @pytest.mark.usefixtures("optimized")
 def test_it_learns():
+    check_first(functools.partial(check, num_layers=1), SEEDS)
+
+
+@pytest.mark.full
+def test_two_layers_learn():
     check_most(check, SEEDS)
 
 

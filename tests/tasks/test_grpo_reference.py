@@ -109,12 +109,21 @@ def state_of(task):
 
 
 PACKED = ("qwen3/grpo_beta0.1", "qwen3/luspo_sequence", "llama3/gspo")
-# The contract of tasks compares layouts; CI runs one of each loss here.
-ONLY_IN_FULL = (
-    "qwen3/grpo_beta0.1/packed",
-    "qwen3/grpo_beta0.1/rows",
-    "qwen3/luspo_sequence/packed",
-    "qwen3/luspo_sequence/shared",
+# One of each loss and each setting. The contract of tasks compares layouts,
+# and `losses/test_policy.py` all losses on TRL's numbers.
+IN_CI = (
+    "qwen3/dr_grpo/rows",
+    "qwen3/vespo/rows",
+    "qwen3/luspo_sequence/rows",
+    "qwen3/on_policy_grpo/rows",
+    "qwen3/dapo_beta0.1_no_bias_correction/rows",
+    "qwen3/grpo_beta0.1/shared",
+    "qwen3/top_entropy0.2/rows",
+    "qwen3/entropy_coef0.05/rows",
+    "qwen3/temperature0.7/rows",
+    "llama3/cispo_epsmax5/rows",
+    "llama3/gspo/rows",
+    "llama3/delta1.3/rows",
 )
 
 
@@ -125,9 +134,7 @@ ONLY_IN_FULL = (
             c,
             layout,
             id=f"{c['name']}/{layout}",
-            marks=pytest.mark.full
-            if f"{c['name']}/{layout}" in ONLY_IN_FULL
-            else [],
+            marks=() if f"{c['name']}/{layout}" in IN_CI else pytest.mark.full,
         )
         for c in CASES["cases"]
         for layout in ("rows", "packed", "shared")

@@ -14,7 +14,7 @@ from keras_posttrain.callbacks import Checkpoint
 from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.models.vision import tower_of
 from tests import vision
-from tests.support import weights
+from tests.support import in_ci, starts_again, weights
 
 ROWS = vision.random_rows((1, 2, 0, 1, 3, 1, 0, 2), seed=7)
 RATE = 0.1
@@ -139,13 +139,13 @@ WAYS = {
         for way in WAYS
     ],
 )
-@vision.OF_ALL_KINDS
+@vision.GEMMA4_IN_CI
 def test_the_same_update_however_it_is_run(directory, way):
     found = step(directory, lora=kpt.LoRA(rank=4), **WAYS[way])
     same(found, plain_step(directory))
 
 
-@vision.OF_ALL_KINDS
+@vision.GEMMA4_IN_CI
 def test_eight_devices_are_one(directory, eight_devices):
     want = plain_step(directory)
     keras.distribution.set_distribution(
@@ -189,15 +189,18 @@ def test_a_resumed_run_is_the_straight_one(directory, tmp_path, is_stream):
     given = vision.random_rows((1,) * 10, seed=2)
     rows = (lambda: iter(given)) if is_stream else given
 
-    def run(folder, steps):
-        task = make(directory, lora=kpt.LoRA(rank=4, dropout=0.1))
+    def made():
+        return make(directory, lora=kpt.LoRA(rank=4, dropout=0.1))
+
+    def run(task, folder, steps):
         callbacks = [Checkpoint(folder), Stop(steps)]
         task.fit(rows, 1, 2, packing=True, callbacks=callbacks, verbose=0)
         return weights(task)
 
-    straight = run(tmp_path / "straight", None)
-    run(tmp_path / "resumed", 2)
-    resumed = run(tmp_path / "resumed", None)
+    begins = starts_again(made)
+    straight = run(begins(), tmp_path / "straight", None)
+    run(begins(), tmp_path / "resumed", 2)
+    resumed = run(made(), tmp_path / "resumed", None)
     for name, value in straight.items():
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
@@ -271,7 +274,7 @@ def side_logps(model, row, side):
     return logps[first - 1 : -1].sum()
 
 
-@vision.OF_ALL_KINDS
+@vision.GEMMA4_IN_CI
 def test_a_dpo_step_is_transformers(directory, tmp_path):
     """The loss, with the model without its adapter as the reference."""
     rows = pairs()
@@ -300,17 +303,11 @@ DPO_WAYS = {
     "micro-batches, cached": {"micro_batch_size": 1, "cached": True},
     "shared prompts": {"share_prefix": True},
 }
+ALL = "all at once"
+DPO_WAYS[ALL] = {k: v for way in DPO_WAYS.values() for k, v in way.items()}
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            w, marks=pytest.mark.full if w == "shared prompts" else ()
-        )
-        for w in DPO_WAYS
-    ],
-)
+@pytest.mark.parametrize("way", in_ci(ALL, of=DPO_WAYS))
 def test_the_same_preferences_however_they_are_run(
     directory, way, tmp_path, preferences
 ):

@@ -108,7 +108,12 @@ def one_call():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"packing": True}, {"share_prefix": True}]
+    "settings",
+    [
+        {},
+        pytest.param({"packing": True}, marks=pytest.mark.full),
+        {"share_prefix": True},
+    ],
 )
 def test_several_calls_add_up(settings):
     """To the update of one call with all data, however they are laid out."""

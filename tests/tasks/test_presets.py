@@ -10,9 +10,16 @@ import keras_posttrain as kpt
 from keras_posttrain.data.chat.chat import render
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf import directories
-from tests.support import FAMILIES, REFERENCE, random_rows, spread_adapter
+from tests.support import (
+    FAMILIES,
+    REFERENCE,
+    in_ci,
+    random_rows,
+    spread_adapter,
+)
 
 ROWS = random_rows(3, seed=5)
+NAMES = [*sorted(FAMILIES.values()), "llama3_tied"]
 
 
 @functools.cache
@@ -27,7 +34,7 @@ def adapted(name):
     return task, task.log_probs(ROWS)
 
 
-@pytest.mark.parametrize("name", [*sorted(FAMILIES.values()), "llama3_tied"])
+@pytest.mark.parametrize("name", NAMES)
 def test_save_to_preset_round_trip(name, tmp_path):
     task, expected = adapted(name)
     task.save_to_preset(tmp_path / "preset")
@@ -55,7 +62,10 @@ def test_a_directory_with_files_is_refused(tmp_path):
     assert (tmp_path / "mine.txt").read_text() == "keep me"
 
 
-@pytest.mark.parametrize("name", [*sorted(FAMILIES.values()), "llama3_tied"])
+# `models/test_export.py` has every family.
+@pytest.mark.parametrize(
+    "name", in_ci("gemma3_text", "llama3_tied", "qwen3", of=NAMES)
+)
 def test_export_with_the_adapter_merged_reloads_in_transformers(
     name, tmp_path
 ):

@@ -42,9 +42,7 @@ def streamed(name):
     return dataclasses.replace(case, rows=Streamed(case.rows), cache=cache)
 
 
-@pytest.mark.parametrize(
-    "name", cases(NAMES, ["dpo", "ppo", "distill_by_column"])
-)
+@pytest.mark.parametrize("name", cases(NAMES, ["dpo", "distill_by_column"]))
 def test_a_stream_gives_the_update_of_a_list(name):
     found = contract.update(streamed(name))
     plain = contract.plain_update(name)
@@ -53,14 +51,21 @@ def test_a_stream_gives_the_update_of_a_list(name):
 
 
 @pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({"packing": True}, marks=pytest.mark.full),
+        {"share_prefix": True, "packing": 128},
+    ],
+    ids=["packed", "shared"],
+)
+@pytest.mark.parametrize(
     "name", cases(["dpo", "kto", "reward", "grpo"], ["grpo"])
 )
-def test_packing_and_shared_prompts(name):
+def test_packing_and_shared_prompts(name, way):
     """Rows have room for what a stream may yet give."""
     case, plain = streamed(name), contract.plain_update(name)
-    for way in ({"packing": True}, {"share_prefix": True, "packing": 128}):
-        found = contract.update(case, **way)
-        contract.assert_same_update(plain, found, case.tolerance, name)
+    found = contract.update(case, **way)
+    contract.assert_same_update(plain, found, case.tolerance, name)
 
 
 @pytest.mark.parametrize(

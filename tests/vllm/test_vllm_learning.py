@@ -21,12 +21,12 @@ pytestmark = [
 ]
 
 
-def tiny_model(seed):
+def tiny_model(seed, num_layers=2):
     """With heads of a size that vLLM's CPU kernels know."""
     keras.utils.set_random_seed(seed)
     backbone = keras_hub.models.Qwen3Backbone(
         vocabulary_size=16,
-        num_layers=2,
+        num_layers=num_layers,
         num_query_heads=2,
         num_key_value_heads=1,
         head_dim=32,
