@@ -539,13 +539,24 @@ def with_workers(monkeypatch):
     monkeypatch.setattr(parallel, "SIZE", 64)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_workers_give_what_one_process_gives(cached, folder, monkeypatch):
+@pytest.mark.parametrize(
+    "cached, kinds",
+    [
+        (True, ("chat", "distillation", "prompts")),
+        # What is sent and comes back does not depend on where it is kept.
+        (False, ("chat",)),
+        pytest.param(
+            False, ("distillation", "prompts"), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_workers_give_what_one_process_gives(
+    cached, kinds, folder, monkeypatch
+):
     with_workers(monkeypatch)
     if not cached:
         monkeypatch.setenv("KERAS_POSTTRAIN_CACHE", "off")
-    # What is sent and comes back does not depend on where it is kept.
-    for kind in ("chat", "distillation", "prompts")[: 3 if cached else 1]:
+    for kind in kinds:
         function, _ = KINDS[kind]
         rows = make_rows(kind, 400)
         expected = uncached(monkeypatch, function, rows, settings())
