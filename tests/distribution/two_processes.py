@@ -149,6 +149,10 @@ class Dies(keras.callbacks.Callback):
             if self.how == "raise":
                 raise OSError("No space left on device")
             os.kill(os.getpid(), getattr(signal, self.how))
+        if step > self.step:
+            # The others hear of a signal within a second, and of a run of
+            # such short steps nothing would be left.
+            time.sleep(1)
 
 
 def resume(directory, mode, layout, *death):

@@ -464,7 +464,7 @@ def test_every_task_trains_on_codes(name):
         "lora": kpt.LoRA(rank=4),
         "quantize": "int4",
     }
-    path = one_layer(REFERENCE / "models/qwen3")
+    path = REFERENCE / "models/qwen3"
     task, compiled, fit = TASKS[name](path, kwargs)
     task.compile(optimizer=keras.optimizers.SGD(0.1), **compiled)
     before = codes(task)

@@ -18,7 +18,7 @@ MANY, NEW = 4, 5
 
 @pytest.fixture(scope="module")
 def directory(request, tmp_path_factory):
-    return vision.directory_of(request, tmp_path_factory, tower_layers=1)
+    return vision.directory_of(request, tmp_path_factory)
 
 
 def prompts(counts=(1, 2, 0, 1), seed=5):
