@@ -3,7 +3,7 @@
 Processes that have their files and compiled programs in caches import Keras,
 then this package, and train a tiny model. Each part is the median over
 processes, and the imports are also given as a share of Keras's own in the
-same processes.
+same processes. Deeper models show what each layer adds to the first step.
 
     python benchmarks/start.py
 """
@@ -23,14 +23,15 @@ ROWS = [
     {"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(16)
 ]
 IMPORTS = ("import keras", "import keras_posttrain", "kpt.SFTTask")
+LAYERS = (2, 16, 32)
 
 
-def write(folder):
-    """Writes the model, in a process that does not measure it."""
+def write(folder, layers):
+    """Writes a model, in a process that does not measure it."""
     # Only that process needs it.
     import keras_posttrain as kpt
 
-    kpt.examples.tiny_preset(folder, ROWS, num_layers=2, hidden_dim=64)
+    kpt.examples.tiny_preset(folder, ROWS, num_layers=layers, hidden_dim=64)
 
 
 def run(preset):
@@ -55,55 +56,75 @@ def run(preset):
     return found | {"all": times[-1] - times[0]}
 
 
-def table(runs):
-    """Returns the medians as Markdown."""
+def median(runs, part):
+    """Returns the median of a part; the first run filled the caches."""
+    return statistics.median(run[part] for run in runs[1:])
+
+
+def table(found):
+    """Returns the medians as Markdown.
+
+    `found` has the runs of each number of layers.
+    """
     lines = ["| part | s | of Keras's import |", "|---|---|---|"]
-    keras = statistics.median(run[IMPORTS[0]] for run in runs)
+    runs = found[min(found)]
     for name in runs[0]:
-        seconds = statistics.median(run[name] for run in runs)
-        share = f"{seconds / keras:.1%}" if name in IMPORTS else ""
-        lines.append(f"| {name} | {seconds:.3f} | {share} |")
+        share = median(runs, name) / median(runs, IMPORTS[0])
+        share = f"{share:.1%}" if name in IMPORTS else ""
+        lines.append(f"| {name} | {median(runs, name):.3f} | {share} |")
+    lines += ["", "| layers | first step s | all s |", "|---|---|---|"]
+    for layers, runs in found.items():
+        parts = [f"{median(runs, x):.2f}" for x in ("first step", "all")]
+        lines.append(f"| {layers} | {' | '.join(parts)} |")
     return "\n".join(lines) + "\n"
+
+
+def measure(layers, repeats, folder):
+    """Returns the parts of `repeats` runs after one that fills the caches."""
+    preset = os.path.join(folder, f"preset_{layers}")
+    environment = os.environ | {
+        "KERAS_BACKEND": "jax",
+        "XDG_CACHE_HOME": folder,
+    }
+    this = [sys.executable, __file__, "--preset", preset]
+    subprocess.run(
+        [*this, "--write", str(layers)], check=True, env=environment
+    )
+    runs = []
+    for repeat in range(repeats + 1):
+        done = subprocess.run(
+            this, env=environment, stdout=subprocess.PIPE, check=True
+        )
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+        print(layers, repeat, runs[-1], file=sys.stderr, flush=True)
+    return runs
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     # What one process does.
-    parser.add_argument("--write", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--preset", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
-        write(arguments.write)
+        write(arguments.preset, arguments.write)
         return
     if arguments.preset:
         print(json.dumps(run(arguments.preset)))
         return
-    runs = []
     with tempfile.TemporaryDirectory() as folder:
-        preset = os.path.join(folder, "preset")
-        environment = os.environ | {
-            "KERAS_BACKEND": "jax",
-            "XDG_CACHE_HOME": folder,
+        found = {
+            layers: measure(layers, arguments.repeats, folder)
+            for layers in arguments.layers
         }
-        this = [sys.executable, __file__]
-        subprocess.run([*this, "--write", preset], check=True, env=environment)
-        # The first run fills the caches.
-        for repeat in range(arguments.repeats + 1):
-            done = subprocess.run(
-                [*this, "--preset", preset],
-                env=environment,
-                stdout=subprocess.PIPE,
-                check=True,
-            )
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-            print(repeat, runs[-1], file=sys.stderr, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(runs, indent=1)
+    text = json.dumps(found, indent=1)
     (arguments.out / "start.json").write_text(text + "\n")
-    (arguments.out / "start.md").write_text(table(runs[1:]))
-    print(table(runs[1:]))
+    (arguments.out / "start.md").write_text(table(found))
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def attention_scope(
     windows=None,
     capture=None,
     numbers=None,
+    calls=None,
     pieces=None,
     chooser=None,
     is_packed=True,
@@ -85,6 +86,8 @@ def attention_scope(
         capture: `ActivationCapture` or `None`; `attentions` is filled.
         numbers: list of ints, those of the decoder layers that attend;
             `None` if all do.
+        calls: `equal_layers.Calls` of these layers, or `None` if each of
+            them is traced.
         pieces: `Pieces` of the rows, of which the layers take the tokens, or
             `None` for those of the rows.
         chooser: `gpu_attention.Chooser` of what computes the attention, or
@@ -95,7 +98,7 @@ def attention_scope(
         pieces = Pieces(*segment_ids.shape)
     rows, length = pieces.shape
     layers = itertools.count() if numbers is None else iter(numbers)
-    chooser, chosen = chooser or gpu_attention.Chooser(), []
+    chooser, chosen = chooser or gpu_attention.Chooser(), {}
 
     def attend(
         cache, q, k, v, scale, head_dim, num_heads, num_kv_heads,
@@ -116,7 +119,7 @@ def attention_scope(
             "sinks": sinks,
             "images": images and images.seen_by(sliding_window),
         }
-        layer = next(layers)
+        layer = next(layers) if calls is None else calls.traced
         if capture is not None and layer in capture.attention_layers:
             capture.attentions[layer] = attention_weights(
                 q, k, *tokens, **settings
@@ -125,16 +128,18 @@ def attention_scope(
             (q, k, v), settings, is_packed=is_packed,
             is_split=pieces.count > 1, shares_prompts=subtree_ends is not None,
         )  # fmt: skip
-        chosen.append(chooser.kernel(case, layer))
+        chosen[layer] = chooser.kernel(case, layer)
+        kernel, _ = chosen[layer]
         out = segment_attention(
-            q, k, v, *tokens, **settings, pieces=pieces, kernel=chosen[-1][0]
+            q, k, v, *tokens, **settings, pieces=pieces, kernel=kernel
         )
         return cache, out.reshape(rows * length, num_heads * head_dim)
 
     places = pieces.cut(positions).reshape(-1)
     with vllm_context_scope(paged_attention_func=attend, positions=places):
         yield
-    chooser.say(chosen, is_packed)
+    called = chosen if calls is None else calls.numbers
+    chooser.say([chosen[i] for i in called if i in chosen], is_packed)
 
 
 def _add_window(windows, window, donor):

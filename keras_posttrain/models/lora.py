@@ -335,11 +335,12 @@ class Adapter(keras.layers.Layer):
             return None
         return self.a[i].value, self.b[i].value * self.lora.scale
 
-    def adapted_call(self, i, pair, columns=slice(None)):
+    def adapted_call(self, pair, columns=slice(None)):
         """Returns a `call` of a linear layer with the low-rank part.
 
         `columns` are those of B that belong to the layer.
         """
+        factors = self.a[pair.number], self.b[pair.number]
 
         def call(inputs, *args, **kwargs):
             outputs = pair.plain_call(inputs, *args, **kwargs)
@@ -347,16 +348,16 @@ class Adapter(keras.layers.Layer):
                 return outputs
             batch = inputs.shape[: inputs.ndim - len(pair.axes.in_shape)]
             x = jnp.reshape(inputs, (-1, pair.in_size))
-            if self._dropout is not None and self.lora.dropout:
+            if self.drops_inputs:
                 rate = self.lora.dropout
-                keep = self._dropout.mask(i, pair.in_size, rate)
+                keep = self._dropout.mask(pair.number, pair.in_size, rate)
                 x = jnp.where(keep, x / (1 - rate), 0)
             # On XLA's CPU backend a gradient of shape (in, rank) takes ten
             # times as long as its transpose. The barrier prevents XLA from
             # replacing one by the other.
-            a = self.a[i].value.astype(x.dtype).T
+            a = factors[0].value.astype(x.dtype).T
             a = jax.lax.optimization_barrier(a)
-            b = self.b[i].value[:, columns].astype(x.dtype)
+            b = factors[1].value[:, columns].astype(x.dtype)
             low = linear.low_rank(pair.layer, x, a, b, self.lora.scale)
             low = low.reshape(*batch, *pair.axes.out_shape).astype(
                 outputs.dtype
@@ -396,6 +397,11 @@ class Adapter(keras.layers.Layer):
             yield
         finally:
             self._active = active
+
+    @property
+    def drops_inputs(self):
+        """Bool, whether layers drop inputs: inside of `dropout`, by a rate."""
+        return self._dropout is not None and self.lora.dropout > 0
 
     @contextlib.contextmanager
     def dropout(self, keys):

@@ -24,7 +24,7 @@ class Pair:
         self.name, self.layer = name, layer
         self.axes = MatrixAxes(layer)
         self.plain_call = layer.call
-        self.base = None
+        self.base = self.number = None
 
     @property
     def in_size(self):
@@ -67,7 +67,8 @@ class Pair:
 
     def attach(self, adapter, index):
         """Makes the layer add the low-rank part."""
-        self.layer.call = adapter.adapted_call(index, self)
+        self.number = index
+        self.layer.call = adapter.adapted_call(self)
 
     def detach(self):
         """Undoes `attach`."""
@@ -138,7 +139,8 @@ class FusedPair:
 
     def attach(self, adapter, index):
         for pair, part in self._slices():
-            pair.layer.call = adapter.adapted_call(index, pair, part)
+            pair.number = index
+            pair.layer.call = adapter.adapted_call(pair, part)
 
     def detach(self):
         for pair in self.pairs:

@@ -34,6 +34,7 @@ from keras_posttrain.models.attention import (
     subtree_ends,
     verifying_scope,
 )
+from keras_posttrain.models.equal_layers import Calls
 from keras_posttrain.models.hf.blocks import multipliers_of
 from keras_posttrain.models.hf.families import is_gemma4_decoder
 from keras_posttrain.models.lora import DropoutKeys
@@ -278,11 +279,16 @@ class Policy:
         if pieces.count > 1:
             # The gathered keys and values of all layers would be kept.
             remat = "attention" if remat == "none" else remat
-        scope = self._scope(batch, capture=capture, pieces=pieces)
+        calls = self._calls(batch, capture)
+        scope = self._scope(batch, capture=capture, pieces=pieces, calls=calls)
         layers = itertools.count()
 
         def run(layer, x, **more):
-            out, index = self._layer(layer, x, remat, **more), next(layers)
+            index = next(layers)
+            if calls is None:
+                out = self._layer(layer, x, remat, **more)
+            else:
+                out = self._layer(layer, x, remat, (calls, index), **more)
             if capture is not None and index in capture.hidden_layers:
                 x = out[0] if isinstance(out, tuple) else out
                 if gemma3n.joins_states(self.backbone.layer_norm):
@@ -305,6 +311,22 @@ class Policy:
         if self._routing is not None:
             self._routing.extend(routing)
         return x.reshape(*ids.shape, -1)
+
+    def _calls(self, batch, capture):
+        """Returns `Calls` of layers, or `None` where each one is traced.
+
+        What a layer reads or records by its number is not an array that it
+        could be called with. Outside of a program nothing is traced.
+        """
+        by_number = (
+            capture is not None
+            or "routed_experts" in batch
+            or (self.adapter is not None and self.adapter.drops_inputs)
+        )
+        is_traced = isinstance(batch["token_ids"], jax.core.Tracer)
+        if by_number or not is_traced or len(self.layers) < 2:
+            return None
+        return Calls()
 
     def _run_layers(
         self,
@@ -354,11 +376,11 @@ class Policy:
     @contextlib.contextmanager
     def _scope(
         self, batch, kept=None, capture=None, slots=None, pieces=None,
-        windows=None,
+        windows=None, calls=None,
     ):  # fmt: skip
         """Opens the scopes of a batch; `slots` are the segments of a row.
 
-        `pieces` and `windows` are as in `attention_scope`.
+        `pieces`, `windows` and `calls` are as in `attention_scope`.
         """
         ids, prefixes = batch["segment_ids"], batch.get("prefix_segments")
         scope = attention_scope(
@@ -370,6 +392,7 @@ class Policy:
             windows=windows,
             capture=capture,
             numbers=self.attending,
+            calls=calls,
             pieces=pieces,
             **self._kernels(batch),
         )
@@ -489,10 +512,11 @@ class Policy:
         shards *= tensor_parallel.shards(self, token_ids.size)
         return self.choose_remat(self, token_ids.size // shards)
 
-    def _layer(self, layer, x, remat, **more):
+    def _layer(self, layer, x, remat, call=None, **more):
         """Calls a layer with hidden states and more arrays.
 
-        `remat` is one of `rematerialisation.CHOICES`.
+        `remat` is one of `rematerialisation.CHOICES`; `call` is a pair of
+        `Calls` and the layer's number, or `None` to trace this layer.
         """
         layouts = tensor_parallel.layouts_for(layer, len(x))
         if layouts is None:
@@ -501,10 +525,10 @@ class Policy:
             x = jax.lax.with_sharding_constraint(x, layouts.split)
         variables = layer.variables + self.adapter_variables(layer)
         gathers = sharding.gather(variables, x.dtype)
-        if remat == "none" and not any(gathers):
+        keeps_all = remat == "none" and not any(gathers)
+        if keeps_all and call is None:
             with tensor_parallel.split_products(layouts):
                 return layer(x, **more)
-        values = [v.value for v in variables]
         trained = [v.trainable for v in variables]
 
         def run(values, x, more):
@@ -523,8 +547,18 @@ class Policy:
                 out = layer(x, **more)
             return out, routing.found()
 
-        run = jax.checkpoint(run, policy=rematerialisation.saveable(remat))
-        out, routing = run(values, x, more)
+        def make():
+            if keeps_all:
+                return run
+            policy = rematerialisation.saveable(remat)
+            return jax.checkpoint(run, policy=policy)
+
+        if call is None:
+            function = make()
+        else:
+            calls, number = call
+            function = calls.function(number, layer, variables, make)
+        out, routing = function([v.value for v in variables], x, more)
         experts.add_routing(routing)
         return out
 
