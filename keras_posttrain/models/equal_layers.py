@@ -1,8 +1,8 @@
 """Decoder layers that differ in their weights alone.
 
 Most layers of a model do. `Policy` traces and lowers the first of them, and
-calls what it has got for the others: the first step of a deep model starts
-sooner, with the same program once XLA has inlined the calls.
+calls the result for the others, so that the first step of a deep model starts
+sooner. XLA inlines the calls.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Calls:
         self._known = []
 
     def function(self, number, layer, variables, make):
-        """Returns the compiled function of a layer, or of one equal to it.
+        """Returns a function under `jax.jit` of a layer, or of one equal to it.
 
         Args:
             number: int, the layer's.
