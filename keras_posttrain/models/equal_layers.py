@@ -34,7 +34,7 @@ class Calls:
         self._known = []
 
     def function(self, number, layer, variables, make):
-        """Returns a function under `jax.jit` of a layer, or of one equal to it.
+        """Returns the jitted function of a layer, or of one equal to it.
 
         Args:
             number: int, the layer's.
