@@ -104,6 +104,17 @@ def random_rows(count, low=6, high=30, seed=0, vocabulary=500):
     return rows
 
 
+def rows_of_samples(prompts, samples):
+    """The rows of prompts' token ids and their samples, for `log_probs`."""
+    return [
+        {
+            "token_ids": [*ids, *sample.token_ids],
+            "completion_mask": [0] * len(ids) + [1] * len(sample.token_ids),
+        }
+        for ids, sample in zip(prompts, samples, strict=True)
+    ]
+
+
 def weights(task):
     """The trainable arrays of a task, by path."""
     return {v.path: np.array(v.value) for v in task.trainable_variables}
@@ -158,18 +169,6 @@ def check_most(check, seeds):
             failures.append(error)
             if len(failures) == enough:
                 raise
-
-
-def check_first(check, seeds):
-    """Asserts that a check holds for the first seed, or for all others.
-
-    For checks that hold by far, so that no chance passes them.
-    """
-    try:
-        check(seeds[0])
-    except AssertionError:
-        for seed in seeds[1:]:
-            check(seed)
 
 
 def read_log(directory):

@@ -7,7 +7,6 @@ import pytest
 import keras_posttrain as kpt
 from tests.support import (
     REFERENCE,
-    check_first,
     check_most,
     one_layer,
     starts_again,
@@ -37,30 +36,6 @@ def test_most_seeds_decide(passing, ran, holds):
     else:
         with pytest.raises(AssertionError, match="in "):
             check_most(check, (0, 1, 2))
-    assert seen == ran
-
-
-@pytest.mark.parametrize(
-    "passing, ran, holds",
-    [
-        ({0}, [0], True),
-        ({1, 2}, [0, 1, 2], True),
-        ({1}, [0, 1, 2], False),
-        ({2}, [0, 1], False),
-    ],
-)
-def test_the_first_seed_decides_or_all_others(passing, ran, holds):
-    seen = []
-
-    def check(seed):
-        seen.append(seed)
-        assert seed in passing
-
-    if holds:
-        check_first(check, (0, 1, 2))
-    else:
-        with pytest.raises(AssertionError, match="in "):
-            check_first(check, (0, 1, 2))
     assert seen == ran
 
 

@@ -86,8 +86,9 @@ class _Comparison:
     def __init__(self, first, second):
         self.first = {id(v): i for i, v in enumerate(first)}
         self.second = {id(v): i for i, v in enumerate(second)}
-        # Those that are compared already: what they are made of has cycles.
-        self.seen = set()
+        # Those that are compared already, as what layers are made of has
+        # cycles. They are kept: a later object would get the id of another.
+        self.seen = {}
 
     def same(self, a, b):
         if type(a) is not type(b):
@@ -98,7 +99,7 @@ class _Comparison:
             return True
         if isinstance(a, _VALUES):
             return a == b
-        self.seen.add((id(a), id(b)))
+        self.seen[id(a), id(b)] = a, b
         return self._same_parts(a, b)
 
     def _same_variable(self, a, b):

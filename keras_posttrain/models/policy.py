@@ -285,10 +285,8 @@ class Policy:
 
         def run(layer, x, **more):
             index = next(layers)
-            if calls is None:
-                out = self._layer(layer, x, remat, **more)
-            else:
-                out = self._layer(layer, x, remat, (calls, index), **more)
+            call = None if calls is None else (calls, index)
+            out = self._layer(layer, x, remat, call, **more)
             if capture is not None and index in capture.hidden_layers:
                 x = out[0] if isinstance(out, tuple) else out
                 if gemma3n.joins_states(self.backbone.layer_norm):

@@ -1,13 +1,11 @@
 """Helpers of the tests of episodes."""
 
 import functools
-from unittest import mock
 
 import keras
 import numpy as np
 
 import keras_posttrain as kpt
-from keras_posttrain.tasks.task import Task
 from keras_posttrain.training.run_state import RunState
 
 
@@ -77,33 +75,16 @@ def _made(kind, preset, sequence_length, lora):
     return task, [np.array(v.value) for v in task.variables]
 
 
-_last = {}
-
-
-def compiled(
-    kind, preset, sequence_length, optimizer, *, lora=None, **settings
-):
+def compiled(kind, preset, sequence_length, *args, lora=None, **settings):
     """A compiled task with its first weights.
 
-    It is one task for all tests, so that its engine keeps its programs, and
-    so does its training where nothing but the episode is another.
+    It is one task for all tests, so that its engine keeps its programs; what
+    is trained is compiled each time.
     """
     task, values = _made(kind, preset, sequence_length, lora)
     for variable, value in zip(task.variables, values):
         variable.assign(value)
     task.run_state, task.collector = RunState(), kind.collector
     engine = task.rollout or "auto"
-    rest = {k: v for k, v in settings.items() if k != "episode"}
-    key = repr((optimizer.get_config(), sorted(rest.items())))
-    if kind is kpt.GRPOTask and _last.get(task, (None,))[0] == key:
-        # All but the optimizer and its step, which are put back.
-        with mock.patch.object(Task, "compile"):
-            task.compile(optimizer, rollout=engine, **settings)
-        for variable, value in zip(
-            task.optimizer.variables, _last[task][1], strict=True
-        ):
-            variable.assign(value)
-        return task
-    task.compile(optimizer, rollout=engine, **settings)
-    _last[task] = key, [np.array(v.value) for v in task.optimizer.variables]
+    task.compile(*args, rollout=engine, **settings)
     return task

@@ -163,7 +163,7 @@ def test_delays_and_concurrency_change_nothing(preset):
         return 0.0
 
     want = _trained(preset)
-    for concurrency in (1, 64):
+    for concurrency in (1, 8, 64):
         limits = Limits(concurrency=concurrency)
         episode = kpt.episodes.Episode(slow, limits=limits)
         task = make(preset, episode)

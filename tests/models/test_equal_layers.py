@@ -11,6 +11,7 @@ import pytest
 import keras_posttrain as kpt
 from keras_posttrain.models.equal_layers import are_equal
 from keras_posttrain.models.hf.loading import load_causal_lm
+from keras_posttrain.models.linear import is_linear, sublayers
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.models.quantized import values_of
 from tests.models.mixtures import make_mixture
@@ -44,7 +45,7 @@ def each_layer_traced(monkeypatch):
     return lambda: monkeypatch.setattr(Policy, "_calls", lambda *_: None)
 
 
-def step_of(causal_lm, remat, batch):
+def step_of(causal_lm, remat):
     """The loss and gradients of a model, as a function of its weights."""
     policy = Policy(causal_lm, remat=remat)
     variables = policy.backbone.trainable_variables
@@ -98,10 +99,10 @@ def test_steps_are_those_of_layers_traced_one_by_one(
     name, remat, each_layer_traced
 ):
     causal_lm = MODELS[name][0]()
-    step, values = step_of(causal_lm, remat, BATCH)
+    step, values = step_of(causal_lm, remat)
     loss, gradients = step(values, BATCH)
     each_layer_traced()
-    step, values = step_of(causal_lm, remat, BATCH)
+    step, values = step_of(causal_lm, remat)
     expected, wanted = step(values, BATCH)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for found, value in zip(gradients, wanted, strict=True):
@@ -233,8 +234,34 @@ def test_frozen_layers_are_others(two_layers):
     assert are_equal(pair(first), pair(second))
 
 
-def test_adapted_layers_are_others(two_layers):
-    first, second = two_layers
-    plain = second._feedforward_gate_dense.call
-    second._feedforward_gate_dense.call = lambda x: plain(x) + 1
-    assert not are_equal(pair(first), pair(second))
+def scaled(call, factor):
+    return lambda *args, **kwargs: factor * call(*args, **kwargs)
+
+
+def test_each_call_is_compared(two_layers):
+    """All have one code; what one of them has closed over differs."""
+    parts = [list(filter(is_linear, sublayers(x))) for x in two_layers]
+    for layers in parts:
+        for layer in layers:
+            layer.call = scaled(layer.call, 2.0)
+    assert are_equal(*map(pair, two_layers)) and len(parts[1]) == 7
+    for layer in parts[1]:
+        same = layer.call
+        layer.call = scaled(same.__closure__[0].cell_contents, 3.0)
+        assert not are_equal(*map(pair, two_layers)), layer.path
+        layer.call = same
+
+
+def test_adapted_layers_are_others():
+    """Of an adapter that some layers have."""
+    task = kpt.SFTTask.from_preset(
+        REFERENCE / "models" / "llama3",
+        lora=kpt.LoRA(rank=2, targets=r".*layers\.0\..*"),
+    )
+    policy = task.policy
+    pairs = [
+        (layer, layer.variables + policy.adapter_variables(layer))
+        for layer in policy.layers
+    ]
+    assert [len(variables) for _, variables in pairs] == [9 + 14, 9]
+    assert not are_equal(*pairs)

@@ -31,6 +31,7 @@ from tests.models.tiny_checkpoints import (
 from tests.support import (
     in_ci,
     random_rows,
+    rows_of_samples,
     spread_adapter,
     starts_again,
     weights,
@@ -216,14 +217,7 @@ def test_samples_have_the_trainers_log_probs(family, directories):
         for i, (ids, n) in enumerate(zip(TOKEN_IDS.repeat(3, 0), range(3, 9)))
     ]
     samples = [sample for (sample,) in engine.generate(requests)]
-    rows = [
-        {
-            "token_ids": [*request.token_ids, *sample.token_ids],
-            "completion_mask": [0] * len(request.token_ids)
-            + [1] * len(sample.token_ids),
-        }
-        for request, sample in zip(requests, samples)
-    ]
+    rows = rows_of_samples([x.token_ids for x in requests], samples)
     # In one batch: a program for each length would be compiled.
     found = task.log_probs(rows)
     for request, sample, want in zip(requests, samples, found):

@@ -19,7 +19,7 @@ from tests.models.tiny_checkpoints import (
     packed_logits,
     plain_logits,
 )
-from tests.support import random_rows, weights
+from tests.support import random_rows, rows_of_samples, weights
 
 by_family = pytest.mark.parametrize("family", MIXTURES)
 ROWS = random_rows(8, seed=1, vocabulary=90)
@@ -139,14 +139,7 @@ def test_the_engine_has_the_trainers_log_probs(family):
         for i, (ids, n) in enumerate(zip(TOKEN_IDS.repeat(3, 0), range(3, 9)))
     ]
     samples = [sample for (sample,) in engine.generate(requests)]
-    rows = [
-        {
-            "token_ids": [*request.token_ids, *sample.token_ids],
-            "completion_mask": [0] * len(request.token_ids)
-            + [1] * len(sample.token_ids),
-        }
-        for request, sample in zip(requests, samples)
-    ]
+    rows = rows_of_samples([x.token_ids for x in requests], samples)
     for request, sample, want in zip(requests, samples, task.log_probs(rows)):
         want = want[len(request.token_ids) :]
         np.testing.assert_allclose(sample.per_token_logps, want, atol=1e-5)

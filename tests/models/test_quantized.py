@@ -31,6 +31,7 @@ from tests.support import (
     in_ci,
     one_layer,
     random_rows,
+    rows_of_samples,
     spread_adapter,
 )
 
@@ -217,13 +218,7 @@ def test_samples_have_the_trainers_log_probs():
             ]
         )
     ]
-    rows = [
-        {
-            "token_ids": [*ids, *sample.token_ids],
-            "completion_mask": [0] * len(ids) + [1] * len(sample.token_ids),
-        }
-        for ids, sample in zip(prompts, samples)
-    ]
+    rows = rows_of_samples(prompts, samples)
     for sample, want in zip(samples, task.log_probs(rows), strict=True):
         np.testing.assert_allclose(
             sample.per_token_logps, want[-len(sample.token_ids) :], atol=2e-5

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import check_first, check_most
+from tests.support import check_most
 
 SIDE, END, FIRST = 5, 1, 2
 SQUARES = range(SIDE * SIDE)
@@ -177,21 +177,8 @@ def check_own_samples(seed):
     assert own[2] > given[2]
 
 
-CHECKS = {
-    "fine_tuning": check_against_fine_tuning,
-    "own_samples": check_own_samples,
-}
-SEEDS = (0, 1, 2)
-
-
 @pytest.mark.usefixtures("optimized")
 def test_a_teacher_helps():
-    for check in CHECKS.values():
-        check_first(check, SEEDS)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_teacher_helps_with_most_seeds(name):
-    check_most(CHECKS[name], SEEDS)
+    """In one test, as both learn from one teacher of a seed."""
+    for check in (check_against_fine_tuning, check_own_samples):
+        check_most(check, (0, 1, 2))

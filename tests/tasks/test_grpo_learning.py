@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from tests.support import REFERENCE, check_first, check_most
+from tests.support import REFERENCE, check_most
 
 END, ASK = 1, 2
 DIGITS = range(3, 13)
@@ -134,7 +134,7 @@ def check(seed, name="grpo", least=0.8, **settings):
 
 @pytest.mark.usefixtures("optimized")
 def test_it_learns():
-    check_first(functools.partial(check, num_layers=1), SEEDS)
+    check_most(functools.partial(check, num_layers=1), SEEDS)
 
 
 @pytest.mark.full
