@@ -41,7 +41,7 @@ class FullTeacher:
         """Returns the logits for the tokens of `index`."""
         h = jnp.where(used[:, None], self.hidden[self.source[index]], 0)
         head = dataclasses.replace(self.head, temperature=1.0)
-        return head.logits(h, self.kernel)[0]
+        return head.logits_in_tiles(h, self.kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _sweep(
         # Unused slots get h = 0, so that the hidden state of another token,
         # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[source], 0)
-        logits, _ = head.logits(h, kernel)
+        logits = head.logits_in_tiles(h, kernel)
         theirs = [teacher.rows(index, used) for teacher in teachers]
         rows = (logits, theirs, targets, weights, shares)
         values, d_logits = token_divergence.map_blocks(
@@ -231,11 +231,15 @@ def _sweep(
         new["sum"] = carry["sum"] + jnp.sum(values["sum"])
         if not gradients:
             return new
-        by_hidden = head.hidden_gradient(d_logits, kernel)
+        by_hidden, by_kernel = head.gradients(
+            lambda tile: tile.take(d_logits, axis=1),
+            h,
+            kernel,
+            carry.get("d_kernel"),
+        )
         new["d_hidden"] = carry["d_hidden"].at[source].add(by_hidden)
         if head.trainable:
-            by_kernel = head.kernel_gradient(d_logits, h)
-            new["d_kernel"] = carry["d_kernel"] + by_kernel
+            new["d_kernel"] = by_kernel
         return new
 
     steps = (tokens.count + size - 1) // size

@@ -19,7 +19,7 @@ from keras_posttrain.models import sharding
 # On a CPU a chunk has about this many float32 logits, and a number of tokens
 # within these bounds.
 CHUNK_LOGITS = 2**23
-CHUNK_BOUNDS = (64, 1024)
+CHUNK_BOUNDS = (128, 1024)
 # An accelerator reads the kernel from memory for each chunk. Its products take
 # longer than that only with hundreds of tokens: 240 on a v5e, 570 on a v6e,
 # and twice that where the kernel is trained. The logits of a chunk take this
@@ -27,6 +27,13 @@ CHUNK_BOUNDS = (64, 1024)
 # 128,256 they are 1,024 tokens on a v5e and 1,920 on a v6e.
 MEMORY_SHARE = 1 / 32
 ACCELERATOR_BOUNDS = (128, 2048)
+# On a CPU a chunk is multiplied with about this many columns of the kernel at
+# a time: XLA's products copy their operands there, and the copies and the
+# gradient of so many columns stay in the processor's caches.
+TILE = 3072
+
+# Less than any logit, and so large that differences are finite.
+LOWEST = -1e30
 
 # Optional values that depend on the full distribution of a token.
 EXTRAS = ("entropies", "collision_entropies")
@@ -44,6 +51,9 @@ class Head:
             about 2**23 logits on a CPU, and on an accelerator those that a
             share of its memory holds.
         trainable: bool, whether the kernel gets a gradient.
+        tile: int or `None`, the most columns of logits in a product of
+            `logits_in_tiles` and `gradients`. By default about 3,072 on a
+            CPU, and all of them on an accelerator.
         axis: str or `None`: the axis of the mesh over which the vocabulary
             is split, inside a `jax.shard_map` over it. Each device then
             computes the logits of its part of the vocabulary, and devices
@@ -55,17 +65,19 @@ class Head:
     temperature: float = 1.0
     chunk_size: int | None = None
     trainable: bool = True
+    tile: int | None = None
     axis: str | None = None
 
     def summed(self, x):
         """Adds up `x`, sums over a part of the vocabulary, over devices."""
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
-    def columns(self, logits, targets):
+    def columns(self, kernel, targets):
         """Finds targets' columns; out of range if another device has them."""
         if self.axis is None:
             return targets
-        return targets - jax.lax.axis_index(self.axis) * logits.shape[-1]
+        here = self.vocabulary_size(kernel)
+        return targets - jax.lax.axis_index(self.axis) * here
 
     def vocabulary_size(self, kernel):
         """Returns the number of logits that a kernel produces."""
@@ -77,11 +89,7 @@ class Head:
         return min(size, tokens)
 
     def logits(self, hidden, kernel):
-        """Computes logits and the derivative of the soft cap.
-
-        Both are float32 of shape `(tokens, vocabulary)`; the derivative is
-        `None` without a soft cap.
-        """
+        """Computes the logits, float32 of shape `(tokens, vocabulary)`."""
         axis = 1 if self.transposed else 0
         logits = jax.lax.dot_general(
             hidden,
@@ -89,31 +97,134 @@ class Head:
             (((1,), (axis,)), ((), ())),
             preferred_element_type="float32",
         )
-        slope = None
         if self.soft_cap is not None:
-            bounded = jnp.tanh(logits / self.soft_cap)
-            logits, slope = bounded * self.soft_cap, 1 - bounded**2
+            logits = jnp.tanh(logits / self.soft_cap) * self.soft_cap
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        return logits, slope
+        return logits
 
-    def hidden_gradient(self, d_logits, kernel):
-        """Computes the gradient of the hidden states of a chunk."""
-        axis = 0 if self.transposed else 1
+    def logits_in_tiles(self, hidden, kernel):
+        """Computes `logits` of a chunk, a tile at a time; without gradients."""
+
+        def add(tile, logits):
+            part = self.tile_logits(tile, hidden, kernel)
+            return tile.put(logits, part, axis=1)
+
+        shape = (hidden.shape[0], self.vocabulary_size(kernel))
+        return self.over_tiles(kernel, add, jnp.zeros(shape, "float32"))
+
+    def tile_logits(self, tile, hidden, kernel):
+        """Computes the columns of `tile` of the logits."""
+        return self.logits(hidden, tile.take(kernel, self._vocabulary_axis))
+
+    def gradients(self, d_logits, hidden, kernel, d_kernel=None):
+        """Computes the gradients of a chunk, a tile at a time.
+
+        Args:
+            d_logits: function from a `Tile` to the gradient of its columns
+                of the product of `hidden` and `kernel`, a float32 array of
+                shape `(tokens, tile.size)`.
+            hidden, kernel: as in `logits`.
+            d_kernel: float32 array of the kernel's shape or `None`: the sum
+                of the gradients of other chunks.
+
+        Returns:
+            The float32 gradient of the hidden states, and the sum
+            `d_kernel`, to which this chunk is added.
+        """
+
+        def add(tile, carry):
+            by_hidden, by_kernel = carry
+            part = tile.without_others(d_logits(tile)).astype(kernel.dtype)
+            by_hidden = by_hidden + self._hidden_gradient(
+                part, tile.take(kernel, self._vocabulary_axis)
+            )
+            if by_kernel is not None:
+                axis = self._vocabulary_axis
+                new = self._kernel_gradient(part.astype(hidden.dtype), hidden)
+                new = new + tile.take(by_kernel, axis)
+                by_kernel = tile.put(by_kernel, new, axis)
+            return by_hidden, by_kernel
+
+        zeros = jnp.zeros(hidden.shape, "float32")
+        return self.over_tiles(kernel, add, (zeros, d_kernel))
+
+    def _hidden_gradient(self, d_logits, kernel):
+        axis = self._vocabulary_axis
         return jax.lax.dot_general(
-            d_logits.astype(kernel.dtype),
+            d_logits,
             kernel,
             (((1,), (axis,)), ((), ())),
             preferred_element_type="float32",
         )
 
-    def kernel_gradient(self, d_logits, hidden):
-        """Computes the gradient of the kernel from a chunk."""
-        d_logits = d_logits.astype(hidden.dtype)
+    def _kernel_gradient(self, d_logits, hidden):
         pair = (d_logits, hidden) if self.transposed else (hidden, d_logits)
         return jax.lax.dot_general(
             *pair, (((0,), (0,)), ((), ())), preferred_element_type="float32"
         )
+
+    @property
+    def _vocabulary_axis(self):
+        return 0 if self.transposed else 1
+
+    def over_tiles(self, kernel, function, carry):
+        """Loops `carry = function(tile, carry)` over the vocabulary."""
+        columns = self.vocabulary_size(kernel)
+        most = self.tile or _default_tile(columns)
+        count = -(-columns // most)
+        size = -(-columns // count)
+        if count == 1:
+            return function(Tile(0, 0, columns), carry)
+
+        def body(i, carry):
+            # All tiles have one size: the last begins within the one before.
+            start = jnp.minimum(i * size, columns - size)
+            first = i * size if columns % size else start
+            return function(Tile(start, first, size), carry)
+
+        return jax.lax.fori_loop(0, count, body, carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Successive columns of logits: `size` of them, from column `start` on.
+
+    Columns before the column `first` belong to another tile too.
+    """
+
+    start: jax.Array | int
+    first: jax.Array | int
+    size: int
+
+    @property
+    def columns(self):
+        """The columns, an int32 array of shape `(size,)`."""
+        return self.start + jnp.arange(self.size, dtype="int32")
+
+    def take(self, x, axis):
+        """Takes the part of an array whose `axis` is the vocabulary."""
+        if self.size == x.shape[axis]:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+    def put(self, x, part, axis):
+        """Replaces the part of an array whose `axis` is the vocabulary."""
+        if self.size == x.shape[axis]:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
+
+    def without_others(self, part, value=0.0):
+        """Replaces columns of another tile in `part`, `(tokens, size)`."""
+        if self.start is self.first:
+            return part
+        return jnp.where(self.columns >= self.first, part, value)
+
+
+def _default_tile(columns):
+    if sharding.platform() != "cpu":
+        return columns
+    return -(-columns // max(1, round(columns / TILE)))
 
 
 def _default_chunk(vocabulary_size):
@@ -177,49 +288,89 @@ def select_tokens(token_ids, mask, predicted_by=None):
     )
 
 
-def _measure(head, hidden, kernel, targets, extras):
-    """Computes the values of one chunk, and the state of its gradient."""
-    logits, slope = head.logits(hidden, kernel)
-    top = jnp.max(logits, axis=-1)
+def _measure(head, hidden, kernel, targets, extras, keep):
+    """Computes the values of one chunk, and the state of its gradient.
+
+    Logits are kept for the gradient if `keep` is true.
+    """
+    size = hidden.shape[0]
+    targets = head.columns(kernel, targets)
+    zeros = jnp.zeros(size, "float32")
+    sums = {name: zeros for name in ("weights", *extras)}
+    logits = None
+    if keep:
+        shape = (size, head.vocabulary_size(kernel))
+        logits = jnp.zeros(shape, "float32")
+
+    def add(tile, carry):
+        top, sums, at_target, logits = carry
+        part = head.tile_logits(tile, hidden, kernel)
+        if keep:
+            logits = tile.put(logits, part, axis=1)
+        column = targets - tile.start
+        is_here = (column >= 0) & (column < tile.size)
+        here = jnp.take_along_axis(part, column[:, None], 1, mode="clip")
+        at_target = jnp.where(is_here, here[:, 0], at_target)
+        part = tile.without_others(part, LOWEST)
+        new_top = jnp.maximum(top, jnp.max(part, axis=-1))
+        sums = _relative_to(new_top, top, sums)
+        # Logits are taken relative to the largest: for a nearly certain
+        # token the difference of two large logits would be mostly rounding
+        # error.
+        below = part - new_top[:, None]
+        weights = jnp.exp(below)
+        terms = {
+            "weights": weights,
+            "entropies": weights * below,
+            "collision_entropies": weights * weights,
+        }
+        sums = {k: x + jnp.sum(terms[k], axis=-1) for k, x in sums.items()}
+        return new_top, sums, at_target, logits
+
+    first = (jnp.full(size, LOWEST), sums, zeros, logits)
+    top, sums, at_target, logits = head.over_tiles(kernel, add, first)
     if head.axis is not None:
-        top = jax.lax.pmax(top, head.axis)
-    # Logits are taken relative to the largest: for a nearly certain token the
-    # difference of two large logits would be mostly rounding error.
-    below = logits - top[:, None]
-    weights = jnp.exp(below)
-    total = head.summed(jnp.sum(weights, axis=-1))
-    targets = head.columns(logits, targets)[:, None]
-    at_target = jnp.take_along_axis(logits, targets, 1, mode="clip")
-    if head.axis is not None:
-        is_here = (targets >= 0) & (targets < logits.shape[-1])
-        at_target = head.summed(jnp.where(is_here, at_target, 0.0))
-    at_target = at_target[:, 0]
-    log_total = jnp.log(total)
+        highest = jax.lax.pmax(top, head.axis)
+        sums = head.summed(_relative_to(highest, top, sums))
+        top, at_target = highest, head.summed(at_target)
+    log_total = jnp.log(sums["weights"])
     values = {
         "per_token_logps": at_target - top - log_total,
         "correct": (at_target >= top).astype("float32"),
     }
     if "entropies" in extras:
-        mean = head.summed(jnp.sum(weights * below, axis=-1)) / total
-        values["entropies"] = log_total - mean
+        values["entropies"] = log_total - sums["entropies"] / sums["weights"]
     if "collision_entropies" in extras:
-        squares = head.summed(jnp.sum(weights * weights, axis=-1))
-        values["collision_entropies"] = 2 * log_total - jnp.log(squares)
-    return values, (below, log_total, slope)
+        squares = jnp.log(sums["collision_entropies"])
+        values["collision_entropies"] = 2 * log_total - squares
+    return values, (logits, top, log_total)
 
 
-def _logits_gradient(head, state, targets, cotangent, by_entropy=None):
-    """Computes d(sum of cotangent * logp) / d(raw logits) for one chunk.
+def _relative_to(new_top, top, sums):
+    """Converts sums over logits relative to `top` to those of `new_top`."""
+    change = top - new_top
+    factor = jnp.exp(change)
+    new = {"weights": sums["weights"] * factor}
+    if "entropies" in sums:
+        new["entropies"] = factor * (
+            sums["entropies"] + change * sums["weights"]
+        )
+    if "collision_entropies" in sums:
+        new["collision_entropies"] = sums["collision_entropies"] * factor**2
+    return new
+
+
+def _logits_gradient(head, state, targets, cotangent, by_entropy, tile):
+    """Computes d(sum of cotangent * logp) / d(raw logits) for one tile.
 
     With `by_entropy`, a pair `(entropies, cotangent)`, the gradient of the
     sum of entropies times their cotangent is added: dH / d(logit) is
     `-p * (log p + H)`.
     """
-    below, log_total, slope = state
-    columns = jax.lax.broadcasted_iota("int32", below.shape, 1)
-    targets = head.columns(below, targets)[:, None]
-    hit = (columns == targets).astype("float32")
-    logps = below - log_total[:, None]
+    logits, top, log_total = state
+    logits = tile.take(logits, axis=1)
+    logps = (logits - top[:, None]) - log_total[:, None]
+    hit = (tile.columns[None] == targets[:, None]).astype("float32")
     gradient = hit - jnp.exp(logps)
     gradient = gradient * (cotangent / head.temperature)[:, None]
     if by_entropy is not None:
@@ -227,7 +378,10 @@ def _logits_gradient(head, state, targets, cotangent, by_entropy=None):
         surplus = jnp.exp(logps) * (logps + entropies[:, None])
         scale = (cotangent / head.temperature)[:, None]
         gradient = gradient - surplus * scale
-    return gradient if slope is None else gradient * slope
+    if head.soft_cap is not None:
+        bounded = logits * (head.temperature / head.soft_cap)
+        gradient = gradient * (1 - bounded**2)
+    return gradient
 
 
 def _sweep(
@@ -284,7 +438,9 @@ def _sweep(
         # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[cut(source)], 0)
         y = cut(targets)
-        values, state = _measure(head, h, kernel, y, extras)
+        values, state = _measure(
+            head, h, kernel, y, extras, keep=cotangent is not None
+        )
         new = {name: carry[name].at[out].set(values[name]) for name in names}
         if cotangent is None:
             return new
@@ -299,16 +455,18 @@ def _sweep(
                 values["entropies"],
                 jnp.where(used, cut(by_entropy), 0.0),
             )
-        d_logits = _logits_gradient(head, state, y, ct, pair)
-        d_hidden = head.hidden_gradient(d_logits, kernel)
+        d_logits = functools.partial(
+            _logits_gradient, head, state, head.columns(kernel, y), ct, pair
+        )
+        d_hidden, d_kernel = head.gradients(
+            d_logits, h, kernel, carry.get("d_kernel")
+        )
         if cotangent == "one":
             new["d_hidden"] = carry["d_hidden"].at[out].set(d_hidden)
         else:
             new["d_hidden"] = carry["d_hidden"].at[cut(source)].add(d_hidden)
         if with_kernel:
-            new["d_kernel"] = carry["d_kernel"] + head.kernel_gradient(
-                d_logits, h
-            )
+            new["d_kernel"] = d_kernel
         return new
 
     steps = (tokens.count + size - 1) // size

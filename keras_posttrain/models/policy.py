@@ -498,7 +498,7 @@ class Policy:
             hidden = self._run_layers(token_ids, scope)[:, 0]
         hidden = self._scaled(hidden)
         kernel = self.kernel.value.astype(hidden.dtype)
-        return self.head().logits(hidden, kernel)[0]
+        return self.head().logits(hidden, kernel)
 
     def _remat(self, token_ids):
         """Returns what layers keep for tokens of shape `(rows, length)`."""

@@ -27,7 +27,7 @@ def top_tokens(head, hidden, kernel, tokens, k):
             return jax.lax.dynamic_slice_in_dim(x, i * size, size)
 
         used = i * size + jnp.arange(size) < tokens.count
-        logits, _ = head.logits(hidden[cut(source)], kernel)
+        logits = head.logits_in_tiles(hidden[cut(source)], kernel)
         best, ids = jax.lax.top_k(logits, k)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         place = jnp.where(used, cut(index), slots)

@@ -11,6 +11,7 @@ import pytest
 from keras_posttrain.models.head import (
     CHUNK_BOUNDS,
     EXTRAS,
+    TILE,
     Head,
     select_tokens,
     token_logps,
@@ -28,6 +29,8 @@ HEADS = {
 }
 by_head = pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 CHUNKS = (1, 5, None)
+# Columns of a product: four tiles, the last of which begins within the third.
+TILES = {5: 8}
 by_chunk = pytest.mark.parametrize("chunk_size", in_ci(5, None, of=CHUNKS))
 # In CI each head in chunks, and the one with everything as a whole too.
 by_head_and_chunk = pytest.mark.parametrize(
@@ -133,9 +136,7 @@ def random_weights(seed=3):
 
 
 def chunked(head, size):
-    return Head(
-        head.transposed, head.soft_cap, head.temperature, size, head.trainable
-    )
+    return dataclasses.replace(head, chunk_size=size, tile=TILES.get(size))
 
 
 select = jax.jit(select_tokens)
@@ -410,6 +411,72 @@ def test_logits_never_exist_at_full_length(head, trainable):
     assert 0 < found <= kernel_size
 
 
+@by_head
+def test_values_keep_no_logits_but_those_of_a_tile(head):
+    """Without gradients, nothing has a row of the vocabulary for a token."""
+    hidden, kernel, ids, mask = example(head)
+    tokens = select(ids, mask)
+    head = chunked(head, 5)
+
+    def keeps(function):
+        jaxpr = jax.make_jaxpr(function)(hidden, kernel).jaxpr
+        return (5, VOCABULARY) in set(shapes_in(jaxpr))
+
+    assert not keeps(
+        lambda h, k: token_values(head, h, k, tokens, extras=EXTRAS)
+    )
+    loss = fused_loss(head, ids, mask, random_weights(), jnp.negative)
+    assert keeps(both(loss)), "the inspection sees logits"
+
+
+@by_head
+def test_a_vocabulary_split_over_devices_in_tiles(head):
+    """Two devices with 14 columns each, in three tiles that overlap, have the
+    values of one, and parts of its gradients."""
+    axis = 0 if head.transposed else 1
+    hidden, kernel, ids, mask = example(head)
+    kernel, ids = jnp.split(kernel, [28], axis)[0], ids % 28
+    arguments = (ids, mask, random_weights(), dynamic)
+    want = both(full_loss(head, *arguments))(hidden, kernel)
+    values = full_values(head, hidden, kernel, ids, mask)
+    tokens = select(ids, mask)
+    part = dataclasses.replace(head, chunk_size=5, tile=6, axis="model")
+
+    def on_device(kernel):
+        # The backward pass adds up the cotangents of both devices.
+        def loss(hidden, kernel):
+            return fused_loss(part, *arguments)(hidden, kernel) / 2
+
+        found = token_values(part, hidden, kernel, tokens, extras=EXTRAS)
+        return found, both(loss)(hidden, kernel)
+
+    parts = jnp.stack(jnp.split(kernel, 2, axis))
+    found, (sums, (by_hidden, by_kernel)) = jax.jit(
+        jax.vmap(on_device, axis_name="model")
+    )(parts)
+    for name, value in values.items():
+        for of_device in found[name]:
+            np.testing.assert_allclose(
+                of_device, value, rtol=2e-5, atol=2e-6, err_msg=name
+            )
+    got = by_hidden.sum(axis=0), jnp.concatenate(by_kernel, axis)
+    assert_same_gradients((sums.sum(), got), want)
+
+
+def test_tiles_by_default_are_of_a_cpu():
+    """About as many columns each, all of them in one or another tile."""
+    head = Head(transposed=True)
+    for columns, tiles in ((29, 1), (4_096, 1), (32_000, 10), (262_144, 85)):
+        kernel = jax.ShapeDtypeStruct((columns, 1), "float32")
+        found = []
+        with jax.disable_jit():
+            head.over_tiles(kernel, lambda tile, _: found.append(tile), None)
+        assert len(found) == tiles
+        new = [range(int(t.first), int(t.start) + t.size) for t in found]
+        assert [c for columns in new for c in columns] == [*range(columns)]
+        assert max(t.size for t in found) <= 2 * TILE
+
+
 def test_jit_equals_no_jit_and_ranks_are_strict(strict_ranks):
     head = chunked(HEADS["temperature"], 40)
     hidden, kernel, ids, mask = example(head)
@@ -461,7 +528,7 @@ def test_entropies_have_the_gradient_of_the_full_softmax(head, chunk_size):
         assert all((jnp.abs(g) > 1e-3).any() for g in want[1])
         for trainable in (True, False):
             cut = dataclasses.replace(
-                head, chunk_size=chunk_size, trainable=trainable
+                chunked(head, chunk_size), trainable=trainable
             )
             got = both(entropy_loss(read, cut, ids, mask))(hidden, kernel)
             value, (by_hidden, by_kernel) = want
