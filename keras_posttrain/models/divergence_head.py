@@ -201,12 +201,12 @@ def _sweep(
     if gradients and head.trainable:
         carry["d_kernel"] = jnp.zeros(kernel.shape, "float32")
 
-    def body(i, carry):
+    def body(start, size, carry):
         index, source, targets, weights, shares = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size),
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, size),
             by_slot,
         )
-        used = i * size + jnp.arange(size) < tokens.count
+        used = start + jnp.arange(size) < tokens.count
         weights, shares = jax.tree.map(
             lambda x: jnp.where(used, x, 0.0), (weights, shares)
         )
@@ -242,9 +242,8 @@ def _sweep(
             new["d_kernel"] = by_kernel
         return new
 
-    steps = (tokens.count + size - 1) // size
     with jax.named_scope("head"):
-        carry = jax.lax.fori_loop(0, steps, body, carry)
+        carry = head.over_chunks(kernel, size, tokens.count, body, carry)
     values = {name: carry.pop(name)[:slots] for name in names}
     return carry.pop("sum"), values, carry
 

@@ -22,11 +22,11 @@ def top_tokens(head, hidden, kernel, tokens, k):
         jnp.zeros((slots + 1, k), "float32"),
     )
 
-    def body(i, out):
+    def body(start, size, out):
         def cut(x):
-            return jax.lax.dynamic_slice_in_dim(x, i * size, size)
+            return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        used = i * size + jnp.arange(size) < tokens.count
+        used = start + jnp.arange(size) < tokens.count
         logits = head.logits_in_tiles(hidden[cut(source)], kernel)
         best, ids = jax.lax.top_k(logits, k)
         total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -36,6 +36,5 @@ def top_tokens(head, hidden, kernel, tokens, k):
             out[1].at[place].set(best - total),
         )
 
-    steps = (tokens.count + size - 1) // size
-    ids, logps = jax.lax.fori_loop(0, steps, body, out)
+    ids, logps = head.over_chunks(kernel, size, tokens.count, body, out)
     return {"top_ids": ids[:slots], "top_logps": logps[:slots]}
