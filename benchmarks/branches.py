@@ -10,8 +10,6 @@ The table is written to `results/branches.md` and the figures to a `.json`
 file of that name. It fails if the layouts' losses or gradients differ.
 """
 
-import argparse
-import json
 import os
 import pathlib
 import statistics
@@ -29,10 +27,10 @@ from keras_posttrain.data.batches.layout import BatchLayout, Group
 from keras_posttrain.data.rows.examples import Example
 
 # isort: split
+import figures
 import preset
 import workloads
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 BRANCHES, TURNS = 8, 4
 PROMPT, TOOL, SAMPLED = 128, 64, 64  # tokens
 LONGEST = PROMPT + TURNS * (TOOL + SAMPLED)
@@ -163,10 +161,8 @@ def table(records):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = figures.parser(__doc__, repeats=5)
     parser.add_argument("--trees", type=int, default=1, help="of a step")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     model, records = workloads.RL["w5"].model, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -179,11 +175,7 @@ def main():
             ]
             records[fork] = measure(task, groups, arguments.repeats)
             check(records[fork])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(records, indent=1)
-    (arguments.out / "branches.json").write_text(text + "\n")
-    (arguments.out / "branches.md").write_text(table(records))
-    print(table(records))
+    figures.write(arguments.out, "branches", records, table(records))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ machine, so that seconds are those of all devices' work. Layouts take turns.
     python benchmarks/context.py
 """
 
-import argparse
 import functools
-import json
 import os
-import pathlib
 import statistics
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -21,10 +18,11 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_force_host_platform_device_count=8"
 )  # fmt: skip
 
+import figures
 import keras
 import keras_hub
 import numpy as np
-from long_rows import RESULTS, Clock
+from long_rows import Clock
 
 import keras_posttrain as kpt
 
@@ -107,16 +105,9 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=3).parse_args()
     found = measure(arguments.repeats)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "context.json").write_text(text + "\n")
-    (arguments.out / "context.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "context", found, table(found))
 
 
 if __name__ == "__main__":

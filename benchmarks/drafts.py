@@ -10,19 +10,16 @@ temperature all tokens are as probable, and no draft is ever right.
     python benchmarks/drafts.py
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import figures
 import keras
 import keras_hub
 import numpy as np
-from long_rows import RESULTS
 
 import keras_posttrain as kpt
 
@@ -146,19 +143,13 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=3).parse_args()
     task, found = make_task(), []
     for case in CASES:
         for policy in TEMPERATURES:
             found.append(measure(task, case, policy, arguments.repeats))
             print(table(found[-1:]).splitlines()[-1], flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "drafts.json").write_text(text + "\n")
-    (arguments.out / "drafts.md").write_text(table(found))
+    figures.write(arguments.out, "drafts", found, table(found))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ to `results/experts.md` and the figures to a `.json` file of that name. It
 fails if the losses differ.
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import figures
 import jax
 import jax.numpy as jnp
 import keras
@@ -32,7 +30,6 @@ from keras_posttrain.distribution import hlo, programs, topology
 from keras_posttrain.models.experts import Expert, choose_experts
 from keras_posttrain.models.grouped_matmul import block_size, sort_by_expert
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 MODEL = dict(
     vocabulary_size=4096,
     num_layers=4,
@@ -256,20 +253,13 @@ def table(records):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=5).parse_args()
     records = {
         "steps": measure_steps(arguments.repeats),
         "CPU, float32": measure_cpu(),
         "TPU v5e, bfloat16": measure_tpu(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(records, indent=1)
-    (arguments.out / "experts.json").write_text(text + "\n")
-    (arguments.out / "experts.md").write_text(table(records))
-    print(table(records))
+    figures.write(arguments.out, "experts", records, table(records))
 
 
 if __name__ == "__main__":

@@ -17,16 +17,16 @@ No GPU has run it yet: there are no results in `results/`.
 import argparse
 import json
 import os
-import pathlib
 import re
 import statistics
 import subprocess
 import sys
 import time
 
+import figures
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 # The shape of the model, tokens of a row, rows, pairs or completions of a
 # step, and of a micro-batch.
 SIZES = {
@@ -295,10 +295,9 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--only", default="", help="a regular expression")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     # What one process does.
     parser.add_argument("--run", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--attention", help=argparse.SUPPRESS)
@@ -311,15 +310,12 @@ def main():
     for case in CASES:
         if re.search(arguments.only, case):
             for attention in choices(case):
-                figures = measure(case, arguments.size, attention)
-                found[case, attention] = figures
-                print(f"{case}, {attention}: {figures}", flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+                row = measure(case, arguments.size, attention)
+                found[case, attention] = row
+                print(f"{case}, {attention}: {row}", flush=True)
     name = "gpu" if arguments.size == "1b" else f"gpu_{arguments.size}"
-    text = json.dumps({", ".join(k): x for k, x in found.items()}, indent=1)
-    (arguments.out / f"{name}.json").write_text(text + "\n")
-    (arguments.out / f"{name}.md").write_text(table(found))
-    print(table(found))
+    named = {", ".join(k): x for k, x in found.items()}
+    figures.write(arguments.out, name, named, table(found))
     messages = differences(found)
     failed = [", ".join(k) for k, x in found.items() if "error" in x]
     if messages or failed:

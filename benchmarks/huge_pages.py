@@ -12,15 +12,14 @@ epoch. Linux with glibc 2.35, where transparent huge pages are in the mode
 import argparse
 import json
 import os
-import pathlib
 import resource
 import statistics
 import subprocess
 import sys
 
+import figures
 import ours_sft  # sets the backend
 import workloads
-from long_rows import RESULTS
 
 from keras_posttrain.training import huge_pages
 
@@ -81,10 +80,8 @@ def table(runs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = figures.parser(__doc__, repeats=3)
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     # What one process does.
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -112,11 +109,7 @@ def main():
         losses = {r["loss"] for r in runs if r["case"] == case}
         if len(losses) > 1:
             raise ValueError(f"Losses differ: {case}, {losses}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(runs, indent=1)
-    (arguments.out / "huge_pages.json").write_text(text + "\n")
-    (arguments.out / "huge_pages.md").write_text(table(runs))
-    print(table(runs))
+    figures.write(arguments.out, "huge_pages", runs, table(runs))
 
 
 if __name__ == "__main__":

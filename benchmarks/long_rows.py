@@ -8,22 +8,19 @@ without packing what padding takes. Layouts take turns.
     python benchmarks/long_rows.py
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import figures
 import keras
 import keras_hub
 import numpy as np
 
 import keras_posttrain as kpt
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 VOCABULARY, TOKENS = 8192, 16_384
 # Name to the tokens of a packed row; `None` is a document a row.
 LAYOUTS = {
@@ -137,16 +134,9 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=3).parse_args()
     found = measure(arguments.repeats)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "long_rows.json").write_text(text + "\n")
-    (arguments.out / "long_rows.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "long_rows", found, table(found))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ takes the same for all sizes.
 import argparse
 import json
 import os
-import pathlib
 import resource
 import statistics
 import subprocess
@@ -21,9 +20,10 @@ import sys
 import tempfile
 import time
 
+import figures
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 # Layers and hidden sizes.
 SIZES = ((2, 256), (4, 512), (8, 768))
 STEPS, BATCH_SIZE, LENGTH = 12, 8, 64
@@ -98,16 +98,15 @@ def table(found):
         "| " + " | ".join(columns) + " |",
         "|---" * len(columns) + "|",
     ]
-    for figures in found:
-        first, *rest = figures.values()
+    for row in found:
+        first, *rest = row.values()
         cells = [f"{first:,}", *(f"{x:.2f}" for x in rest)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser = figures.parser(__doc__)
     # What one process does.
     parser.add_argument("--write", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -135,11 +134,7 @@ def main():
             )
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], file=sys.stderr, flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "model_sizes.json").write_text(text + "\n")
-    (arguments.out / "model_sizes.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "model_sizes", found, table(found))
 
 
 if __name__ == "__main__":

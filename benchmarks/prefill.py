@@ -7,20 +7,17 @@ next to the weights and the cache. Sizes of pieces take turns.
     python benchmarks/prefill.py
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import figures
 import jax
 import keras
 import keras_hub
 import numpy as np
-from long_rows import RESULTS
 
 import keras_posttrain as kpt
 from keras_posttrain.rollout.native import decoding
@@ -136,16 +133,9 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=5).parse_args()
     found = measure(arguments.repeats)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "prefill.json").write_text(text + "\n")
-    (arguments.out / "prefill.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "prefill", found, table(found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ own time is measured too: in each step, and in the thread that writes the page.
 The table is written to `results/run_report.md`, the figures to a `.json` file.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -26,11 +25,11 @@ import learning_rate as languages
 import keras_posttrain as kpt
 
 # isort: split
+import figures
 import preset
 import report
 import workloads
 
-FOLDER = pathlib.Path(__file__).parent
 # Steps that compile.
 WARM_UP = 3
 LIMIT = 0.005
@@ -100,7 +99,7 @@ class Alternating(keras.callbacks.Callback):
         self.report.close()
 
 
-def figures(clock, path):
+def figures_of(clock, path):
     """Returns the figures of a run."""
     on, off = (statistics.median(clock.steps[x]) for x in (True, False))
     rng = random.Random(1)
@@ -143,7 +142,7 @@ def fine_tuning(folder, seconds):
         callbacks=[clock],
         verbose=0,
     )
-    return figures(clock, page.path)
+    return figures_of(clock, page.path)
 
 
 def reinforcement(folder, seconds):
@@ -176,7 +175,7 @@ def reinforcement(folder, seconds):
         callbacks=[clock],
         verbose=0,
     )
-    return figures(clock, page.path)
+    return figures_of(clock, page.path)
 
 
 def even_share(completion_ids):
@@ -214,10 +213,9 @@ RUNS = {"fine-tuning": fine_tuning, "GRPO": reinforcement}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--only", nargs="+", choices=list(RUNS))
-    parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results")
     arguments = parser.parse_args()
     found = {}
     for name in arguments.only or RUNS:
@@ -226,11 +224,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             found[name] = run(folder, arguments.seconds)
         print(name, json.dumps(found[name]), flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "run_report.json").write_text(
-        json.dumps(found, indent=1) + "\n"
-    )
-    (arguments.out / "run_report.md").write_text(table(found))
+    figures.write(arguments.out, "run_report", found, table(found))
     over = [n for n, x in found.items() if max(x["share"], x["all"]) > LIMIT]
     if over:
         raise SystemExit(f"More than {LIMIT:.1%} in {over}.")

@@ -9,8 +9,6 @@ and prompts are those of `grpo.py`. The table is written to
 `results/staleness-ENGINE.md` and the figures to a `.json` file of that name.
 """
 
-import argparse
-import json
 import os
 import pathlib
 import statistics
@@ -24,10 +22,10 @@ import keras
 import keras_posttrain as kpt
 
 # isort: split
+import figures
 import preset
 import workloads
 
-FOLDER = pathlib.Path(__file__).parent
 # Rollouts that are not timed: programs are compiled, and the first rollouts
 # start together.
 WARM_UP = 4
@@ -113,7 +111,7 @@ def table(records):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = figures.parser(__doc__)
     parser.add_argument(
         "--engine", choices=("native", "vllm"), default="native"
     )
@@ -121,7 +119,6 @@ def main():
     parser.add_argument("--steps", type=int, default=12, help="timed ones")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--reward-seconds", type=float, default=3.0)
-    parser.add_argument("--out", type=pathlib.Path, default=FOLDER / "results")
     arguments = parser.parse_args()
     work = workloads.RL["w5"]
     with tempfile.TemporaryDirectory() as folder:
@@ -134,12 +131,8 @@ def main():
         {k: statistics.median(r[k] for r in column) for k in column[0]}
         for column in zip(*found)
     ]
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"staleness-{arguments.engine}"
-    text = json.dumps(records, indent=1)
-    (arguments.out / f"{name}.json").write_text(text + "\n")
-    (arguments.out / f"{name}.md").write_text(table(records))
-    print(table(records))
+    figures.write(arguments.out, name, records, table(records))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ same processes. Deeper models show what each layer adds to the first step.
 import argparse
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+import figures
+
 ROWS = [
     {"prompt": f"{i} + {i} =", "completion": str(2 * i)} for i in range(16)
 ]
@@ -101,10 +101,8 @@ def measure(layers, repeats, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = figures.parser(__doc__, repeats=7)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     # What one process does.
     parser.add_argument("--write", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--preset", help=argparse.SUPPRESS)
@@ -120,11 +118,7 @@ def main():
             layers: measure(layers, arguments.repeats, folder)
             for layers in arguments.layers
         }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "start.json").write_text(text + "\n")
-    (arguments.out / "start.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "start", found, table(found))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 
+import figures
+
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 STEPS = {"fine-tuning": 1000, "GRPO": 500, "GRPO, max_staleness=1": 300}
 VOCABULARY, STOP = 512, 5
 AT = (5, 20, 50, 100, 200)
@@ -119,12 +120,11 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = figures.parser(__doc__)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the steps"
     )
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.run:
         steps = int(STEPS[arguments.run] * arguments.share)
@@ -136,11 +136,7 @@ def main():
         command += ["--share", str(arguments.share)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "steady.json").write_text(text + "\n")
-    (arguments.out / "steady.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "steady", found, table(found))
 
 
 if __name__ == "__main__":

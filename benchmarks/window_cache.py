@@ -7,20 +7,17 @@ rings for these layers and with whole caches; both take turns.
     python benchmarks/window_cache.py
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import time
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import figures
 import jax
 import keras
 import keras_hub
 import numpy as np
-from long_rows import RESULTS
 
 import keras_posttrain as kpt
 from keras_posttrain.models.attention import KeyValues
@@ -132,16 +129,9 @@ def table(found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = figures.parser(__doc__, repeats=7).parse_args()
     found = measure(arguments.repeats)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (arguments.out / "window_cache.json").write_text(text + "\n")
-    (arguments.out / "window_cache.md").write_text(table(found))
-    print(table(found))
+    figures.write(arguments.out, "window_cache", found, table(found))
 
 
 if __name__ == "__main__":
