@@ -196,11 +196,13 @@ class Head:
         )
         if not small:
             return carry
+        # At most one: `start` is a function of `i` because XLA would compute
+        # what is the same in each iteration also where there is none.
         start = chunks * size
         return jax.lax.fori_loop(
             0,
             (start < count).astype("int32"),
-            lambda _, carry: function(start, small, carry),
+            lambda i, carry: function(start + i, small, carry),
             carry,
         )
 

@@ -361,6 +361,45 @@ def test_the_loop_runs_as_often_as_there_are_tokens(count, chunks):
     assert projections(frozen, mask, chunked_loss) == chunks
 
 
+@pytest.mark.parametrize(
+    "count, sizes", [(0, []), (2, [2]), (4, [4]), (6, [4, 2]), (7, [4, 4])]
+)
+def test_a_last_chunk_of_half_the_size(count, sizes):
+    """Chunks of 4, or of 2 for the last tokens, in one of four tiles each."""
+    calls = []
+
+    class Counting(Head):
+        def logits(self, hidden, kernel):
+            size = len(hidden)
+            jax.debug.callback(lambda: calls.append(size))
+            return super().logits(hidden, kernel)
+
+    head = Counting(transposed=True, chunk_size=4, tile=8)
+    hidden, kernel, ids, _ = example(head)
+    mask = jnp.zeros((ROWS, LENGTH), bool).at[0, 1 : 1 + count].set(True)
+    loss = fused_loss(head, ids, mask, random_weights(), jnp.negative)
+    got = both(loss)(hidden, kernel)
+    jax.effects_barrier()
+    assert calls == [size for size in sizes for _ in range(4)]
+    want = both(full_loss(head, ids, mask, random_weights(), jnp.negative))
+    assert_same_gradients(got, want(hidden, kernel))
+
+
+def test_half_a_chunk_that_is_not_needed_is_not_computed():
+    """XLA moves what is the same in each iteration before a loop, also where
+    that has none: only the two loops over chunks are not inside another."""
+    head = Head(transposed=True, chunk_size=4, tile=8)
+    hidden, kernel, ids, mask = example(head)
+
+    def loss(hidden, kernel, mask):
+        loss = fused_loss(head, ids, mask, random_weights(), jnp.negative)
+        return loss(hidden, kernel)
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    text = program.lower(hidden, kernel, mask).compile().as_text()
+    assert text[text.index("ENTRY") :].count(" while(") == 2
+
+
 def shapes_in(jaxpr):
     """Shapes of every array of a jaxpr and of those inside it."""
     for eqn in jaxpr.eqns:
