@@ -312,6 +312,65 @@ def test_a_step_that_is_not_kept_changes_nothing():
 # Arguments
 
 
+OPTIMIZERS = {
+    "adamw": lambda: keras.optimizers.AdamW(0.1, clipnorm=1.0),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "centered": lambda: keras.optimizers.RMSprop(0.1, centered=True),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "average": lambda: keras.optimizers.Adam(
+        0.1, use_ema=True, ema_overwrite_frequency=2
+    ),
+    "8 bits": lambda: kpt.AdamW8bit(0.1),
+    "optax": lambda: optax.adamw(0.1),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_that_of_the_optimizer_alone(name, dtype):
+    """With moments that are written once, on a CPU; a step that is not kept
+    changes nothing."""
+    run = Run(OPTIMIZERS[name](), make_variables(dtype))
+    plain = jax.jit(run.optimizer.stateless_apply)
+    for seed, keep in enumerate((True, True, False, True)):
+        gradients = random_gradients(seed)
+        old, states = run.state["trainable"], run.state["optimizer"]
+        weights = [
+            value if at is None else states[at]
+            for value, at in zip(old, run.masters)
+        ]
+        new, renewed = plain(states, gradients, weights)
+        want = ([n.astype(o.dtype) for n, o in zip(new, old)], renewed)
+        run.step(gradients, keep)
+        got = run.state["trainable"], run.state["optimizer"]
+        for a, b in zip(
+            jax.tree.leaves(got),
+            jax.tree.leaves(want if keep else (old, states)),
+            strict=True,
+        ):
+            assert a.dtype == b.dtype
+            a, b = (np.asarray(x, "float32") for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_are_written_once_and_not_copied():
+    """XLA would copy both moments of Adam, each as large as the weight."""
+    weight = keras.Variable(np.ones((512, 512), "float32"), name="kernel")
+    run = Run(keras.optimizers.AdamW(0.1), [weight])
+    program = jax.jit(
+        lambda state, gradients: apply_optimizer(
+            run.optimizer,
+            run.masters,
+            state,
+            gradients,
+            gradients[0][0, 0] > 0,
+        ),
+        donate_argnums=0,
+    ).lower(run.state, [weight.value])
+    memory = program.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < weight.value.nbytes / 8
+
+
 def test_auto_is_adamw_without_decay():
     optimizer = optimizers.get("auto", learning_rate=3e-4)
     assert type(optimizer) is keras.optimizers.AdamW

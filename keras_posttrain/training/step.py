@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_posttrain.losses import TokenLoss, reductions
+from keras_posttrain.models import sharding
 from keras_posttrain.training import batch_coupled, keras_words
 from keras_posttrain.training.micro_batches import MicroBatches
 from keras_posttrain.training.routing import Routing
@@ -321,15 +322,78 @@ def apply_optimizer(optimizer, masters, state, gradients, keep):
         for value, at in zip(old, masters)
     ]
     gradients = [g.astype(s.dtype) for g, s in zip(gradients, sources)]
-    new, renewed = optimizer.stateless_apply(variables, gradients, sources)
+    if sharding.platform() == "cpu" and _is_applied_as_usual(optimizer):
+        update = _apply_on_cpu
+    else:
+        update = _apply
+    new, renewed = update(optimizer, variables, gradients, sources, keep)
     # The update reads the old values anyway, so that choosing between them
     # and the new ones costs nothing.
     new = [
         jnp.where(keep, n.astype(o.dtype), o)
         for n, o in zip(new, old, strict=True)
     ]
-    renewed = [jnp.where(keep, n, o) for n, o in zip(renewed, variables)]
     return {**state, "trainable": new, "optimizer": renewed}
+
+
+def _apply(optimizer, variables, gradients, weights, keep):
+    """Computes new weights, and the optimizer's variables if `keep`."""
+    new, renewed = optimizer.stateless_apply(variables, gradients, weights)
+    return new, [jnp.where(keep, n, o) for n, o in zip(renewed, variables)]
+
+
+def _is_applied_as_usual(optimizer):
+    usual = keras.optimizers.Optimizer.stateless_apply
+    return type(optimizer).stateless_apply is usual
+
+
+def _apply_on_cpu(optimizer, variables, gradients, weights, keep):
+    """Computes the same as `_apply`, with moments that are written once."""
+    trained = optimizer._trainable_variables
+    mapping = [
+        *zip(trained, weights, strict=True),
+        *zip(optimizer.variables, variables, strict=True),
+    ]
+    moments = dict(zip(map(id, optimizer.variables), variables))
+    for variable in trained:
+        # A master, which is a weight.
+        moments.pop(id(variable), None)
+    with _MomentScope(mapping, moments, keep) as scope:
+        optimizer.apply(gradients)
+    renewed = []
+    for variable, before in zip(optimizer.variables, variables):
+        value = scope.get_current_value(variable)
+        if id(variable) not in moments:
+            value = jnp.where(keep, value, before)
+        renewed.append(value)
+    return [scope.get_current_value(v) for v in trained], renewed
+
+
+class _MomentScope(keras.StatelessScope):
+    """A scope of an update, whose weights read moments that are written.
+
+    XLA's CPU compiler would compute new moments twice, once for the weights:
+    from copies of the old moments, in whose place the new ones are written.
+
+    Args:
+        mapping: list of pairs of a variable and its value.
+        moments: dict of the old values of variables by their ids.
+        keep: bool scalar, whether new values replace them.
+    """
+
+    def __init__(self, mapping, moments, keep):
+        super().__init__(state_mapping=mapping)
+        self._moments, self._keep = moments, keep
+
+    def add_update(self, update):
+        variable, value = update
+        if id(variable) in self._moments:
+            old = self._moments[id(variable)]
+            # Without a barrier the weights' update would contain this.
+            value = jax.lax.optimization_barrier(
+                jnp.where(self._keep, value, old)
+            )
+        super().add_update((variable, value))
 
 
 def update_metrics(trackers, values, logs, weights):
