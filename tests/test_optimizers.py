@@ -309,9 +309,6 @@ def test_a_step_that_is_not_kept_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, run.state)
 
 
-# Arguments
-
-
 OPTIMIZERS = {
     "adamw": lambda: keras.optimizers.AdamW(0.1, clipnorm=1.0),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -369,6 +366,9 @@ def test_moments_are_written_once_and_not_copied():
     ).lower(run.state, [weight.value])
     memory = program.compile().memory_analysis()
     assert memory.temp_size_in_bytes < weight.value.nbytes / 8
+
+
+# Arguments
 
 
 def test_auto_is_adamw_without_decay():

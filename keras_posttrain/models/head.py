@@ -32,7 +32,7 @@ ACCELERATOR_BOUNDS = (128, 2048)
 # gradient of so many columns stay in the processor's caches.
 TILE = 3072
 
-# Less than any logit, and so large that differences are finite.
+# Less than any logit; its differences from logits are finite.
 LOWEST = -1e30
 
 # Optional values that depend on the full distribution of a token.
@@ -181,9 +181,9 @@ class Head:
     def over_chunks(self, kernel, size, count, function, carry):
         """Loops `carry = function(start, size, carry)` over chunks of tokens.
 
-        The last chunk has half the size if `count`, an int32 scalar, leaves
-        no more tokens to it and the vocabulary has tiles: to multiply rows
-        that are not used takes longer then than to compile the loop twice.
+        If the vocabulary has tiles, the last chunk has half the size where
+        `count`, an int32 scalar, leaves no more tokens to it. With few
+        columns, unused rows cost less than a second loop to compile.
         """
         whole = self._tile_size(kernel) == self.vocabulary_size(kernel)
         if whole or size % 2:
