@@ -16,10 +16,11 @@ from jax.custom_derivatives import SymbolicZero
 
 from keras_posttrain.models import sharding
 
-# On a CPU a chunk has about this many float32 logits, and a number of tokens
-# within these bounds, in steps of half of the smaller.
-CHUNK_LOGITS = 2**24
-CHUNK_BOUNDS = (128, 1024)
+# On a CPU a chunk has about this many float32 logits in memory, and a number of
+# tokens within these bounds, in steps of the smaller. Below it products spend
+# their time on copies of the kernel.
+CHUNK_LOGITS = 2**21
+CHUNK_BOUNDS = (256, 1024)
 # An accelerator reads the kernel from memory for each chunk. Its products take
 # longer than that only with hundreds of tokens: 240 on a v5e, 570 on a v6e,
 # and twice that where the kernel is trained. The logits of a chunk take this
@@ -48,8 +49,8 @@ class Head:
             `(vocabulary, hidden)`, as a tied embedding, and not
             `(hidden, vocabulary)`.
         chunk_size: int or `None`, tokens per chunk. By default a chunk has
-            about 2**24 logits on a CPU, and on an accelerator those that a
-            share of its memory holds.
+            256 to 1,024 tokens on a CPU, and on an accelerator those whose
+            logits a share of its memory holds.
         trainable: bool, whether the kernel gets a gradient.
         tile: int or `None`, columns of logits in each product of
             `logits_in_tiles` and `gradients`. By default about 3,072 on a
@@ -83,10 +84,13 @@ class Head:
         """Returns the number of logits that a kernel produces."""
         return kernel.shape[0 if self.transposed else 1]
 
-    def chunk(self, vocabulary_size, tokens):
-        """Returns the tokens of a chunk, at most `tokens`."""
-        size = self.chunk_size or _default_chunk(vocabulary_size)
-        return min(size, tokens)
+    def chunk(self, vocabulary_size, tokens, keep=True):
+        """Returns the tokens of a chunk, at most `tokens`.
+
+        If `keep` is false, logits exist for one tile at a time.
+        """
+        columns = vocabulary_size if keep else self._tile_size(vocabulary_size)
+        return min(self.chunk_size or _default_chunk(columns), tokens)
 
     def logits(self, hidden, kernel):
         """Computes the logits, float32 of shape `(tokens, vocabulary)`."""
@@ -174,8 +178,7 @@ class Head:
     def _vocabulary_axis(self):
         return 0 if self.transposed else 1
 
-    def _tile_size(self, kernel):
-        columns = self.vocabulary_size(kernel)
+    def _tile_size(self, columns):
         return min(self.tile or _default_tile(columns), columns)
 
     def over_chunks(self, kernel, size, count, function, carry):
@@ -185,8 +188,8 @@ class Head:
         `count`, an int32 scalar, leaves no more tokens to it. With few
         columns, unused rows cost less than a second loop to compile.
         """
-        whole = self._tile_size(kernel) == self.vocabulary_size(kernel)
-        if whole or size % 2:
+        columns = self.vocabulary_size(kernel)
+        if self._tile_size(columns) == columns or size % 2:
             chunks, small = (count + size - 1) // size, 0
         else:
             small = size // 2
@@ -208,7 +211,8 @@ class Head:
 
     def over_tiles(self, kernel, function, carry):
         """Loops `carry = function(tile, carry)` over the vocabulary."""
-        columns, size = self.vocabulary_size(kernel), self._tile_size(kernel)
+        columns = self.vocabulary_size(kernel)
+        size = self._tile_size(columns)
         if size == columns:
             return function(Tile(0, 0, columns), carry)
 
@@ -266,16 +270,15 @@ def _default_tile(columns):
     return size + (8 - size) % 16
 
 
-def _default_chunk(vocabulary_size):
+def _default_chunk(columns):
+    """Returns the tokens of a chunk with so many columns of logits."""
     memory = sharding.device_memory()
     if sharding.platform() == "cpu" or memory is None:
-        low, high = CHUNK_BOUNDS
-        size, step = CHUNK_LOGITS // vocabulary_size, low // 2
+        (low, high), size = CHUNK_BOUNDS, CHUNK_LOGITS // columns
     else:
         low, high = ACCELERATOR_BOUNDS
-        size = int(MEMORY_SHARE * memory / (4 * vocabulary_size))
-        step = low
-    return int(np.clip(size - size % step, low, high))
+        size = int(MEMORY_SHARE * memory / (4 * columns))
+    return int(np.clip(size - size % low, low, high))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,7 +452,8 @@ def _sweep(
             `None`.
     """
     slots = tokens.index.shape[0]
-    size = head.chunk(head.vocabulary_size(kernel), slots)
+    keep = cotangent is not None
+    size = head.chunk(head.vocabulary_size(kernel), slots, keep)
     chunks = -(-slots // size)
     pad = chunks * size - slots
     index, source, targets, weights = (
@@ -461,7 +465,7 @@ def _sweep(
     names = ["per_token_logps", "correct", *extras]
     # Unused slots write to one more element at the end, removed below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
-    if cotangent is not None:
+    if keep:
         carry["d_hidden"] = jnp.zeros(hidden.shape, "float32")
     if cotangent == "one":
         carry["d_hidden"] = jnp.zeros((slots + 1, hidden.shape[1]), "float32")
@@ -479,11 +483,9 @@ def _sweep(
         # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[cut(source)], 0)
         y = cut(targets)
-        values, state = _measure(
-            head, h, kernel, y, extras, keep=cotangent is not None
-        )
+        values, state = _measure(head, h, kernel, y, extras, keep)
         new = {name: carry[name].at[out].set(values[name]) for name in names}
-        if cotangent is None:
+        if not keep:
             return new
         if cotangent == "one":
             ct = used.astype("float32")

@@ -110,8 +110,8 @@ class Task(keras.Model):
             Llama-3-8B in bfloat16 takes 8 KiB a layer with `"full"`, 16 with
             `"outputs"`, 28 with `"selective"` and 92 with `"attention"`.
         chunk_size: int or `None`, tokens whose logits exist at once. By
-            default as many as hold about 2**24 logits on a CPU, and on
-            accelerators a 32nd of the memory.
+            default 256 to 1,024 on a CPU, and on accelerators as many as
+            a 32nd of the memory holds.
         attention: what computes attention on CUDA GPUs, in decoder layers
             of models that can be packed. `"cudnn"` is cuDNN's kernel, for
             rows of one sequence each; `"pallas"` JAX's Pallas kernel, for
