@@ -20,7 +20,7 @@ import keras_hub
 import numpy as np
 
 import keras_posttrain as kpt
-from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.key_values import KeyValues
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.schedule import decoder_state
 

@@ -308,8 +308,8 @@ def test_public_names_are_those_that_type_checkers_see(package):
 
 THREADS = """
 import importlib, sys, threading
-# While Grain is imported, etils replaces `builtins.__import__` for all threads
-# for an instant, in which what another one imports may fail or come to nothing.
+# While Grain is imported, etils replaces `builtins.__import__` of all threads
+# for an instant. What another one then imports may fail.
 import grain
 sys.setswitchinterval(1e-6)
 import keras_posttrain as kpt

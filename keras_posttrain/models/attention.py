@@ -14,10 +14,8 @@ What computes it depends on the device: kernels of `tpu_attention.py` and
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +32,7 @@ from keras_posttrain.models import (
     tpu_attention,
 )
 from keras_posttrain.models.context import Pieces
+from keras_posttrain.models.key_values import KeyValues, joined_keys
 from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries are processed in blocks of this many tokens. The scores of a block
@@ -45,6 +44,9 @@ KEEP_SCORES = 2**25
 # Up to this many blocks are unrolled, so that each reads only the keys before
 # it. Longer rows scan over groups of blocks.
 MAX_GROUPS = 8
+# Products of more queries with the blocks of a cache's keys take longer than
+# joining them.
+FEW_QUERIES = 32
 
 
 @contextlib.contextmanager
@@ -587,201 +589,6 @@ def _masked_scores(
 # --- Decoding ----------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class KeyValues:
-    """The keys and values of one layer, for many sequences.
-
-    Keys have the shape `(slots, kv_heads, head_dim, tokens)`, values
-    `(slots, kv_heads, tokens, head_dim)`. The product of one query with the
-    keys then reads memory in order, which is five times as fast on a CPU.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-
-    # Sequences of at most so many tokens can be cut to any of their first.
-    rewindable = math.inf
-    # Whether a column holds several tokens of a long sequence in turn.
-    wraps = False
-
-    @classmethod
-    def zeros(cls, slots, tokens, kv_heads, head_dim, dtype):
-        """Returns an empty cache."""
-        return cls(
-            jnp.zeros((slots, kv_heads, head_dim, tokens), dtype),
-            jnp.zeros((slots, kv_heads, tokens, head_dim), dtype),
-        )
-
-    def with_arrays(self, keys, values):
-        """Returns a cache like this one with other arrays."""
-        return dataclasses.replace(self, keys=keys, values=values)
-
-    def empty(self, slots, tokens):
-        """Returns an empty cache like this one, of so many tokens a slot."""
-        _, heads, head_dim, _ = self.keys.shape
-        columns, dtype = self.columns(tokens), self.keys.dtype
-        new = KeyValues.zeros(slots, columns, heads, head_dim, dtype)
-        return self.with_arrays(new.keys, new.values)
-
-    def columns(self, tokens):
-        """Returns the columns of a cache for so many tokens a slot."""
-        return tokens
-
-    def positions(self, lengths):
-        """Returns which of a slot's tokens is in each column.
-
-        Args:
-            lengths: int array of shape `(slots,)`, the tokens of each.
-
-        Returns:
-            An int array of shape `(slots, columns)`, negative where a column
-            has no token.
-        """
-        columns = jnp.arange(self.keys.shape[3])
-        return jnp.where(columns < lengths[:, None], columns, -1)
-
-    def write(self, column, keys, values):
-        """Writes `(slots, kv_heads, head_dim)` arrays to one column."""
-        return self.write_block(column, keys[:, None], values[:, None])
-
-    def write_block(self, column, keys, values):
-        """Writes `(slots, tokens, kv_heads, head_dim)` arrays from a column
-        on."""
-        update = jax.lax.dynamic_update_slice_in_dim
-        return self.with_arrays(
-            update(self.keys, keys.transpose(0, 2, 3, 1), column, 3),
-            update(self.values, values.transpose(0, 2, 1, 3), column, 2),
-        )
-
-    def arranged(self, columns):
-        """Returns a cache with the columns of each slot in another order.
-
-        `columns` is an int array of shape `(slots, columns)`.
-        """
-        keys = jnp.take_along_axis(self.keys, columns[:, None, None], axis=3)
-        values = jnp.take_along_axis(
-            self.values, columns[:, None, :, None], axis=2
-        )
-        return self.with_arrays(keys, values)
-
-    def begun(self, lengths, columns):
-        """Returns an empty cache of so many columns for the same slots."""
-        slots, heads, head_dim, _ = self.keys.shape
-        dtype = self.keys.dtype
-        return KeyValues.zeros(slots, columns, heads, head_dim, dtype)
-
-    def append(self, lengths, counts, other):
-        """Writes tokens after each slot's first `lengths`.
-
-        They are the first `counts` of each slot of `other`. What is behind
-        them in a slot is not used.
-        """
-
-        def slot(keys, values, more_keys, more_values, at):
-            update = jax.lax.dynamic_update_slice_in_dim
-            return (
-                update(keys, more_keys, at, 2),
-                update(values, more_values, at, 1),
-            )
-
-        return self.with_arrays(
-            *jax.vmap(slot)(
-                self.keys, self.values, other.keys, other.values, lengths
-            )
-        )
-
-    def select(self, slots):
-        """Returns the keys and values of some slots."""
-        return self.with_arrays(self.keys[slots], self.values[slots])
-
-    def extend(self, slots, lengths, counts, keys, values):
-        """Writes tokens after the first ones of some slots.
-
-        Args:
-            slots: int array of shape `(sequences,)`. A sequence whose slot
-                is out of range is ignored.
-            lengths: int array of that shape, the tokens of each slot before.
-            counts: int array of that shape, the tokens to write.
-            keys, values: arrays of shape
-                `(sequences, tokens, kv_heads, head_dim)`.
-        """
-        columns = self.targets(lengths, counts, keys.shape[1])
-        slots = slots[:, None]
-        keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
-        return self.with_arrays(
-            self.keys.at[slots, :, :, columns].set(keys, mode="drop"),
-            self.values.at[slots, :, columns].set(values, mode="drop"),
-        )
-
-    def targets(self, lengths, counts, tokens):
-        """Returns the columns of tokens that follow others.
-
-        Args:
-            lengths, counts: as of `extend`.
-            tokens: int, at least the largest of `counts`.
-
-        Returns:
-            An int array of shape `(sequences, tokens)`, out of range for
-            tokens that are not written.
-        """
-        places = jnp.arange(tokens)
-        return jnp.where(
-            places < counts[:, None],
-            lengths[:, None] + places,
-            self.keys.shape[3],
-        )
-
-    def prompt_tokens(self, lengths, width):
-        """Returns the tokens of prompts that `fill` takes, by column.
-
-        Args:
-            lengths: int array of shape `(prompts,)`, at most `width`.
-            width: int.
-
-        Returns:
-            An int array of shape `(columns,)` or `(prompts, columns)`. It is
-            arbitrary in columns that are not used.
-        """
-        return jnp.arange(width)
-
-    def fill(self, slots, keys, values):
-        """Writes prompts to some slots, starting at the first column.
-
-        Both arrays are `(prompts, tokens, kv_heads, head_dim)`. A prompt
-        whose slot is out of range is ignored.
-        """
-        tokens = keys.shape[1]
-        keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)
-        values = values.transpose(0, 2, 1, 3).astype(self.values.dtype)
-        return self.with_arrays(
-            self.keys.at[slots, :, :, :tokens].set(keys, mode="drop"),
-            self.values.at[slots, :, :tokens].set(values, mode="drop"),
-        )
-
-    def copy(self, sources, targets, columns):
-        """Copies the first columns of some slots to others."""
-        keys = self.keys[sources, :, :, :columns].transpose(0, 3, 1, 2)
-        values = self.values[sources, :, :columns].transpose(0, 2, 1, 3)
-        return self.fill(targets, keys, values)
-
-    def resize(self, index, tokens):
-        """Selects the slots of `index` and sets their number of tokens."""
-        tokens = self.columns(tokens)
-
-        def fit(x, axis):
-            x = jnp.take(x, index, axis=0)
-            more = tokens - x.shape[axis]
-            if more <= 0:
-                return jax.lax.slice_in_dim(x, 0, tokens, axis=axis)
-            pad = [(0, more if i == axis else 0) for i in range(x.ndim)]
-            return jnp.pad(x, pad)
-
-        return self.with_arrays(fit(self.keys, 3), fit(self.values, 2))
-
-
-jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
-
-
 def _with_keys(caches):
     """Returns the numbers of the caches of keys and values."""
     return [i for i, x in enumerate(caches) if isinstance(x, KeyValues)]
@@ -829,7 +636,7 @@ def extending_scope(positions, slots, counts, caches, place):
             old = place(caches[layer].select(slots))
         # Keys as they will be read again.
         k, v = (x.astype(old.keys.dtype) for x in (k, v))
-        row = 4 * num_heads * width * (old.keys.shape[3] + width)
+        row = 4 * num_heads * width * (old.num_columns + width)
         if row > KEEP_SCORES:
             out = _continued(
                 q, old, k, v, positions, sinks, scale=float(scale),
@@ -858,7 +665,7 @@ def extending_scope(positions, slots, counts, caches, place):
             parts = (
                 (keys[None], values[None], jnp.tile(seen, (group, 1))),
                 (
-                    k.transpose(1, 2, 0)[None],
+                    k.transpose(1, 2, 0)[None, :, None],
                     v.transpose(1, 0, 2)[None],
                     jnp.tile(since, (group, 1)),
                 ),
@@ -901,11 +708,11 @@ def _continued(query, own, key, value, positions, sinks, **settings):
     begins = None
     if own.wraps:
         # Columns count from the oldest token that the cache has room for.
-        lengths, room = positions[:, 0], own.keys.shape[3]
+        lengths, room = positions[:, 0], own.num_columns
         own = own.in_order(lengths)
         begins = jnp.maximum(room - lengths, 0)
         positions = positions - lengths[:, None] + room
-    keys = jnp.transpose(own.keys, (0, 3, 1, 2))
+    keys = jnp.transpose(joined_keys(own.keys), (0, 3, 1, 2))
     values = jnp.moveaxis(own.values, 2, 1)
     if begins is not None:
         keys = jnp.concatenate([keys, key], axis=1)
@@ -950,7 +757,7 @@ def decoding_scope(lengths, step, past, recent):
         new = recent[layer]
         query = q.reshape(slots, num_kv_heads, -1, head_dim)
         held = old.positions(lengths)
-        since = jnp.arange(new.keys.shape[3])
+        since = jnp.arange(new.num_columns)
         at = (lengths + step)[:, None]
         visible = held >= 0
         visible_since = jnp.broadcast_to(since <= step, (slots, since.size))
@@ -1036,38 +843,62 @@ def verifying_scope(lengths, positions, column, placed, past, recent):
 
 
 def _scores(query, keys, visible, scale, soft_cap):
-    scores = jax.lax.dot_general(
-        query.astype(keys.dtype),
-        keys,
-        (((3,), (2,)), ((0, 1), (0, 1))),
-        preferred_element_type="float32",
+    """Computes the scores of queries with the keys of a cache.
+
+    Args:
+        query: array of shape `(slots, kv_heads, queries, head_dim)`.
+        keys: those of a `KeyValues`.
+        visible: bool array that broadcasts to
+            `(slots, kv_heads, queries, tokens)`.
+
+    Returns:
+        A float32 array of shape `(slots, kv_heads, blocks, queries, block)`.
+        All keys are one block if queries are many.
+    """
+    query = query.astype(keys.dtype)
+    if query.shape[2] > FEW_QUERIES:
+        keys = joined_keys(keys)[:, :, None]
+    blocks = keys.shape[2]
+    query = jnp.broadcast_to(
+        query[:, :, None], (*query.shape[:2], blocks, *query.shape[2:])
     )
-    scores = scores * scale
+    scores = _products(query, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    return jnp.where(visible, scores, -1e30)
+    *axes, tokens = visible.shape
+    visible = visible.reshape(*axes, blocks, tokens // blocks)
+    return jnp.where(jnp.moveaxis(visible, -2, -3), scores, -1e30)
 
 
 def _weigh(scores, values, sinks=None):
     """Averages values by the softmax of scores that come in parts.
 
-    `sinks` have the shape of scores, with one column.
+    Scores are those of `_scores`, values `(slots, kv_heads, tokens,
+    head_dim)`, and `sinks` `(kv_heads, queries, 1)`. The result has the shape
+    `(slots, kv_heads, queries, head_dim)`.
     """
-    tops = [jnp.max(s, axis=-1, keepdims=True) for s in scores]
-    top = functools.reduce(
-        jnp.maximum, tops if sinks is None else [*tops, sinks]
-    )
-    weights = [jnp.exp(s - top) for s in scores]
-    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    tops = [jnp.max(s, axis=(2, 4), keepdims=True) for s in scores]
     if sinks is not None:
-        total = total + jnp.exp(sinks - top)
-    out = sum(
-        jax.lax.dot_general(
-            w.astype(v.dtype),
-            v,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            preferred_element_type="float32",
-        )
-        for w, v in zip(weights, values)
+        sinks = sinks[:, None]
+        tops.append(sinks)
+    top = functools.reduce(jnp.maximum, tops)
+    weights = [jnp.exp(s - top) for s in scores]
+    total = sum(jnp.sum(w, axis=(2, 4)) for w in weights)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)[:, :, 0, :, 0]
+    out = 0
+    for w, v in zip(weights, values):
+        blocks, block = w.shape[2], w.shape[4]
+        v = v.reshape(*v.shape[:2], blocks, block, v.shape[3])
+        out += jnp.sum(_products(w.astype(v.dtype), v), axis=2)
+    return out / total[..., None]
+
+
+def _products(x, y):
+    """Multiplies matrices with three leading axes."""
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
+        preferred_element_type="float32",
     )
-    return out / total

@@ -16,9 +16,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from keras_posttrain.models import sharding
 
-# On a CPU a chunk has about this many float32 logits in memory, and a number of
-# tokens within these bounds, in steps of the smaller. Below it products spend
-# their time on copies of the kernel.
+# On a CPU a chunk has about this many float32 logits in memory, and a number
+# of tokens within these bounds, in steps of the smaller. Products of fewer
+# tokens spend their time on copies of the kernel.
 CHUNK_LOGITS = 2**21
 CHUNK_BOUNDS = (256, 1024)
 # An accelerator reads the kernel from memory for each chunk. Its products take

@@ -271,7 +271,7 @@ def convolve(parts, kernel):
 class RecurrentState:
     """What a recurrent layer knows of the tokens of many sequences.
 
-    It has the interface of `attention.py:KeyValues`.
+    It has the interface of `key_values.py:KeyValues`.
 
     Attributes:
         state: float32 array of shape `(slots, heads, key_dim, value_dim)`.

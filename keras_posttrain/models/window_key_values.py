@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.key_values import KeyValues, joined_keys
 
 # A ring's columns are a multiple of this number.
 COLUMNS = 64
@@ -52,7 +52,7 @@ class WindowKeyValues(KeyValues):
 
     @property
     def wraps(self):
-        return self.keys.shape[3] == self.most_columns
+        return self.num_columns == self.most_columns
 
     def columns(self, tokens):
         return min(tokens, self.most_columns)
@@ -68,14 +68,18 @@ class WindowKeyValues(KeyValues):
             return super().append(lengths, counts, other)
 
         def slot(keys, values, more_keys, more_values, columns):
+            blocks, places = divmod(columns, keys.shape[3])
+            at_keys = keys.at[:, blocks, :, places]
             return (
-                keys.at[:, :, columns].set(more_keys, mode="drop"),
+                # Indices that are apart put their axis first.
+                at_keys.set(jnp.moveaxis(more_keys, 2, 0), mode="drop"),
                 values.at[:, columns].set(more_values, mode="drop"),
             )
 
         # What is behind the `counts` would overwrite the window.
-        columns = self.targets(lengths, counts, other.keys.shape[3])
-        arrays = self.keys, self.values, other.keys, other.values
+        columns = self.targets(lengths, counts, other.num_columns)
+        more_keys = joined_keys(other.keys)
+        arrays = self.keys, self.values, more_keys, other.values
         return self.with_arrays(*jax.vmap(slot)(*arrays, columns))
 
     def targets(self, lengths, counts, tokens):

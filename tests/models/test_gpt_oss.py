@@ -17,11 +17,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import keras_posttrain as kpt
 from keras_posttrain.models.activation_capture import ActivationCapture
-from keras_posttrain.models.attention import KeyValues
 from keras_posttrain.models.experts import compute_chosen_experts
 from keras_posttrain.models.hf.checkpoint_files import SINGLE, Reader
 from keras_posttrain.models.hf.loading import load_causal_lm
 from keras_posttrain.models.hf.quantized_files import format_of
+from keras_posttrain.models.key_values import KeyValues, joined_keys
 from keras_posttrain.models.policy import Policy
 from tests.models.quantized_checkpoints import MXFP4
 from tests.models.test_experts import assert_close
@@ -214,7 +214,7 @@ def test_tokens_after_a_cache_are_those_of_whole_rows(quantized):
         np.full(rows, length - first),
     )
     for layer, (keys, values) in zip(found, whole, strict=True):
-        got = layer.keys[..., :length].transpose(0, 3, 1, 2)
+        got = joined_keys(layer.keys)[..., :length].transpose(0, 3, 1, 2)
         np.testing.assert_allclose(got, keys, atol=2e-5)
         got = layer.values[:, :, :length].transpose(0, 2, 1, 3)
         np.testing.assert_allclose(got, values, atol=2e-5)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from keras_posttrain.models import qwen3_5
-from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.key_values import KeyValues
 from keras_posttrain.models.policy import Policy
 from keras_posttrain.models.recurrence import RecurrentState
 

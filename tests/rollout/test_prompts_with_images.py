@@ -130,7 +130,7 @@ def test_a_window_that_ends_in_an_image(directory, task, monkeypatch):
     for samples, others in zip(engine.generate(requests), found):
         check_same(samples, others)
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 256))
-    assert [layer.keys.shape[3] for layer in cache] == [12, 256]
+    assert [layer.num_columns for layer in cache] == [12, 256]
 
 
 def test_drafts_in_a_window_shorter_than_them(task, monkeypatch):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import keras_posttrain as kpt
-from keras_posttrain.models import attention, window_key_values
-from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models import attention, key_values, window_key_values
+from keras_posttrain.models.key_values import KeyValues, joined_keys
 from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout import Request
 from keras_posttrain.rollout.native import decoding
@@ -66,7 +66,7 @@ def check_trainers(engine, samples, atol=2e-5):
 def columns(engine):
     """The columns of each layer's cache, with 256 tokens a slot."""
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 256))
-    return [layer.keys.shape[3] for layer in cache]
+    return [layer.num_columns for layer in cache]
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def test_rings_of_just_the_window(family, tmp_path, monkeypatch):
         [Request(p, 2, max_tokens=15, seed=i) for i, p in enumerate(prompts)]
     )
     cache = jax.eval_shape(lambda: engine._decoder._zeros(2, 128))
-    assert [layer.keys.shape[3] for layer in cache] == expected
+    assert [layer.num_columns for layer in cache] == expected
     assert "by 64 tokens" in "\n".join(engine.programs)
     samples = [(p, s) for p, group in zip(prompts, out) for s in group]
     check_trainers(engine, samples, atol=5e-5)
@@ -211,7 +211,7 @@ def test_the_budget_counts_the_smaller_caches():
     engine = engine_of(task())
     engine._refresh()
     decoder = engine._decoder
-    _, heads, dim, _ = decoder.empty[0].keys.shape
+    _, heads, _, dim = decoder.empty[0].values.shape
     column = 2 * 4 * heads * dim
     assert decoder.slot_bytes(48) == column * 3 * 48
     assert decoder.slot_bytes(2048) == column * (2 * RING + 2048)
@@ -224,18 +224,19 @@ def test_the_budget_counts_the_smaller_caches():
     assert size == 3 * decoder.slot_bytes(2048)
 
 
-WINDOW, SLOTS = 5, 6
+SLOTS = 6
 
 
 class Slots:
-    """A ring, and lists of the tokens that its slots have been given.
+    """A cache, and lists of the tokens that its slots have been given.
 
     Each token is a number of its own, all of whose keys and values it is.
     """
 
-    def __init__(self, tokens):
+    def __init__(self, tokens, window):
         empty = KeyValues.zeros(1, 1, 2, 3, "float32")
-        self.ring = with_window(empty, WINDOW).empty(SLOTS, tokens)
+        self.cache = with_window(empty, window).empty(SLOTS, tokens)
+        self.window = window
         self.ids = [[] for _ in range(SLOTS)]
         self.count = 0
 
@@ -255,71 +256,88 @@ class Slots:
 
     def fill(self, slots, counts, width=16):
         rows, x = self.new(counts, width)
-        index = np.array(self.ring.prompt_tokens(np.array(counts), width))
+        index = np.array(self.cache.prompt_tokens(np.array(counts), width))
         index = np.broadcast_to(index, (len(counts), index.shape[-1]))
         x = np.take_along_axis(x, index[..., None, None], 1)
-        self.ring = self.ring.fill(np.array(slots), x, x)
+        self.cache = self.cache.fill(np.array(slots), x, x)
         for slot, row in zip(slots, rows):
             if slot < SLOTS:
                 self.ids[slot] = row
 
     def append(self, counts):
         rows, x = self.new(counts, 8)
-        other = KeyValues(np.moveaxis(x, 1, 3), np.moveaxis(x, 1, 2))
-        self.ring = self.ring.append(self.lengths, np.array(counts), other)
+        keys = np.moveaxis(x, 1, 3)[:, :, None]
+        other = KeyValues(keys, np.moveaxis(x, 1, 2))
+        self.cache = self.cache.append(self.lengths, np.array(counts), other)
         self.ids = [[*ids, *row] for ids, row in zip(self.ids, rows)]
 
     def extend(self, slots, counts):
         rows, x = self.new(counts, 9)
-        self.ring = self.ring.extend(
+        self.cache = self.cache.extend(
             np.array(slots), self.lengths[slots], np.array(counts), x, x
         )
         for slot, row in zip(slots, rows):
             self.ids[slot] = [*self.ids[slot], *row]
 
-    def copy(self, source, target):
-        self.ring = self.ring.copy(np.array([source]), np.array([target]), 64)
+    def copy(self, source, target, tokens):
+        self.cache = self.cache.copy(
+            np.array([source]), np.array([target]), tokens
+        )
         self.ids[target] = self.ids[source]
 
-    def resize(self, order, tokens=64):
-        self.ring = self.ring.resize(np.array(order), tokens)
+    def resize(self, order, tokens):
+        self.cache = self.cache.resize(np.array(order), tokens)
         self.ids = [self.ids[i] for i in order]
 
     def check(self):
         """The last tokens of each slot are where `positions` says."""
-        held = np.array(self.ring.positions(self.lengths))
-        keys, values = np.array(self.ring.keys), np.array(self.ring.values)
+        held = np.array(self.cache.positions(self.lengths))
+        keys = np.array(joined_keys(self.cache.keys))
+        values = np.array(self.cache.values)
+        window = self.window or self.count
         for slot, ids in enumerate(self.ids):
             found = {p: c for c, p in enumerate(held[slot]) if p >= 0}
             assert set(found) <= set(range(len(ids)))
-            for position in range(max(len(ids) - WINDOW, 0), len(ids)):
+            for position in range(max(len(ids) - window, 0), len(ids)):
                 column = found[position]
                 assert (keys[slot, :, :, column] == ids[position]).all()
                 assert (values[slot, :, column] == ids[position]).all()
 
 
-def test_any_sequence_of_writes(monkeypatch):
+@pytest.mark.parametrize(
+    "window, tokens, block, shape",
+    [
+        (5, 64, 64, (1, 3, 5)),
+        (6, 64, 2, (3, 3, 2)),
+        (None, 200, 200, (1, 3, 200)),
+        (None, 200, 4, (50, 3, 4)),
+    ],
+)
+def test_any_sequence_of_writes(monkeypatch, window, tokens, block, shape):
+    """In rings and in whole caches, with keys in one block and in several."""
     monkeypatch.setattr(window_key_values, "COLUMNS", 1)
+    monkeypatch.setattr(key_values, "BLOCK", block)
+    monkeypatch.setattr(key_values, "LEAST_IN_BLOCKS", 5)
     rng = np.random.default_rng(0)
-    # Shorter than the window at first.
-    slots = Slots(4)
+    # Shorter than the window at first, and in one block.
+    slots = Slots(4, window)
     slots.fill([0, 1, 2, 4], [1, 2, 3, 4], 4)
     slots.extend([0, 3], [2, 1])
     slots.check()
-    slots.resize(range(SLOTS))
+    slots.resize(range(SLOTS), tokens)
     slots.check()
-    assert slots.ring.keys.shape == (SLOTS, 2, 3, WINDOW)
+    assert slots.cache.keys.shape == (SLOTS, 2, *shape)
     for _ in range(10):
         chosen = rng.permutation(SLOTS).tolist()
         slots.append(rng.integers(0, 9, SLOTS).tolist())
         slots.check()
         slots.extend(chosen[:3], [0, 9, 2])
         slots.check()
-        slots.copy(*chosen[3:5])
+        slots.copy(*chosen[3:5], tokens)
         slots.check()
         # The last one is padding.
-        slots.fill([*chosen[:2], SLOTS], rng.integers(1, 13, 3).tolist())
+        slots.fill([*chosen[:2], SLOTS], rng.integers(1, 13, 3).tolist(), 13)
         slots.check()
-        slots.resize(chosen)
+        slots.resize(chosen, tokens)
         slots.check()
-    assert max(slots.lengths) > 2 * WINDOW
+    assert max(slots.lengths) > 12

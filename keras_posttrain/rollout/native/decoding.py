@@ -22,7 +22,7 @@ from keras_posttrain.data.batches.assembly import (
 )
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models import experts, sharding
-from keras_posttrain.models.attention import KeyValues
+from keras_posttrain.models.key_values import KeyValues
 from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout.native.drafts import accept, find

@@ -1,0 +1,276 @@
+"""The cache of a layer that attends to all tokens before its own."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from keras_posttrain.models import sharding
+
+# On a CPU the keys of at least so many tokens are in blocks. Fewer stay in the
+# processor's caches, where their order makes no difference.
+BLOCK = 64
+LEAST_IN_BLOCKS = 384
+
+
+@dataclasses.dataclass
+class KeyValues:
+    """The keys and values of one layer, for many sequences.
+
+    Keys have the shape `(slots, kv_heads, blocks, head_dim, block)`, values
+    `(slots, kv_heads, tokens, head_dim)`: the token of column `c` is in the
+    block of keys `c // block`. Those of long sequences have blocks of
+    `BLOCK` tokens on a CPU, so that the product of few queries with the keys
+    reads memory in order. With all tokens in one block it takes twice as
+    long, and with keys as values four times.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+    # Sequences of at most so many tokens can be cut to any of their first.
+    rewindable = math.inf
+    # Whether a column holds several tokens of a long sequence in turn.
+    wraps = False
+
+    @classmethod
+    def zeros(cls, slots, tokens, kv_heads, head_dim, dtype):
+        """Returns an empty cache."""
+        block = _key_block(tokens)
+        shape = (slots, kv_heads, tokens // block, head_dim, block)
+        return cls(
+            jnp.zeros(shape, dtype),
+            jnp.zeros((slots, kv_heads, tokens, head_dim), dtype),
+        )
+
+    @property
+    def num_columns(self):
+        """The columns of each slot."""
+        return self.values.shape[2]
+
+    def with_arrays(self, keys, values):
+        """Returns a cache like this one with other arrays."""
+        return dataclasses.replace(self, keys=keys, values=values)
+
+    def empty(self, slots, tokens):
+        """Returns an empty cache like this one, of so many tokens a slot."""
+        _, heads, _, head_dim = self.values.shape
+        columns, dtype = self.columns(tokens), self.keys.dtype
+        new = KeyValues.zeros(slots, columns, heads, head_dim, dtype)
+        return self.with_arrays(new.keys, new.values)
+
+    def columns(self, tokens):
+        """Returns the columns of a cache for so many tokens a slot."""
+        return tokens
+
+    def positions(self, lengths):
+        """Returns which of a slot's tokens is in each column.
+
+        Args:
+            lengths: int array of shape `(slots,)`, the tokens of each.
+
+        Returns:
+            An int array of shape `(slots, columns)`, negative where a column
+            has no token.
+        """
+        columns = jnp.arange(self.num_columns)
+        return jnp.where(columns < lengths[:, None], columns, -1)
+
+    def write(self, column, keys, values):
+        """Writes `(slots, kv_heads, head_dim)` arrays to one column."""
+        return self.write_block(column, keys[:, None], values[:, None])
+
+    def write_block(self, column, keys, values):
+        """Writes `(slots, tokens, kv_heads, head_dim)` arrays from a column
+        on, to a cache whose keys are in one block."""
+        update = jax.lax.dynamic_update_slice_in_dim
+        keys = keys.transpose(0, 2, 3, 1)[:, :, None]
+        return self.with_arrays(
+            update(self.keys, keys, column, 4),
+            update(self.values, values.transpose(0, 2, 1, 3), column, 2),
+        )
+
+    def arranged(self, columns):
+        """Returns a cache with the columns of each slot in another order.
+
+        `columns` is an int array of shape `(slots, columns)`.
+        """
+        keys = jnp.take_along_axis(
+            joined_keys(self.keys), columns[:, None, None], axis=3
+        )
+        values = jnp.take_along_axis(
+            self.values, columns[:, None, :, None], axis=2
+        )
+        return self.with_arrays(_in_blocks(keys), values)
+
+    def begun(self, lengths, columns):
+        """Returns an empty cache of so many columns for the same slots."""
+        slots, heads, _, head_dim = self.values.shape
+        dtype = self.keys.dtype
+        return KeyValues.zeros(slots, columns, heads, head_dim, dtype)
+
+    def append(self, lengths, counts, other):
+        """Writes tokens after each slot's first `lengths`.
+
+        They are the first `counts` of each slot of `other`. What is behind
+        them in a slot is not used.
+        """
+
+        update = jax.lax.dynamic_update_slice_in_dim
+        blocks, block = self.keys.shape[2], self.keys.shape[4]
+        # Those of keys that the tokens may be in.
+        touched = min(blocks, 1 - (-other.num_columns // block))
+
+        def slot(keys, values, more_keys, more_values, at):
+            first = jnp.minimum(at // block, blocks - touched)
+            part = jax.lax.dynamic_slice_in_dim(keys, first, touched, 1)
+            part = joined_keys(part)
+            part = update(part, more_keys, at - first * block, 2)
+            part = _in_blocks(part, block)
+            return (
+                update(keys, part, first, 1),
+                update(values, more_values, at, 1),
+            )
+
+        more_keys = joined_keys(other.keys)
+        return self.with_arrays(
+            *jax.vmap(slot)(
+                self.keys, self.values, more_keys, other.values, lengths
+            )
+        )
+
+    def select(self, slots):
+        """Returns the keys and values of some slots."""
+        return self.with_arrays(self.keys[slots], self.values[slots])
+
+    def extend(self, slots, lengths, counts, keys, values):
+        """Writes tokens after the first ones of some slots.
+
+        Args:
+            slots: int array of shape `(sequences,)`. A sequence whose slot
+                is out of range is ignored.
+            lengths: int array of that shape, the tokens of each slot before.
+            counts: int array of that shape, the tokens to write.
+            keys, values: arrays of shape
+                `(sequences, tokens, kv_heads, head_dim)`.
+        """
+        columns = self.targets(lengths, counts, keys.shape[1])
+        places = divmod(columns, self.keys.shape[4])
+        slots = slots[:, None]
+        keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
+        at_keys = self.keys.at[slots, :, places[0], :, places[1]]
+        return self.with_arrays(
+            at_keys.set(keys, mode="drop"),
+            self.values.at[slots, :, columns].set(values, mode="drop"),
+        )
+
+    def targets(self, lengths, counts, tokens):
+        """Returns the columns of tokens that follow others.
+
+        Args:
+            lengths, counts: as of `extend`.
+            tokens: int, at least the largest of `counts`.
+
+        Returns:
+            An int array of shape `(sequences, tokens)`, out of range for
+            tokens that are not written.
+        """
+        places = jnp.arange(tokens)
+        return jnp.where(
+            places < counts[:, None],
+            lengths[:, None] + places,
+            self.num_columns,
+        )
+
+    def prompt_tokens(self, lengths, width):
+        """Returns the tokens of prompts that `fill` takes, by column.
+
+        Args:
+            lengths: int array of shape `(prompts,)`, at most `width`.
+            width: int.
+
+        Returns:
+            An int array of shape `(columns,)` or `(prompts, columns)`. It is
+            arbitrary in columns that are not used.
+        """
+        return jnp.arange(width)
+
+    def fill(self, slots, keys, values):
+        """Writes prompts to some slots, starting at the first column.
+
+        Both arrays are `(prompts, tokens, kv_heads, head_dim)`. A prompt
+        whose slot is out of range is ignored.
+        """
+        tokens, block = keys.shape[1], self.keys.shape[4]
+        keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)
+        values = values.transpose(0, 2, 1, 3).astype(self.values.dtype)
+        if self.keys.shape[2] > 1:
+            # Whole blocks: the columns behind a prompt are not used.
+            more = [(0, 0)] * 3 + [(0, -tokens % block)]
+            keys = _in_blocks(jnp.pad(keys, more), block)
+        else:
+            keys = keys[:, :, None]
+        at_keys = self.keys.at[slots, :, : keys.shape[2], :, : keys.shape[4]]
+        return self.with_arrays(
+            at_keys.set(keys, mode="drop"),
+            self.values.at[slots, :, :tokens].set(values, mode="drop"),
+        )
+
+    def copy(self, sources, targets, columns):
+        """Copies the first columns of some slots to others."""
+        blocks = -(-columns // self.keys.shape[4])
+        keys = joined_keys(self.keys[sources, :, :blocks])[..., :columns]
+        keys = keys.transpose(0, 3, 1, 2)
+        values = self.values[sources, :, :columns].transpose(0, 2, 1, 3)
+        return self.fill(targets, keys, values)
+
+    def resize(self, index, tokens):
+        """Selects the slots of `index` and sets their number of tokens."""
+        tokens = self.columns(tokens)
+        block = _key_block(tokens)
+
+        def fit(x, axis, size):
+            more = size - x.shape[axis]
+            if more <= 0:
+                return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+            pad = [(0, more if i == axis else 0) for i in range(x.ndim)]
+            return jnp.pad(x, pad)
+
+        keys, values = (
+            jnp.take(x, index, axis=0) for x in (self.keys, self.values)
+        )
+        if keys.shape[4] == block:
+            keys = fit(keys, 2, tokens // block)
+        else:
+            keys = _in_blocks(fit(joined_keys(keys), 3, tokens))
+        return self.with_arrays(keys, fit(values, 2, tokens))
+
+
+jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
+
+
+def _key_block(columns):
+    """Returns the tokens in a block of the keys of so many columns."""
+    if sharding.platform() != "cpu" or columns < LEAST_IN_BLOCKS:
+        return columns
+    return columns if columns % BLOCK else BLOCK
+
+
+def _in_blocks(keys, block=None):
+    """Converts `(..., head_dim, tokens)` to `(..., blocks, head_dim, block)`.
+
+    By default blocks are those of a cache with so many columns.
+    """
+    *axes, head_dim, tokens = keys.shape
+    block = block or _key_block(tokens)
+    keys = keys.reshape(*axes, head_dim, tokens // block, block)
+    return jnp.moveaxis(keys, -2, -3)
+
+
+def joined_keys(keys):
+    """Converts `(..., blocks, head_dim, block)` to
+    `(..., head_dim, tokens)`."""
+    *axes, blocks, head_dim, block = keys.shape
+    keys = jnp.moveaxis(keys, -3, -2)
+    return keys.reshape(*axes, head_dim, blocks * block)
