@@ -665,7 +665,7 @@ def extending_scope(positions, slots, counts, caches, place):
             parts = (
                 (keys[None], values[None], jnp.tile(seen, (group, 1))),
                 (
-                    k.transpose(1, 2, 0)[None, :, None],
+                    k.transpose(1, 2, 0)[None],
                     v.transpose(1, 0, 2)[None],
                     jnp.tile(since, (group, 1)),
                 ),
@@ -852,22 +852,23 @@ def _scores(query, keys, visible, scale, soft_cap):
             `(slots, kv_heads, queries, tokens)`.
 
     Returns:
-        A float32 array of shape `(slots, kv_heads, blocks, queries, block)`.
-        All keys are one block if queries are many.
+        A float32 array of shape `(slots, kv_heads, queries, tokens)`, or
+        `(slots, kv_heads, blocks, queries, block)` of few queries with keys
+        in blocks.
     """
     query = query.astype(keys.dtype)
     if query.shape[2] > FEW_QUERIES:
-        keys = joined_keys(keys)[:, :, None]
-    blocks = keys.shape[2]
-    query = jnp.broadcast_to(
-        query[:, :, None], (*query.shape[:2], blocks, *query.shape[2:])
-    )
+        keys = joined_keys(keys)
+    if keys.ndim == 5:
+        slots, heads, blocks, _, block = keys.shape
+        shape = (slots, heads, blocks, *query.shape[2:])
+        query = jnp.broadcast_to(query[:, :, None], shape)
+        visible = visible.reshape(*visible.shape[:-1], blocks, block)
+        visible = jnp.moveaxis(visible, -2, -3)
     scores = _products(query, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    *axes, tokens = visible.shape
-    visible = visible.reshape(*axes, blocks, tokens // blocks)
-    return jnp.where(jnp.moveaxis(visible, -2, -3), scores, -1e30)
+    return jnp.where(visible, scores, -1e30)
 
 
 def _weigh(scores, values, sinks=None):
@@ -877,28 +878,32 @@ def _weigh(scores, values, sinks=None):
     head_dim)`, and `sinks` `(kv_heads, queries, 1)`. The result has the shape
     `(slots, kv_heads, queries, head_dim)`.
     """
-    tops = [jnp.max(s, axis=(2, 4), keepdims=True) for s in scores]
+
+    def of_tokens(s):
+        return (2, 4) if s.ndim == 5 else 3
+
+    tops = [jnp.max(s, axis=of_tokens(s)) for s in scores]
     if sinks is not None:
-        sinks = sinks[:, None]
+        sinks = sinks[..., 0]
         tops.append(sinks)
     top = functools.reduce(jnp.maximum, tops)
-    weights = [jnp.exp(s - top) for s in scores]
-    total = sum(jnp.sum(w, axis=(2, 4)) for w in weights)
+    weights = [jnp.exp(s - jnp.expand_dims(top, of_tokens(s))) for s in scores]
+    total = sum(jnp.sum(w, axis=of_tokens(w)) for w in weights)
     if sinks is not None:
-        total = total + jnp.exp(sinks - top)[:, :, 0, :, 0]
+        total = total + jnp.exp(sinks - top)
     out = 0
     for w, v in zip(weights, values):
-        blocks, block = w.shape[2], w.shape[4]
-        v = v.reshape(*v.shape[:2], blocks, block, v.shape[3])
-        out += jnp.sum(_products(w.astype(v.dtype), v), axis=2)
+        w = w.astype(v.dtype)
+        if w.ndim == 5:
+            v = v.reshape(*v.shape[:2], w.shape[2], w.shape[4], v.shape[3])
+            out += jnp.sum(_products(w, v), axis=2)
+        else:
+            out += _products(w, v)
     return out / total[..., None]
 
 
 def _products(x, y):
-    """Multiplies matrices with three leading axes."""
-    return jax.lax.dot_general(
-        x,
-        y,
-        (((4,), (3,)), ((0, 1, 2), (0, 1, 2))),
-        preferred_element_type="float32",
-    )
+    """Multiplies matrices in the last two axes."""
+    leading = tuple(range(x.ndim - 2))
+    axes = ((x.ndim - 1,), (y.ndim - 2,)), (leading, leading)
+    return jax.lax.dot_general(x, y, axes, preferred_element_type="float32")

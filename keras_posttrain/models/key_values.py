@@ -18,12 +18,12 @@ LEAST_IN_BLOCKS = 384
 class KeyValues:
     """The keys and values of one layer, for many sequences.
 
-    Keys have the shape `(slots, kv_heads, blocks, head_dim, block)`, values
-    `(slots, kv_heads, tokens, head_dim)`: the token of column `c` is in the
-    block of keys `c // block`. Those of long sequences have blocks of
-    `BLOCK` tokens on a CPU, so that the product of few queries with the keys
-    reads memory in order. With all tokens in one block it takes twice as
-    long, and with keys as values four times.
+    Keys have the shape `(slots, kv_heads, head_dim, tokens)`, values
+    `(slots, kv_heads, tokens, head_dim)`. The product of one query with the
+    keys then reads rows of many tokens, which is four times as fast on a CPU.
+    Keys of long sequences have blocks of `BLOCK` tokens there, `(slots,
+    kv_heads, blocks, head_dim, block)`, the token of column `c` in block `c //
+    block`: memory is read in order, which is twice as fast again.
     """
 
     keys: jax.Array
@@ -37,12 +37,9 @@ class KeyValues:
     @classmethod
     def zeros(cls, slots, tokens, kv_heads, head_dim, dtype):
         """Returns an empty cache."""
-        block = _key_block(tokens)
-        shape = (slots, kv_heads, tokens // block, head_dim, block)
-        return cls(
-            jnp.zeros(shape, dtype),
-            jnp.zeros((slots, kv_heads, tokens, head_dim), dtype),
-        )
+        keys = jnp.zeros((slots, kv_heads, head_dim, tokens), dtype)
+        values = jnp.zeros((slots, kv_heads, tokens, head_dim), dtype)
+        return cls(_laid_out(keys), values)
 
     @property
     def num_columns(self):
@@ -83,11 +80,10 @@ class KeyValues:
 
     def write_block(self, column, keys, values):
         """Writes `(slots, tokens, kv_heads, head_dim)` arrays from a column
-        on, to a cache whose keys are in one block."""
+        on, to a cache whose keys are not in blocks."""
         update = jax.lax.dynamic_update_slice_in_dim
-        keys = keys.transpose(0, 2, 3, 1)[:, :, None]
         return self.with_arrays(
-            update(self.keys, keys, column, 4),
+            update(self.keys, keys.transpose(0, 2, 3, 1), column, 3),
             update(self.values, values.transpose(0, 2, 1, 3), column, 2),
         )
 
@@ -102,7 +98,7 @@ class KeyValues:
         values = jnp.take_along_axis(
             self.values, columns[:, None, :, None], axis=2
         )
-        return self.with_arrays(_in_blocks(keys), values)
+        return self.with_arrays(_laid_out(keys), values)
 
     def begun(self, lengths, columns):
         """Returns an empty cache of so many columns for the same slots."""
@@ -118,25 +114,16 @@ class KeyValues:
         """
 
         update = jax.lax.dynamic_update_slice_in_dim
-        blocks, block = self.keys.shape[2], self.keys.shape[4]
-        # Those of keys that the tokens may be in.
-        touched = min(blocks, 1 - (-other.num_columns // block))
 
         def slot(keys, values, more_keys, more_values, at):
-            first = jnp.minimum(at // block, blocks - touched)
-            part = jax.lax.dynamic_slice_in_dim(keys, first, touched, 1)
-            part = joined_keys(part)
-            part = update(part, more_keys, at - first * block, 2)
-            part = _in_blocks(part, block)
             return (
-                update(keys, part, first, 1),
+                _update_keys(keys, more_keys, at),
                 update(values, more_values, at, 1),
             )
 
-        more_keys = joined_keys(other.keys)
         return self.with_arrays(
             *jax.vmap(slot)(
-                self.keys, self.values, more_keys, other.values, lengths
+                self.keys, self.values, other.keys, other.values, lengths
             )
         )
 
@@ -156,10 +143,13 @@ class KeyValues:
                 `(sequences, tokens, kv_heads, head_dim)`.
         """
         columns = self.targets(lengths, counts, keys.shape[1])
-        places = divmod(columns, self.keys.shape[4])
         slots = slots[:, None]
         keys, values = (x.astype(self.keys.dtype) for x in (keys, values))
-        at_keys = self.keys.at[slots, :, places[0], :, places[1]]
+        if self.keys.ndim == 5:
+            block, place = divmod(columns, self.keys.shape[4])
+            at_keys = self.keys.at[slots, :, block, :, place]
+        else:
+            at_keys = self.keys.at[slots, :, :, columns]
         return self.with_arrays(
             at_keys.set(keys, mode="drop"),
             self.values.at[slots, :, columns].set(values, mode="drop"),
@@ -202,16 +192,17 @@ class KeyValues:
         Both arrays are `(prompts, tokens, kv_heads, head_dim)`. A prompt
         whose slot is out of range is ignored.
         """
-        tokens, block = keys.shape[1], self.keys.shape[4]
+        tokens = keys.shape[1]
         keys = keys.transpose(0, 2, 3, 1).astype(self.keys.dtype)
         values = values.transpose(0, 2, 1, 3).astype(self.values.dtype)
-        if self.keys.shape[2] > 1:
+        if self.keys.ndim == 5:
             # Whole blocks: the columns behind a prompt are not used.
+            block = self.keys.shape[4]
             more = [(0, 0)] * 3 + [(0, -tokens % block)]
             keys = _in_blocks(jnp.pad(keys, more), block)
+            at_keys = self.keys.at[slots, :, : keys.shape[2]]
         else:
-            keys = keys[:, :, None]
-        at_keys = self.keys.at[slots, :, : keys.shape[2], :, : keys.shape[4]]
+            at_keys = self.keys.at[slots, :, :, :tokens]
         return self.with_arrays(
             at_keys.set(keys, mode="drop"),
             self.values.at[slots, :, :tokens].set(values, mode="drop"),
@@ -219,16 +210,16 @@ class KeyValues:
 
     def copy(self, sources, targets, columns):
         """Copies the first columns of some slots to others."""
-        blocks = -(-columns // self.keys.shape[4])
-        keys = joined_keys(self.keys[sources, :, :blocks])[..., :columns]
-        keys = keys.transpose(0, 3, 1, 2)
+        keys = self.keys[sources]
+        if keys.ndim == 5:
+            keys = keys[:, :, : -(-columns // keys.shape[4])]
+        keys = joined_keys(keys)[..., :columns].transpose(0, 3, 1, 2)
         values = self.values[sources, :, :columns].transpose(0, 2, 1, 3)
         return self.fill(targets, keys, values)
 
     def resize(self, index, tokens):
         """Selects the slots of `index` and sets their number of tokens."""
         tokens = self.columns(tokens)
-        block = _key_block(tokens)
 
         def fit(x, axis, size):
             more = size - x.shape[axis]
@@ -240,37 +231,53 @@ class KeyValues:
         keys, values = (
             jnp.take(x, index, axis=0) for x in (self.keys, self.values)
         )
-        if keys.shape[4] == block:
-            keys = fit(keys, 2, tokens // block)
+        if keys.ndim == 5 and _are_in_blocks(tokens):
+            keys = fit(keys, 2, tokens // keys.shape[4])
         else:
-            keys = _in_blocks(fit(joined_keys(keys), 3, tokens))
+            keys = _laid_out(fit(joined_keys(keys), 3, tokens))
         return self.with_arrays(keys, fit(values, 2, tokens))
 
 
 jax.tree_util.register_dataclass(KeyValues, ["keys", "values"], [])
 
 
-def _key_block(columns):
-    """Returns the tokens in a block of the keys of so many columns."""
-    if sharding.platform() != "cpu" or columns < LEAST_IN_BLOCKS:
-        return columns
-    return columns if columns % BLOCK else BLOCK
+def _are_in_blocks(columns):
+    """Returns whether the keys of so many columns are in blocks."""
+    is_long = columns >= LEAST_IN_BLOCKS and columns % BLOCK == 0
+    return is_long and sharding.platform() == "cpu"
 
 
-def _in_blocks(keys, block=None):
-    """Converts `(..., head_dim, tokens)` to `(..., blocks, head_dim, block)`.
+def _laid_out(keys):
+    """Lays out keys of shape `(slots, kv_heads, head_dim, tokens)`."""
+    return _in_blocks(keys, BLOCK) if _are_in_blocks(keys.shape[3]) else keys
 
-    By default blocks are those of a cache with so many columns.
-    """
-    *axes, head_dim, tokens = keys.shape
-    block = block or _key_block(tokens)
-    keys = keys.reshape(*axes, head_dim, tokens // block, block)
+
+def _in_blocks(keys, block):
+    """Moves the blocks of `(..., head_dim, tokens)` before `head_dim`."""
+    keys = keys.reshape(*keys.shape[:-1], -1, block)
     return jnp.moveaxis(keys, -2, -3)
 
 
-def joined_keys(keys):
-    """Converts `(..., blocks, head_dim, block)` to
-    `(..., head_dim, tokens)`."""
-    *axes, blocks, head_dim, block = keys.shape
+def _joined(keys):
+    """Puts the blocks of `(..., blocks, head_dim, block)` in a row."""
     keys = jnp.moveaxis(keys, -3, -2)
-    return keys.reshape(*axes, head_dim, blocks * block)
+    return keys.reshape(*keys.shape[:-2], -1)
+
+
+def joined_keys(keys):
+    """Returns keys as `(slots, kv_heads, head_dim, tokens)`."""
+    return _joined(keys) if keys.ndim == 5 else keys
+
+
+def _update_keys(keys, more, column):
+    """Writes `more`, `(kv_heads, head_dim, tokens)`, to a slot's keys."""
+    update = jax.lax.dynamic_update_slice_in_dim
+    if keys.ndim == 3:
+        return update(keys, more, column, 2)
+    _, blocks, _, block = keys.shape
+    # Those that the tokens may be in.
+    count = min(blocks, 1 - (-more.shape[2] // block))
+    first = jnp.minimum(column // block, blocks - count)
+    part = jax.lax.dynamic_slice_in_dim(keys, first, count, 1)
+    part = update(_joined(part), more, column - first * block, 2)
+    return update(keys, _in_blocks(part, block), first, 1)

@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from keras_posttrain.models.key_values import KeyValues, joined_keys
+from keras_posttrain.models.key_values import KeyValues
 
 # A ring's columns are a multiple of this number.
 COLUMNS = 64
@@ -68,18 +68,21 @@ class WindowKeyValues(KeyValues):
             return super().append(lengths, counts, other)
 
         def slot(keys, values, more_keys, more_values, columns):
-            blocks, places = divmod(columns, keys.shape[3])
-            at_keys = keys.at[:, blocks, :, places]
-            return (
+            if keys.ndim == 4:
+                block, place = divmod(columns, keys.shape[3])
+                at_keys = keys.at[:, block, :, place]
                 # Indices that are apart put their axis first.
-                at_keys.set(jnp.moveaxis(more_keys, 2, 0), mode="drop"),
+                more_keys = jnp.moveaxis(more_keys, 2, 0)
+            else:
+                at_keys = keys.at[:, :, columns]
+            return (
+                at_keys.set(more_keys, mode="drop"),
                 values.at[:, columns].set(more_values, mode="drop"),
             )
 
         # What is behind the `counts` would overwrite the window.
         columns = self.targets(lengths, counts, other.num_columns)
-        more_keys = joined_keys(other.keys)
-        arrays = self.keys, self.values, more_keys, other.values
+        arrays = self.keys, self.values, other.keys, other.values
         return self.with_arrays(*jax.vmap(slot)(*arrays, columns))
 
     def targets(self, lengths, counts, tokens):

@@ -219,6 +219,22 @@ def test_tokens_without_weight_are_never_sampled():
     assert set(found.tolist()) == {40, 41, 300}
 
 
+def test_noise_of_several_positions_is_that_of_each():
+    keys = keys_of(3)
+    positions = np.array([[0, 5], [7, 1], [2, 2]], "int32")
+    found = sampling.token_noise(keys, positions, 511)
+    assert found.shape == (3, 2, sum(sampling.block_shape(511)))
+    for column in range(2):
+        one = sampling.token_noise(keys, positions[:, column], 511)
+        np.testing.assert_allclose(found[:, column], one, rtol=1e-5)
+    given = {"temperature": ones(3), "noise": found[:, 1]}
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 511)))
+    ids, logps = sampling.sample(logits, None, None, **given)
+    want = sampling.sample(logits, keys, positions[:, 1], ones(3))
+    assert ids.tolist() == want[0].tolist()
+    np.testing.assert_allclose(logps, want[1], rtol=1e-5)
+
+
 @pytest.mark.parametrize("bits", [0, 2**31, 2**32 - 1])
 def test_the_ends_of_the_noise(bits, monkeypatch):
     """The least and the greatest number that a generator gives."""
@@ -227,7 +243,7 @@ def test_the_ends_of_the_noise(bits, monkeypatch):
         "bits",
         lambda key, shape, dtype: jnp.full(shape, bits, dtype),
     )
-    noise = sampling._gumbel(keys_of(4), np.zeros(4, "int32"), 3)
+    noise = sampling.token_noise(keys_of(4), np.zeros(4, "int32"), 3)
     # -log(-log1p(-x)) of x = 2**-33, 0.5 and 1 - 2**-24.
     expected = {0: 22.873, 2**31: 0.3665, 2**32 - 1: -2.8115}
     np.testing.assert_allclose(noise, expected[bits], atol=1e-3)

@@ -266,8 +266,7 @@ class Slots:
 
     def append(self, counts):
         rows, x = self.new(counts, 8)
-        keys = np.moveaxis(x, 1, 3)[:, :, None]
-        other = KeyValues(keys, np.moveaxis(x, 1, 2))
+        other = KeyValues(np.moveaxis(x, 1, 3), np.moveaxis(x, 1, 2))
         self.cache = self.cache.append(self.lengths, np.array(counts), other)
         self.ids = [[*ids, *row] for ids, row in zip(self.ids, rows)]
 
@@ -307,19 +306,19 @@ class Slots:
 @pytest.mark.parametrize(
     "window, tokens, block, shape",
     [
-        (5, 64, 64, (1, 3, 5)),
+        (5, 64, 64, (3, 5)),
         (6, 64, 2, (3, 3, 2)),
-        (None, 200, 200, (1, 3, 200)),
+        (None, 200, 64, (3, 200)),
         (None, 200, 4, (50, 3, 4)),
     ],
 )
 def test_any_sequence_of_writes(monkeypatch, window, tokens, block, shape):
-    """In rings and in whole caches, with keys in one block and in several."""
+    """In rings and in whole caches, with keys in blocks and without."""
     monkeypatch.setattr(window_key_values, "COLUMNS", 1)
     monkeypatch.setattr(key_values, "BLOCK", block)
     monkeypatch.setattr(key_values, "LEAST_IN_BLOCKS", 5)
     rng = np.random.default_rng(0)
-    # Shorter than the window at first, and in one block.
+    # Shorter than the window at first, and without blocks.
     slots = Slots(4, window)
     slots.fill([0, 1, 2, 4], [1, 2, 3, 4], 4)
     slots.extend([0, 3], [2, 1])

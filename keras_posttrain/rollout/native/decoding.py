@@ -27,7 +27,11 @@ from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout.native.drafts import accept, find
 from keras_posttrain.rollout.native.samples import power_of_two
-from keras_posttrain.rollout.native.sampling import INT_MAX, sample
+from keras_posttrain.rollout.native.sampling import (
+    INT_MAX,
+    sample,
+    token_noise,
+)
 
 # Steps of one call. The tokens of a call are stored in a separate small cache
 # until it ends. Slots whose sequence has ended are idle until then.
@@ -481,6 +485,10 @@ class SlotDecoder:
         ]
         return kept, self._routes(chosen)
 
+    @property
+    def _vocabulary(self):
+        return self.policy.head().vocabulary_size(self.policy.kernel)
+
     def _routes(self, chosen):
         """Returns recorded choices as one array, `None` if there are none.
 
@@ -665,6 +673,14 @@ class SlotDecoder:
             "token": state["token"],
         }
 
+        # Of all steps at once: on a CPU the generator is a loop, which takes
+        # as long for a few numbers as for many.
+        places = state["length"][:, None] + 1 + jnp.arange(STEPS)
+        noise = token_noise(
+            state["keys"], places.astype("int32"), self._vocabulary
+        )
+        noise = jnp.moveaxis(noise, 1, 0)
+
         def is_unfinished(carry):
             active = jnp.sum(carry["active"], dtype="int32")
             return (carry["step"] < limits[1]) & (active > limits[0])
@@ -680,9 +696,13 @@ class SlotDecoder:
                     carry["recent"],
                     active,
                 )
-            place = state["length"] + step + 1
             token, logps = sample(
-                logits, state["keys"], place, state["temperature"], **cuts
+                logits,
+                state["keys"],
+                state["length"] + step + 1,
+                state["temperature"],
+                noise=jax.lax.dynamic_index_in_dim(noise, step, 0, False),
+                **cuts,
             )
             # XLA would sample the token again for each stop id that it is
             # compared with.

@@ -64,6 +64,7 @@ def sample(
     top_k=None,
     top_p=None,
     min_p=None,
+    noise=None,
 ):
     """Samples one token for each row.
 
@@ -92,6 +93,8 @@ def sample(
         top_k, top_p, min_p: arrays of shape `(rows,)`, int32, float32 and
             float32, or `None`. A row has no limit if they are the size of
             the vocabulary or more, 1 and 0.
+        noise: float32 array, `token_noise` of these keys and positions, if
+            it is computed already.
 
     Returns:
         `(token_ids, logps)` of shape `(rows,)`, int32 and float32. `logps`
@@ -125,7 +128,8 @@ def sample(
         kept = by_block >= least[:, None]
         block_weights = jnp.where(kept, weights(by_block), 0.0).sum(-1)
 
-    noise = _gumbel(keys, positions, blocks + size)
+    if noise is None:
+        noise = token_noise(keys, positions, vocabulary)
     block_scores = jnp.log(block_weights) + noise[:, :blocks]
     block = jnp.where(greedy, _first(best == top), _best(block_scores))
     inside = jnp.take_along_axis(by_block, block[:, None, None], axis=1)[:, 0]
@@ -156,8 +160,18 @@ def block_shape(vocabulary):
     return -(-vocabulary // size), size
 
 
-def _gumbel(keys, positions, count):
-    """Samples standard Gumbel noise of shape `(rows, count)`."""
+def token_noise(keys, positions, vocabulary):
+    """Samples the Gumbel noise of `sample`.
+
+    Args:
+        keys: as in `sample`.
+        positions: int32 array of shape `(rows, ...)`.
+        vocabulary: int, the logits of a row.
+
+    Returns:
+        A float32 array of the shape of `positions` and one more axis.
+    """
+    count = sum(block_shape(vocabulary))
     # The generator is explicit: JAX's default can be configured.
     keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
 
@@ -168,6 +182,8 @@ def _gumbel(keys, positions, count):
 
     # All 32 bits are used: the smallest numbers give the largest noise, and
     # must be finely spaced.
+    for _ in range(positions.ndim - 1):
+        draw = jax.vmap(draw, (None, 0))
     bits = jax.vmap(draw)(keys, positions).astype("float32")
     uniform = (bits + 0.5) * 2.0**-32
     exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
