@@ -3,9 +3,10 @@
 A loss of 1,000 tokens, float32: its value and the gradients of the hidden
 states and of the kernel ("trained") or of the hidden states alone ("frozen"),
 or log-probabilities and entropies ("values"). A product has a tile of the
-vocabulary, as by default on a CPU, or all of it. Both have the same chunks of
-tokens, and take turns. Memory is the compiler's, without arguments and
-results. Shares are those of the machine's fastest product, of the same run.
+vocabulary, as by default on a CPU, or all of it; the two take turns. Chunks
+have the same tokens, but those of values in tiles, which keep no logits, have
+more. Memory is the compiler's, without arguments and results. Shares are those
+of the machine's fastest product, of the same run.
 
     python benchmarks/head.py
 """

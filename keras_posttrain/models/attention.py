@@ -44,9 +44,9 @@ KEEP_SCORES = 2**25
 # Up to this many blocks are unrolled, so that each reads only the keys before
 # it. Longer rows scan over groups of blocks.
 MAX_GROUPS = 8
-# Products of more queries with the blocks of a cache's keys take longer than
-# joining them.
-FEW_QUERIES = 32
+# Keys in blocks are joined for more queries than these, which would be copied
+# for each block.
+FEW_QUERIES = 128
 
 
 @contextlib.contextmanager

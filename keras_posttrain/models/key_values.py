@@ -112,7 +112,6 @@ class KeyValues:
         They are the first `counts` of each slot of `other`. What is behind
         them in a slot is not used.
         """
-
         update = jax.lax.dynamic_update_slice_in_dim
 
         def slot(keys, values, more_keys, more_values, at):
@@ -210,10 +209,12 @@ class KeyValues:
 
     def copy(self, sources, targets, columns):
         """Copies the first columns of some slots to others."""
-        keys = self.keys[sources]
-        if keys.ndim == 5:
-            keys = keys[:, :, : -(-columns // keys.shape[4])]
-        keys = joined_keys(keys)[..., :columns].transpose(0, 3, 1, 2)
+        if self.keys.ndim == 5:
+            blocks = -(-columns // self.keys.shape[4])
+            keys = _joined(self.keys[sources, :, :blocks])[..., :columns]
+        else:
+            keys = self.keys[sources, :, :, :columns]
+        keys = keys.transpose(0, 3, 1, 2)
         values = self.values[sources, :, :columns].transpose(0, 2, 1, 3)
         return self.fill(targets, keys, values)
 

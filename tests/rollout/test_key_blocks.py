@@ -50,9 +50,13 @@ def test_sinks(monkeypatch, tmp_path):
     check_prompts(monkeypatch, task)
 
 
-@pytest.mark.parametrize("kept", [attention.KEEP_SCORES, 0])
-def test_conversations(monkeypatch, kept):
-    """What continues them sees whole scores, and blocks of them."""
+@pytest.mark.parametrize(
+    "name, value",
+    [("FEW_QUERIES", 128), ("FEW_QUERIES", 1), ("KEEP_SCORES", 0)],
+)
+def test_conversations(monkeypatch, name, value):
+    """What continues them sees keys in blocks, joined ones, and blocks of
+    scores."""
     task = test_prefill_chunk.reference("llama3")
     starts = [Request(tokens(80 + i, i), max_tokens=3, seed=i) for i in (1, 2)]
 
@@ -68,7 +72,7 @@ def test_conversations(monkeypatch, kept):
 
     expected = turns()
     put_in_blocks(monkeypatch)
-    monkeypatch.setattr(attention, "KEEP_SCORES", kept)
+    monkeypatch.setattr(attention, name, value)
     check_same(turns(), expected)
 
 
