@@ -35,6 +35,17 @@ def check_prompts(monkeypatch, task):
         assert max(blocks(engine)) == 4
 
 
+@pytest.mark.parametrize(
+    "tokens, shape",
+    [(320, (8, 320)), (384, (6, 8, 64)), (400, (8, 400)), (448, (7, 8, 64))],
+)
+def test_keys_of_384_tokens_and_more_are_in_blocks_of_64(tokens, shape):
+    """Those of a number of tokens that 64 does not divide are not."""
+    cache = key_values.KeyValues.zeros(2, tokens, 3, 8, "float32")
+    assert cache.keys.shape == (2, 3, *shape)
+    assert cache.values.shape == (2, 3, tokens, 8)
+
+
 def test_soft_caps_and_windows(monkeypatch):
     check_prompts(monkeypatch, test_prefill_chunk.reference("gemma2"))
 
