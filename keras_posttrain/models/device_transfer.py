@@ -1,12 +1,14 @@
 """Moves weights between files and devices, one slice at a time.
 
 In addition to its devices' arrays, a host holds at most one tensor of a
-model. A device holds only the slice of a tensor that it keeps. With several
-processes, all of them must call a function that gathers, in the same order.
+model, or two that are converted to another dtype while they are loaded. A
+device holds only the slice of a tensor that it keeps. With several processes,
+all of them must call a function that gathers, in the same order.
 """
 
 import collections
 import contextlib
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -18,38 +20,86 @@ from keras_posttrain.models import sharding
 
 # Bytes that are fetched from a device at once.
 CHUNK = 2**26
+# Tensors that are read at the same time.
+THREADS = 2
+# Bytes at whose multiples XLA's arrays begin on a CPU.
+ALIGNMENT = 64
 
 
 def fill(variable, read):
     """Assigns a variable, reading the slice of each device separately.
 
     `read` is a function from a tuple of slices, one for each axis of the
-    variable, to that part of its value as a numpy array.
+    variable, to that part of its value as a numpy array. It may be a view of
+    a file: it is copied.
     """
-    shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
-    layout = sharding.layout_of(variable)
-    if layout is None:
-        whole = tuple(slice(0, size) for size in shape)
-        part = contiguous(read(whole)).astype(dtype, copy=False)
-        jax.block_until_ready(variable.assign(part))
-        return
-    target = layout.backend_layout
+    fill_all([(variable, read)])
+
+
+def fill_all(pairs):
+    """Assigns variables, two of which are read at the same time.
+
+    `pairs` is an iterable of variables and of their `read` functions, as of
+    `fill`. These are called in threads.
+    """
+    # A distribution and a default device are known to this thread alone.
+    default = jax.config.jax_default_device
+    waiting = collections.deque()
+    with futures.ThreadPoolExecutor(THREADS) as pool:
+        for variable, read in pairs:
+            if len(waiting) == THREADS:
+                _assign(*waiting.popleft())
+            shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
+            layout = sharding.layout_of(variable)
+            target = layout and layout.backend_layout
+            place = pool.submit(_place, read, shape, dtype, target, default)
+            waiting.append((variable, place))
+        while waiting:
+            _assign(*waiting.popleft())
+
+
+def _assign(variable, place):
+    variable.assign(place.result())
+
+
+def _place(read, shape, dtype, target, default):
+    """Reads an array to the devices of a sharding, or to the default one."""
+
+    def part(bounds):
+        # A part of an array without axes is a number.
+        found = np.asarray(read(tuple(slice(*x) for x in bounds)))
+        return found.astype(dtype, copy=False)
+
+    if target is None:
+        with jax.default_device(default):
+            return _put(part([(0, size) for size in shape]))
     pieces = {}
-    for index, devices in _by_index(target, shape).items():
+    for bounds, devices in _by_index(target, shape).items():
         own = [d for d in devices if d.process_index == jax.process_index()]
-        if not own:
-            continue
-        part = contiguous(read(tuple(slice(*bounds) for bounds in index)))
-        part = part.astype(dtype, copy=False)
-        pieces.update((device, jax.device_put(part, device)) for device in own)
-        # Without this, all slices would wait in the host's memory.
-        jax.block_until_ready(list(pieces.values()))
+        if own:
+            array = part(bounds)
+            pieces.update((device, _put(array, device)) for device in own)
     order = target.addressable_devices_indices_map(shape)
-    variable.assign(
-        jax.make_array_from_single_device_arrays(
-            shape, target, [pieces[device] for device in order]
-        )
+    return jax.make_array_from_single_device_arrays(
+        shape, target, [pieces[device] for device in order]
     )
+
+
+def _put(array, device=None):
+    """Copies an array to a device, and waits for it.
+
+    JAX transposes on the way, faster than NumPy. On a CPU it would keep the
+    memory of an array that is aligned as its own are, also with
+    `may_alias=False`: that of a file, which it could not donate either.
+    """
+    found = jax.device_put(array, device)
+    [device] = found.devices()
+    is_kept = (
+        device.platform == "cpu"
+        and array.flags.c_contiguous
+        and array.ctypes.data % ALIGNMENT == 0
+    )
+    return jax.block_until_ready(jnp.copy(found) if is_kept else found)
 
 
 def to_host(array):

@@ -686,11 +686,12 @@ class Adapter(keras.layers.Layer):
                     "belongs to another model."
                 )
             stored.check_dtype(tensor.name)
+        pairs = []
         for tensor in self._tensors():
             [part] = tensor.parts
-            with stored.open(tensor.name) as opened:
-                read = functools.partial(part.read, opened)
-                device_transfer.fill(part.variable, read)
+            read = functools.partial(part.read, stored.view(tensor.name))
+            pairs.append((part.variable, read))
+        device_transfer.fill_all(pairs)
 
     def _check_names(self, stored):
         """Checks that a stored adapter has the layers of this one."""

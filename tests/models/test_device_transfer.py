@@ -1,8 +1,10 @@
 """Weights between files and devices: what each step keeps and takes."""
 
 import concurrent.futures
+import json
 import threading
 
+import jax.numpy as jnp
 import keras
 import ml_dtypes
 import numpy as np
@@ -80,6 +82,57 @@ def test_contiguous_copies(dtype):
             assert got.flags.c_contiguous and got.dtype == view.dtype
             assert (got == view).all()
     assert device_transfer.contiguous(np.ones((), dtype)).shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shift", [0, 2, 8])
+def test_variables_do_not_keep_a_files_memory(dtype, shift, tmp_path):
+    """Wherever tensors begin in a file, whose bytes change afterwards."""
+    tensors = {
+        "whole": np.arange(64 * 96, dtype="float32").reshape(64, 96),
+        "number": np.array(7, "float32"),
+        "none": np.zeros((0, 4), "float32"),
+    }
+    path = tmp_path / checkpoint_files.SINGLE
+    save_file(tensors, path)
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data = raw[8 : 8 + length], raw[8 + length :]
+    first = json.loads(header)["whole"]["data_offsets"][0]
+    header += b" " * ((shift - 8 - length - first) % device_transfer.ALIGNMENT)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    reader = checkpoint_files.Reader(tmp_path)
+    place = reader.view("whole").ctypes.data
+    assert place % device_transfer.ALIGNMENT == shift
+    variables, pairs = {}, []
+    for name, value in tensors.items():
+        for flip in (False, True):
+            view = reader.view(name).T if flip else reader.view(name)
+            assert not (view.size and view.flags.writeable)
+            variable = keras.Variable("ones", view.shape, dtype)
+            variables[name, flip] = variable, value.T if flip else value
+            pairs.append((variable, view.__getitem__))
+    device_transfer.fill_all(pairs)
+    del view, pairs
+    with path.open("r+b") as file:
+        file.seek(8 + len(header))
+        file.write(bytes(len(data)))
+    for variable, value in variables.values():
+        found = np.array(variable.value)
+        assert found.dtype == jnp.dtype(dtype)
+        assert (found == value.astype(found.dtype)).all()
+
+
+def test_what_reading_raises_is_raised():
+    variables = [keras.Variable("ones", (2,)) for _ in range(5)]
+
+    def fails(index):
+        raise ValueError("the third")
+
+    reads = [np.zeros(2).__getitem__] * 2 + [fails] * 3
+    with pytest.raises(ValueError, match="the third"):
+        device_transfer.fill_all(zip(variables, reads))
+    assert [float(x.value[0]) for x in variables] == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

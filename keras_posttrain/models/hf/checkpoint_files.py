@@ -70,7 +70,8 @@ class Reader:
 
     The constructor only reads the headers, into the dicts `shapes` and
     `dtypes` by the tensors' names. A file is open only while a tensor is
-    read, so that its mapped memory is released afterwards.
+    read, or as long as a view of it exists, so that its mapped memory is
+    released afterwards.
 
     Args:
         directory: path of a folder with `model.safetensors`, or with shards
@@ -92,19 +93,23 @@ class Reader:
                 f"directory={str(directory)!r}, with "
                 f"{sorted(p.name for p in directory.iterdir())}"
             )
-        self.shapes, self.dtypes, self._files = {}, {}, {}
+        self.shapes, self.dtypes, self._places = {}, {}, {}
         for file in files:
             if not (directory / file).is_file():
                 raise ValueError(
                     f"`{INDEX}` lists a shard that is not there. Received: "
                     f"directory={str(directory)!r}, missing {file!r}"
                 )
-            with safe_open(directory / file, framework="np") as opened:
-                for name in opened.keys():
-                    stored = opened.get_slice(name)
-                    self.shapes[name] = tuple(stored.get_shape())
-                    self.dtypes[name] = _dtype(stored.get_dtype())
-                    self._files[name] = directory / file
+            path = directory / file
+            # Safetensors checks the file.
+            with safe_open(path, framework="np") as opened:
+                names = opened.keys()
+            header, start = _read_header(path)
+            for name in names:
+                stored = header[name]
+                self.shapes[name] = tuple(stored["shape"])
+                self.dtypes[name] = _dtype(stored["dtype"])
+                self._places[name] = path, start + stored["data_offsets"][0]
 
     @property
     def names(self):
@@ -119,12 +124,15 @@ class Reader:
                 f"{str(self.directory)!r}"
             )
 
-    @contextlib.contextmanager
-    def open(self, name):
-        """Opens a tensor; indexing the result with slices reads a part."""
+    def view(self, name):
+        """Returns a tensor as a read-only array that is mapped to its file."""
         self.check_dtype(name)
-        with safe_open(self._files[name], framework="np") as opened:
-            yield opened.get_slice(name)
+        shape, dtype = self.shapes[name], jnp.dtype(self.dtypes[name])
+        if 0 in shape:
+            # Nothing cannot be mapped.
+            return np.empty(shape, dtype)
+        path, start = self._places[name]
+        return np.memmap(path, dtype, "r", start, shape).view(np.ndarray)
 
     def get(self, name):
         """Reads a tensor as a numpy array in the dtype of the file."""
@@ -133,22 +141,21 @@ class Reader:
 
     def read(self, name):
         """Reads a tensor of any dtype."""
-        file = self._files[name]
+        path, start = self._places[name]
         if self.dtypes[name] == "F8_E4M3":
-            return _read_float8(file, name)
-        with safe_open(file, framework="np") as opened:
+            # Safetensors cannot give it to NumPy.
+            shape = self.shapes[name]
+            raw = np.fromfile(path, "uint8", math.prod(shape), offset=start)
+            return raw.view(jnp.float8_e4m3fn).reshape(shape)
+        with safe_open(path, framework="np") as opened:
             return opened.get_tensor(name)
 
 
-def _read_float8(file, name):
-    """Reads a tensor that safetensors cannot give to NumPy."""
-    with open(file, "rb") as opened:
+def _read_header(path):
+    """Reads the header of a safetensors file, and where its data begins."""
+    with open(path, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))[name]
-        start, stop = header["data_offsets"]
-        opened.seek(8 + length + start)
-        raw = np.frombuffer(opened.read(stop - start), "uint8")
-    return raw.view(jnp.float8_e4m3fn).reshape(header["shape"])
+        return json.loads(opened.read(length)), 8 + length
 
 
 def listed_files(path):

@@ -542,11 +542,9 @@ def _equal(checkpoint, one, other, rows=4096):
     """Returns whether two tensors are equal, reading them in chunks."""
     if checkpoint.shapes[one] != checkpoint.shapes[other]:
         return False
-    with checkpoint.open(one) as first, checkpoint.open(other) as second:
-        count = checkpoint.shapes[one][0]
-        starts = range(0, count, rows)
-        parts = (slice(i, min(i + rows, count)) for i in starts)
-        return all((first[part] == second[part]).all() for part in parts)
+    first, second = checkpoint.view(one), checkpoint.view(other)
+    parts = (slice(i, i + rows) for i in range(0, len(first), rows))
+    return all((first[part] == second[part]).all() for part in parts)
 
 
 def _load_weights(causal_lm, checkpoint, stored=None):
@@ -557,8 +555,7 @@ def _load_weights(causal_lm, checkpoint, stored=None):
     they are read. Returns notes on tensors that were not used.
     """
     found, modules = _named(causal_lm, checkpoint, stored)
-    for variable, read in _readers(found, checkpoint.open):
-        _fill(variable, read)
+    _fill(_readers(found, checkpoint.view))
     used = {name for module in modules for name in stored.names(module)}
     if modules:
         _load_quantized(checkpoint, stored, modules)
@@ -571,13 +568,12 @@ def _load_weights(causal_lm, checkpoint, stored=None):
     return [f"{len(rest)} tensors of the checkpoint not used: {shown}"]
 
 
-def _readers(tensors, open_tensor):
+def _readers(tensors, view):
     """Yields each variable, and a function that reads a part of it.
 
     Args:
         tensors: dict of `Tensor`s by name.
-        open_tensor: function from a name to a context manager of an object
-            that returns a part of the tensor for a tuple of slices.
+        view: function from a name to the tensor's array.
     """
     pieces = {}
     for name, tensor in tensors.items():
@@ -588,11 +584,11 @@ def _readers(tensors, open_tensor):
         [(_, part, _, _), *_] = own
         yield (
             part.variable,
-            functools.partial(_read, own, open_tensor, part.variable.shape),
+            functools.partial(_read, own, view, part.variable.shape),
         )
 
 
-def _read(pieces, open_tensor, shape, index):
+def _read(pieces, view, shape, index):
     """Reads a part of a variable that several tensors may have."""
     wanted = [x.indices(n)[:2] for x, n in zip(index, shape)]
     found = None
@@ -605,8 +601,7 @@ def _read(pieces, open_tensor, shape, index):
             continue
         first = [a for a, _ in part.bounds]
         inner = [slice(a - i, b - i) for (a, b), i in zip(both, first)]
-        with open_tensor(name) as opened:
-            array = part.read(opened, tuple(inner), start, axis)
+        array = part.read(view(name), tuple(inner), start, axis)
         if both == wanted:
             return array
         if found is None:
@@ -616,11 +611,15 @@ def _read(pieces, open_tensor, shape, index):
     return found
 
 
-def _fill(variable, read):
-    if isinstance(variable, quantized.QuantizedKernel):
-        variable.fill(read)
-    else:
-        device_transfer.fill(variable, read)
+def _fill(readers):
+    """Fills variables and quantized kernels by the functions of `_readers`."""
+    plain = []
+    for variable, read in readers:
+        if isinstance(variable, quantized.QuantizedKernel):
+            variable.fill(read)
+        else:
+            plain.append((variable, read))
+    device_transfer.fill_all(plain)
 
 
 def _load_quantized(checkpoint, stored, modules):
@@ -654,11 +653,9 @@ def _load_quantized(checkpoint, stored, modules):
         shape = modules[module].shape[::-1]
         return stored.floats(checkpoint, module, shape).T
 
-    def open_floats(module):
-        return contextlib.nullcontext(values(module))
-
-    for variable, read in _readers(floats, open_floats):
-        _fill(variable, read)
+    for reader in _readers(floats, values):
+        # One at a time, as those of one tensor follow each other.
+        _fill([reader])
     for why, names in reasons.items():
         kind = "floats" if "again" not in why else "other codes"
         _console.say(
