@@ -126,6 +126,10 @@ def wait_until_quiet(limit):
             return
 
 
+# Of glibc, unless the user sets others.
+TUNABLES = os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+
+
 def execute(run, script, python, options):
     """Runs a process; returns its figures or `{"error": …}`."""
     command = [python, "-W", "ignore", str(HERE / script), *run.flags]
@@ -137,6 +141,8 @@ def execute(run, script, python, options):
         "HF_HUB_OFFLINE": "1",
         # The time to the first step includes compilation.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+        # For each library, as `fit` says (`huge_pages.py`).
+        "GLIBC_TUNABLES": TUNABLES,
         "PYTHONPATH": str(ROOT) if run.peer == "ours" else "",
         **run.environ,
     }

@@ -49,6 +49,15 @@ LAYERS = {
     "contract.py": "contract",
 }
 
+LONGEST = (
+    "test_guides.py",
+    "test_processes.py",
+    "test_distill_learning.py",
+    "test_grpo_learning.py",
+    "test_remote.py",
+    "test_sweep.py",
+)
+
 
 def pytest_configure(config):
     """Keeps compiled programs, small ones too, for all workers and runs.
@@ -85,6 +94,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if name := layer(item):
             item.add_marker(name)
+    # The longest tests first, so that no worker waits for one at the end.
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(autouse=True, scope="session")

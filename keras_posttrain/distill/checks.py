@@ -332,10 +332,13 @@ def episode(given, tokenizer, on_policy, teachers):
     return found
 
 
-def samples(on_policy, engine, *, sequence_length, max_length, **settings):
+def samples(
+    on_policy, engine, own, *, sequence_length, max_length, **settings
+):
     """Makes `(Rollout, Sampling)` of how the student samples, checked.
 
-    Both are `None` without samples. `settings` are of `rl_checks.sampling`.
+    Both are `None` without samples. `engine` and `own` are as of
+    `rl_checks.engine`, `settings` of `rl_checks.sampling`.
     """
     if not on_policy:
         unused({"rollout": engine, **settings})
@@ -349,4 +352,4 @@ def samples(on_policy, engine, *, sequence_length, max_length, **settings):
             "share of them `num_generations` must be 1. Received: "
             f"on_policy={on_policy}, num_generations={many}"
         )
-    return rl_checks.engine(engine), sampling
+    return rl_checks.engine(engine, own), sampling

@@ -25,7 +25,7 @@ from keras_posttrain.rewards import ModelReward, run
 from keras_posttrain.rewards import reward as reward_lib
 from keras_posttrain.rl.episode_sampler import Episodes
 from keras_posttrain.rl.sampling import Sampling, Scoring
-from keras_posttrain.rollout import NativeRollout, Rollout
+from keras_posttrain.rollout import Rollout
 from keras_posttrain.rollout.rollout import need_routed_experts
 from keras_posttrain.training import checks
 
@@ -281,10 +281,13 @@ def weights(reward_weights, names):
     return array
 
 
-def engine(rollout):
-    """Returns the rollout engine for what a user passed to `compile`."""
+def engine(rollout, own):
+    """Returns the rollout engine for what a user passed to `compile`.
+
+    `own` is the one for `"auto"`.
+    """
     if isinstance(rollout, str) and rollout == "auto":
-        return NativeRollout()
+        return own
     if not isinstance(rollout, Rollout):
         raise ValueError(
             "`rollout` must be 'auto' or an engine such as "

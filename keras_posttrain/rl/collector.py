@@ -95,6 +95,7 @@ class Collection:
 class ForwardPass:
     """Outputs of the policy and of the reference for complete batches.
 
+    Its compiled programs serve several runs, each of which calls `begin`.
     `temperature` divides the reference's logits, and `policy_model` is the
     `Policy` that is trained.
     """
@@ -104,8 +105,14 @@ class ForwardPass:
     ):
         self.step, self.reference = step, reference
         self.temperature, self.policy_model = temperature, policy_model
-        # With the weights and the names of the inputs of their last calls.
-        self._programs, self._calls = {}, {}
+        self._programs = {}
+        self.begin()
+
+    def begin(self):
+        """Forgets the calls of an earlier run."""
+        # By program, the weights and the names of the inputs.
+        self._calls = {}
+        return self
 
     def policy(self, batch, needs=("per_token_logps",)):
         """Computes outputs of the policy with its current weights.

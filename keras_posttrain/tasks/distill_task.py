@@ -51,6 +51,7 @@ from keras_posttrain.rl import checks as rl_checks
 from keras_posttrain.rl.collector import ForwardPass
 from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.sampling import Scoring
+from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.tasks.rollout_task import has_advantage
 from keras_posttrain.tasks.task import Task
 from keras_posttrain.training import checks, huge_pages, keras_words, padding
@@ -148,6 +149,10 @@ class DistillTask(Task):
         self.teacher_cache = self.cached = self.teacher_tokenizer = None
         self.teacher_column = self.teacher_weights = self.top_k = None
         self._began = self._packs = False
+        # The engine of `rollout="auto"` and the passes of a run, with their
+        # compiled programs.
+        self._own_rollout = NativeRollout()
+        self._forward = self._teacher_pass = None
 
     def default_loss(self):
         return ReverseKLLoss() if self.on_policy else ForwardKLLoss()
@@ -229,6 +234,7 @@ class DistillTask(Task):
         self.rollout, self.sampling = distill_checks.samples(
             on_policy,
             rollout,
+            self._own_rollout,
             sequence_length=self.sequence_length,
             max_length=self.max_length,
             tokenizer=self.tokenizer,
@@ -304,6 +310,10 @@ class DistillTask(Task):
             self.objective, self.policy, self.teachers, self.feature_maps
         )
         return dataclasses.replace(step, terms=terms)
+
+    def _renew_step(self):
+        super()._renew_step()
+        self._forward = self._teacher_pass = None
 
     def _make_teachers(self, of_step=False):
         """Creates the teachers that run in this process, once per run.
@@ -576,6 +586,9 @@ class DistillTask(Task):
                 seed=seed,
             )
             follows = isinstance(self.objective, PolicyLoss)
+            if self._forward is None:
+                self._forward = ForwardPass(self._step)
+                self._teacher_pass = TeacherPass(self._step, self.temperature)
             self.run = RolloutRun(
                 self,
                 step=self._step,
@@ -594,12 +607,12 @@ class DistillTask(Task):
                     top_k=self.top_k,
                     kept_temperature=kept_temperature(self.objective),
                     by_policy_loss=follows,
-                    teacher_pass=TeacherPass(self._step, self.temperature),
+                    teacher_pass=self._teacher_pass,
                     sampling=sampling,
                     scoring=Scoring(),
                     tokenizer=self.tokenizer,
                     layout=layout,
-                    forward=ForwardPass(self._step),
+                    forward=self._forward.begin(),
                     order=order,
                     seed=seed,
                 ),

@@ -28,6 +28,7 @@ from keras_posttrain.rl.evaluation import evaluate_prompts
 from keras_posttrain.rl.loop import RolloutRun
 from keras_posttrain.rl.opponents import make_opponents
 from keras_posttrain.rl.sampling import Sampler
+from keras_posttrain.rollout import NativeRollout
 from keras_posttrain.rollout.rollout import ready_engine
 from keras_posttrain.tasks.task import Task, show_report
 from keras_posttrain.training import callbacks as callback_lib
@@ -89,6 +90,10 @@ class RolloutTask(Task):
         # Set by `compile` and `fit`.
         self.rollout = self.sampling = self.scoring = self.reference = None
         self.episode = None
+        # The engine of `rollout="auto"` and the `ForwardPass`, with their
+        # compiled programs.
+        self._own_rollout = NativeRollout()
+        self._forward = None
 
     @keras_words.explained
     def compile(
@@ -213,7 +218,7 @@ class RolloutTask(Task):
             timeout=reward_timeout,
             on_error=on_reward_error,
         )
-        self.rollout = rl_checks.engine(rollout)
+        self.rollout = rl_checks.engine(rollout, self._own_rollout)
         rl_checks.routing_replay(
             routing_replay, self.rollout, self.policy, episode
         )
@@ -425,6 +430,10 @@ class RolloutTask(Task):
             )
             if episodes is not None:
                 episodes = dataclasses.replace(episodes, engines=engines)
+            if self._forward is None:
+                self._forward = ForwardPass(
+                    self._step, self.reference, self.temperature, self.policy
+                )
             self.run = RolloutRun(
                 self,
                 step=self._step,
@@ -439,12 +448,7 @@ class RolloutTask(Task):
                     scoring=self.scoring,
                     tokenizer=self.tokenizer,
                     layout=layout,
-                    forward=ForwardPass(
-                        self._step,
-                        self.reference,
-                        self.temperature,
-                        self.policy,
-                    ),
+                    forward=self._forward.begin(),
                     order=order,
                     seed=seed,
                 ),
@@ -512,12 +516,17 @@ class RolloutTask(Task):
             ModelWeights.of(self),
             callback_lib.moves_reference(settings.callbacks),
         )
+        self._forward = None
         if size := self.reference.num_bytes:
             settings.show(f"reference: {size / 2**20:,.1f} MiB")
 
     def make_step(self, weights=None):
         step = super().make_step(weights)
         return dataclasses.replace(step, has_signal=has_advantage)
+
+    def _renew_step(self):
+        super()._renew_step()
+        self._forward = None
 
     def fingerprint(self):
         return (

@@ -1,9 +1,11 @@
 """The loop of `GRPOTask`: what it samples, scores and trains on."""
 
+import contextlib
 import json
 import random
 import signal
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -24,6 +26,22 @@ VOCABULARY = 512
 TWO_LAYERS = REFERENCE / "models/qwen3"
 MODEL = one_layer(TWO_LAYERS)
 OTHER = one_layer(REFERENCE / "models/qwen3_ref")
+
+
+@contextlib.contextmanager
+def lowered():
+    """Yields a list with an item for each program that is made meanwhile."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if "jaxpr_to_mlir" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def odd(completions):
@@ -839,3 +857,23 @@ def test_tools_of_prompts_may_be_json():
     assert as_list.token_ids == as_text.token_ids
     with pytest.raises(ValueError, match="plain text.*row 0 .*'add'"):
         task.prepare_prompts([{"prompt": "Add.", "tools": tools}])
+
+
+def test_later_runs_use_the_programs_of_earlier_ones():
+    """Of sampling, of log-probabilities and of the step."""
+    loss = kpt.losses.GRPOLoss(beta=0.1)
+    task = make(lora(), loss=loss, old_log_probs="trainer")
+    with lowered() as first:
+        fit(task)
+    with lowered() as second:
+        fit(task, seed=1)
+    assert len(first) > 10 and not second
+    # Another learning rate: a step of its own, the same samples.
+    engine, programs = task.rollout, task.rollout.programs
+    optimizer = keras.optimizers.SGD(0.5)
+    compiled(task, optimizer=optimizer, loss=loss, old_log_probs="trainer")
+    assert task.rollout is engine
+    fit(task)
+    assert programs and task.rollout.programs == programs
+    compiled(task, rollout=kpt.rollout.NativeRollout())
+    assert task.rollout is not engine
