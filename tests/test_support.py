@@ -1,5 +1,8 @@
 """Helpers of tests that could hide a failure."""
 
+import ast
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -73,3 +76,44 @@ def test_one_layer_is_the_first_of_the_model():
     ):
         for x, y in zip(ours.weights, theirs.weights, strict=True):
             np.testing.assert_array_equal(x.value, y.value)
+
+
+def is_unordered(node):
+    """Whether an expression is a set, whose order differs by process."""
+    if isinstance(node, ast.BinOp):
+        return any(map(is_unordered, (node.left, node.right)))
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "id", getattr(node.func, "attr", None))
+        return name in ("set", "frozenset", "union", "difference")
+    if isinstance(node, (ast.List, ast.Tuple)):
+        parts = [x.value for x in node.elts if isinstance(x, ast.Starred)]
+        return any(map(is_unordered, parts))
+    return isinstance(node, (ast.Set, ast.SetComp))
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("{1, 2}", True),
+        ("set(X) - {1}", True),
+        ("[*{1, 2}]", True),
+        ("X.keys() - {1}", True),
+        ("sorted(set(X))", False),
+        ("[*X, 1]", False),
+        ("in_ci(*{1}, of=X)", False),
+    ],
+)
+def test_what_is_unordered(text, found):
+    assert is_unordered(ast.parse(text, mode="eval").body) is found
+
+
+def test_parameters_of_tests_have_an_order():
+    """Workers must collect the same tests in the same order."""
+    wrong = []
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", None)
+                if name == "parametrize" and is_unordered(node.args[1]):
+                    wrong.append(f"{path}:{node.lineno}")
+    assert not wrong
