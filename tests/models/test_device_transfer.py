@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import threading
 
+import jax
 import jax.numpy as jnp
 import keras
 import ml_dtypes
@@ -121,6 +122,19 @@ def test_variables_do_not_keep_a_files_memory(dtype, shift, tmp_path):
         found = np.array(variable.value)
         assert found.dtype == jnp.dtype(dtype)
         assert (found == value.astype(found.dtype)).all()
+
+
+def test_the_default_device_is_that_of_the_caller(eight_devices):
+    """Threads read the arrays, and a default device is one thread's."""
+    variable = keras.Variable("ones", (2, 3))
+    pairs = [(variable, np.zeros((3, 2), "float32").T.__getitem__)]
+    for device in (jax.devices()[3], jax.devices()[0]):
+        with jax.default_device(device):
+            device_transfer.fill_all(pairs)
+        assert variable.value.devices() == {device}
+    # Bound to no device: a program may move it.
+    device_transfer.fill_all(pairs)
+    assert not variable.value.committed
 
 
 def test_what_reading_raises_is_raised():
