@@ -127,6 +127,38 @@ def test_rounding(kind):
         assert not found[0, :, 3].any() or quantization.double
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "int4-double"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_a_kernel_are_quantized_as_all_of_it(
+    kind, dtype, monkeypatch
+):
+    """Bit for bit, from either order of its axes."""
+    quantization = KINDS.get(
+        kind, kpt.Quantization("int4", group_size=16, double=True)
+    )
+    storage = quantization.storage(96, "kernel")
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(96, 50)).astype(jnp.dtype(dtype))
+    matrix[:48, 3] = 0
+    whole = quantize(matrix, storage)
+    # Of the nearest values and zeros, the codes of `numpy.searchsorted`.
+    if storage.kind == "nf4" and not storage.double:
+        scale = whole["scale"].astype("float32")[:, None]
+        ratios = matrix.astype("float32").reshape(whole["codes"].shape) / scale
+        values = np.array(quantized.NF4, "float32")
+        between = (values[1:] + values[:-1]) / 2
+        wanted = np.searchsorted(between, ratios) - 8
+        np.testing.assert_array_equal(whole["codes"], wanted)
+    for size in (1, 700, 1500):
+        monkeypatch.setattr(quantized, "PART", size)
+        for given in (matrix, np.asfortranarray(matrix)):
+            found = quantize(given, storage)
+            assert found.keys() == whole.keys()
+            for name, value in whole.items():
+                assert found[name].dtype == value.dtype
+                np.testing.assert_array_equal(found[name], value, name)
+
+
 @pytest.mark.parametrize(
     "family, kind",
     [
