@@ -1,10 +1,10 @@
 """When the first step of a model of 1.2 billion weights has been made.
 
 A Llama of the shape of Llama-3.2-1B with random weights, in float32, is loaded
-from a Hugging Face directory and trained by LoRA on one row of 64 tokens a
-step. Files and compiled programs are in caches: the first process fills them
-and is not counted. Imports count, and a later step shows what of the first one
-is arithmetic.
+from a Hugging Face directory, as floats or quantized, and trained by LoRA on
+one row of 64 tokens a step. Files and compiled programs are in caches: the
+first process of each kind fills them and is not counted. Imports count, and a
+later step shows what of the first one is arithmetic.
 
     python benchmarks/first_step.py
 """
@@ -22,6 +22,7 @@ import time
 import figures
 
 LENGTH, STEPS = 64, 4
+KINDS = ("none", "int8", "int4", "nf4")
 SHAPE = {
     "vocab": 128_256,
     "layers": 16,
@@ -43,7 +44,7 @@ def write(folder):
     preset.write(workloads.Model(**SHAPE), pathlib.Path(folder))
 
 
-def run(folder):
+def run(folder, kind):
     """Returns the seconds of each part, and those of a later step."""
     times = [time.perf_counter()]
     # The imports are measured too.
@@ -64,7 +65,10 @@ def run(folder):
             self.ends.append(time.perf_counter())
 
     task = task_class.from_preset(
-        folder, sequence_length=LENGTH, lora=kpt.LoRA(rank=16)
+        folder,
+        sequence_length=LENGTH,
+        lora=kpt.LoRA(rank=16),
+        quantize=kind,
     )
     times.append(time.perf_counter())
     task.compile(keras.optimizers.AdamW(1e-4))
@@ -75,20 +79,32 @@ def run(folder):
     parts = ("imports", "load", "compile and first step")
     found = {name: b - a for name, a, b in zip(parts, times, times[1:])}
     later = [b - a for a, b in zip(clock.ends, clock.ends[1:])]
-    return found | {
-        "all": times[-1] - times[0],
-        "a later step": statistics.median(later),
-    }
+    return (
+        {"kind": kind}
+        | found
+        | {
+            "all": times[-1] - times[0],
+            "a later step": statistics.median(later),
+        }
+    )
 
 
 def table(runs):
-    lines = ["| part | s | lowest to highest |", "|---|---|---|"]
-    for name in runs[0]:
-        seconds = [run[name] for run in runs[1:]]
-        lines.append(
-            f"| {name} | {statistics.median(seconds):.2f} | "
-            f"{min(seconds):.2f} to {max(seconds):.2f} |"
-        )
+    parts = [name for name in runs[0] if name != "kind"]
+    lines = [
+        f"| `quantize` | {' | '.join(f'{part}, s' for part in parts)} |",
+        "|---" * (1 + len(parts)) + "|",
+    ]
+    for kind in KINDS:
+        _, *counted = [run for run in runs if run["kind"] == kind]
+        cells = []
+        for part in parts:
+            seconds = [run[part] for run in counted]
+            cells.append(
+                f"{statistics.median(seconds):.2f} "
+                f"({min(seconds):.2f} to {max(seconds):.2f})"
+            )
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -97,12 +113,13 @@ def main():
     # What one process does.
     parser.add_argument("--write", help=argparse.SUPPRESS)
     parser.add_argument("--preset", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
         write(arguments.write)
         return
     if arguments.preset:
-        print(json.dumps(run(arguments.preset)))
+        print(json.dumps(run(arguments.preset, arguments.kind)))
         return
     runs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -113,9 +130,9 @@ def main():
         }
         this = [sys.executable, __file__]
         subprocess.run([*this, "--write", preset], check=True, env=environment)
-        for _ in range(arguments.repeats + 1):
+        for kind in KINDS * (arguments.repeats + 1):
             done = subprocess.run(
-                [*this, "--preset", preset],
+                [*this, "--preset", preset, "--kind", kind],
                 env=environment,
                 stdout=subprocess.PIPE,
                 check=True,
