@@ -42,7 +42,7 @@ BOTH = functools.partial(kpt.distribution.fsdp_tensor_parallel, model=2)
 MODEL_ALONE = functools.partial(kpt.distribution.tensor_parallel, model=8)
 
 
-def shaped(folder, sizes, length, lora=None):
+def shaped(folder, sizes, length, lora=None, **settings):
     (folder / "config.json").write_text(json.dumps(SIZES | sizes))
     with kpt.distribution.shapes_only():
         return kpt.SFTTask.from_preset(
@@ -52,6 +52,7 @@ def shaped(folder, sizes, length, lora=None):
             sequence_length=length,
             remat="full",
             lora=lora,
+            **settings,
         )
 
 
@@ -86,8 +87,6 @@ def shaped(folder, sizes, length, lora=None):
             4,
             marks=pytest.mark.full,
         ),
-        # The embedding's rows and the head's gradient are added up too, once
-        # each in addition to the ideal's four times a layer: 18 for 16 here.
         pytest.param(
             "v5e:2x4", MODEL_ALONE, 4, None, None, marks=pytest.mark.full
         ),
@@ -107,8 +106,14 @@ def test_a_step_sends_what_it_must(
             exact=True,
         )
     ratio = plan.collective_bytes / plan.ideal_bytes
+    most = 1.25
+    if strategy is MODEL_ALONE:
+        # Tokens are split between layers, so that an all-reduce is a gather
+        # and a reduce-scatter. A layer has four, and gathers two inputs again
+        # when it is computed again; embedding and head have four halves.
+        most = 1.001 * (layers * (4 + 4 + 2) + 4) / (layers * (4 + 4))
     # Less than the ideal, as an embedding's tokens weigh less than it does.
-    assert 0.5 < ratio <= 1.25, plan
+    assert 0.5 < ratio <= most, plan
 
 
 @pytest.mark.parametrize(
@@ -205,11 +210,13 @@ def test_the_head_leaves_nothing_whole_behind(tmp_path):
     sizes = {"hidden_size": width, "vocab_size": vocabulary}
     sizes |= {"intermediate_size": 8192, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    task = shaped(tmp_path, sizes, 2048)
+    # By default a chunk has all tokens here, whose logits take most memory.
+    task = shaped(tmp_path, sizes, 2048, chunk_size=128)
     task.compile(keras.optimizers.SGD(1e-5))
     hardware = topology.get("v5p:2x2x2")
     devices = list(hardware.devices)
-    with planned(task, kpt.distribution.fsdp(devices=devices)) as every:
+    fsdp = kpt.distribution.fsdp(devices=devices)
+    with planned(task, fsdp, remat="full") as every:
         batch = every.task.example_batch(len(devices))
         program = programs.compile(every.lower(batch), hardware)
     most = program.peak - program.arguments
