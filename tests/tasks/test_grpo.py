@@ -867,7 +867,7 @@ def test_later_runs_use_the_programs_of_earlier_ones():
         fit(task)
     with lowered() as second:
         fit(task, seed=1)
-    assert len(first) > 10 and not second
+    assert first and not second
     # Another learning rate: a step of its own, the same samples.
     engine, programs = task.rollout, task.rollout.programs
     optimizer = keras.optimizers.SGD(0.5)
