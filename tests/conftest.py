@@ -56,6 +56,8 @@ LONGEST = (
     "test_grpo_learning.py",
     "test_remote.py",
     "test_sweep.py",
+    "test_vllm_processes.py",
+    "test_vllm_guide.py",
 )
 
 

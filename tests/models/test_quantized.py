@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import keras_posttrain as kpt
-from keras_posttrain.models import quantized, sharding
+from keras_posttrain.models import device_transfer, quantized, sharding
 from keras_posttrain.models.hf.tensors import linear_layers
 from keras_posttrain.models.quantized import (
     PackedCodes,
@@ -362,6 +362,28 @@ def test_what_cannot_be_quantized(settings, words):
 def test_settings_are_checked(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         kpt.Quantization(**settings)
+
+
+def test_the_vocabulary_is_read_before_kernels_have_memory(monkeypatch):
+    order, fill_all = [], device_transfer.fill_all
+    fill = QuantizedKernel.fill
+
+    def noted_all(pairs):
+        pairs = list(pairs)
+        order.extend(variable.path for variable, _ in pairs)
+        fill_all(pairs)
+
+    def noted(kernel, read):
+        order.append("kernel")
+        fill(kernel, read)
+
+    monkeypatch.setattr(device_transfer, "fill_all", noted_all)
+    monkeypatch.setattr(QuantizedKernel, "fill", noted)
+    make(quantize="int8")
+    assert order.count("kernel") == 7
+    before = order[: order.index("kernel")]
+    assert "token_embedding/embeddings" in before[0]
+    assert any("norm" in path for path in before)
 
 
 def test_one_tensor_is_there_as_floats(monkeypatch):

@@ -612,14 +612,18 @@ def _read(pieces, view, shape, index):
 
 
 def _fill(readers):
-    """Fills variables and quantized kernels by the functions of `_readers`."""
-    plain = []
+    """Fills variables, and then quantized kernels, by what reads them.
+
+    The largest tensors are those of the vocabulary, which are not quantized:
+    they are read while the others have no memory yet.
+    """
+    kernels, plain = [], []
     for variable, read in readers:
-        if isinstance(variable, quantized.QuantizedKernel):
-            variable.fill(read)
-        else:
-            plain.append((variable, read))
+        is_kernel = isinstance(variable, quantized.QuantizedKernel)
+        (kernels if is_kernel else plain).append((variable, read))
     device_transfer.fill_all(plain)
+    for kernel, read in kernels:
+        kernel.fill(read)
 
 
 def _load_quantized(checkpoint, stored, modules):
