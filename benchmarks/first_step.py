@@ -79,14 +79,12 @@ def run(folder, kind):
     parts = ("imports", "load", "compile and first step")
     found = {name: b - a for name, a, b in zip(parts, times, times[1:])}
     later = [b - a for a, b in zip(clock.ends, clock.ends[1:])]
-    return (
-        {"kind": kind}
-        | found
-        | {
-            "all": times[-1] - times[0],
-            "a later step": statistics.median(later),
-        }
-    )
+    return {
+        "kind": kind,
+        **found,
+        "all": times[-1] - times[0],
+        "a later step": statistics.median(later),
+    }
 
 
 def table(runs):

@@ -1,6 +1,7 @@
 """Helpers of several test files: the reference folder and small rows."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -151,6 +153,22 @@ def starts_again(make):
         return task
 
     return first
+
+
+@contextlib.contextmanager
+def lowered():
+    """Yields a list with an item for each program that is made meanwhile."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if "jaxpr_to_mlir" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def check_most(check, seeds):

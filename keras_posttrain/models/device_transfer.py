@@ -1,9 +1,9 @@
 """Moves weights between files and devices, one slice at a time.
 
 In addition to its devices' arrays, a host holds at most one tensor of a
-model, or two that are converted to another dtype while they are loaded. A
-device holds only the slice of a tensor that it keeps. With several processes,
-all of them must call a function that gathers, in the same order.
+model, or two while they are loaded, where they are converted or joined of
+several. A device holds only the slice of a tensor that it keeps. With several
+processes, all of them must call a function that gathers, in the same order.
 """
 
 import collections

@@ -87,6 +87,8 @@ def shaped(folder, sizes, length, lora=None, **settings):
             4,
             marks=pytest.mark.full,
         ),
+        # The embedding's rows and the head's gradient are added up too, once
+        # each in addition to the ideal's four times a layer: 18 for 16 here.
         pytest.param(
             "v5e:2x4", MODEL_ALONE, 4, None, None, marks=pytest.mark.full
         ),
@@ -106,14 +108,8 @@ def test_a_step_sends_what_it_must(
             exact=True,
         )
     ratio = plan.collective_bytes / plan.ideal_bytes
-    most = 1.25
-    if strategy is MODEL_ALONE:
-        # Tokens are split between layers, so that an all-reduce is a gather
-        # and a reduce-scatter. A layer has four, and gathers two inputs again
-        # when it is computed again; embedding and head have four halves.
-        most = 1.001 * (layers * (4 + 4 + 2) + 4) / (layers * (4 + 4))
     # Less than the ideal, as an embedding's tokens weigh less than it does.
-    assert 0.5 < ratio <= most, plan
+    assert 0.5 < ratio <= 1.25, plan
 
 
 @pytest.mark.parametrize(

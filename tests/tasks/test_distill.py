@@ -11,6 +11,7 @@ from tests.support import (
     FAMILIES,
     REFERENCE,
     load_json,
+    lowered,
     one_layer,
     random_rows,
     read_log,
@@ -499,3 +500,21 @@ def test_what_cannot_be_fitted():
     wrong = [{**row, "who": who} for row, who in zip(ROWS, "abc")]
     with pytest.raises(ValueError, match="row 2.*'c'"):
         named.fit(wrong, verbose=0)
+
+
+def test_later_runs_use_the_programs_of_earlier_ones():
+    """Of sampling, of both models' log-probabilities and of the step."""
+    task = compiled(
+        make(),
+        losses.GRPOLoss(beta=0.0),
+        on_policy=True,
+        max_completion_length=6,
+    )
+    with lowered() as first:
+        task.fit(PROMPTS, batch_size=6, verbose=0)
+    with lowered() as second:
+        task.fit(PROMPTS, batch_size=6, verbose=0)
+    assert first and not second
+    engine = task.rollout
+    compiled(task, on_policy=True, max_completion_length=6)
+    assert task.rollout is engine

@@ -1,11 +1,9 @@
 """The loop of `GRPOTask`: what it samples, scores and trains on."""
 
-import contextlib
 import json
 import random
 import signal
 
-import jax
 import keras
 import keras_hub
 import numpy as np
@@ -16,6 +14,7 @@ from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.rl.batches import rollout_layout
 from tests.support import (
     REFERENCE,
+    lowered,
     one_layer,
     read_log,
     starts_again,
@@ -26,22 +25,6 @@ VOCABULARY = 512
 TWO_LAYERS = REFERENCE / "models/qwen3"
 MODEL = one_layer(TWO_LAYERS)
 OTHER = one_layer(REFERENCE / "models/qwen3_ref")
-
-
-@contextlib.contextmanager
-def lowered():
-    """Yields a list with an item for each program that is made meanwhile."""
-    found = []
-
-    def listen(event, seconds, **_):
-        if "jaxpr_to_mlir" in event:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def odd(completions):
