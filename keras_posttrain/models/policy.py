@@ -943,5 +943,10 @@ def _dropout_keys(batch, step_key):
     slot = jnp.maximum(batch["segment_ids"] - 1, 0)
     sequences = jnp.take_along_axis(batch["sequence_ids"], slot, axis=1)
     pieces = context.pieces_of(slot.shape)
-    sequences, positions = map(pieces.cut, (sequences, batch["positions"]))
-    return DropoutKeys(step_key, sequences.reshape(-1), positions.reshape(-1))
+    sequences, positions = (
+        pieces.cut(x).reshape(-1) for x in (sequences, batch["positions"])
+    )
+    if pieces.count == 1:
+        # XLA would split them over a model axis too, and send the keys.
+        sequences, positions = map(sharding.shard_rows, (sequences, positions))
+    return DropoutKeys(step_key, sequences, positions)

@@ -365,6 +365,7 @@ def collectives(task, rows=16, length=64):
         "token_ids": put(grid * 5),
         "segment_ids": put(grid),
         "positions": put(np.arange(length) * grid),
+        "sequence_ids": put(np.arange(rows)[:, None]),
         "completion_mask": put(grid).astype("float32"),
         "sequence_mask": put(grid[:, :1]).astype("float32"),
         # Of pairs.
@@ -427,6 +428,15 @@ def check_what_is_sent(task, family, name, rows=16, length=72):
         # Of the columns that a device looked up, each token's go to its own.
         allowed |= kind == "all-to-all" and shape[-1] <= hidden // data
         assert allowed, (task, family, name, kind, shape, source)
+
+
+def check_dropout_sends_nothing(family, name):
+    """Each device draws the masks of LoRA's dropout for its own inputs."""
+    keras.distribution.set_distribution(mesh(name))
+    made, _ = make("sft", family, "lora")
+    assert made.adapter.lora.dropout
+    sources = {source for *_, source in collectives(made)}
+    assert not [source for source in sources if "bernoulli" in source]
 
 
 @functools.cache

@@ -81,8 +81,11 @@ def finish(started, directory):
 def run(directory, *cases, **settings):
     """Two processes that end well; an array by name for each case."""
     started = start(directory, *cases, **settings)
-    for status, output in finish(started, directory):
-        assert status == 0 and output.endswith("done\n"), output[-4000:]
+    ended = finish(started, directory)
+    # Of a crash, the process that others miss knows most.
+    logs = "\n".join(f"{status}: {log[-4000:]}" for status, log in ended)
+    for status, output in ended:
+        assert status == 0 and output.endswith("done\n"), logs
     return [load(directory, case) for case in cases]
 
 

@@ -102,6 +102,10 @@ def test_what_is_sent_on_other_meshes(task, family, meshes):
         runs.check_what_is_sent(task, family, mesh)
 
 
+def test_dropout_sends_nothing():
+    runs.check_dropout_sends_nothing("llama3", "4x2")
+
+
 EVERY_MESH = "8x1,4x2,2x4,1x8"
 OF_EXPERTS = "ep2,ep4"
 

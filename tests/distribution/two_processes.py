@@ -6,6 +6,7 @@ The tests call `outcome` for the same in one process.
 """
 
 import collections
+import faulthandler
 import functools
 import json
 import os
@@ -40,6 +41,8 @@ def begin(port, index, case):
 
 
 if __name__ == "__main__":
+    # A process that crashes writes where.
+    faulthandler.enable()
     begin(*sys.argv[2:5])
     # What a process that is killed leaves.
     tempfile.tempdir = sys.argv[1]
@@ -590,6 +593,7 @@ def outcome(case, directory):
 
 def main(directory, cases):
     for case in cases:
+        print(f"{time.strftime('%X')} {case}", flush=True)
         found = outcome(case, directory)
         if processes.is_first():
             np.savez(directory / f"{case}.npz", **found)
