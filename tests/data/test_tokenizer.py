@@ -168,6 +168,30 @@ def test_a_sentencepiece_file_without_legacy_spaces(tmp_path):
         assert tokenizer.encode(text) == ids, text
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    shutil.copytree(directory("llama3"), tmp_path, dirs_exist_ok=True)
+    content = (tmp_path / name).read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    for damaged in (content[: len(content) // 2], b"", pointer):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"cut short.*{name}'"):
+            Tokenizer.from_directory(tmp_path)
+
+
+def test_a_sentencepiece_model_is_complete(tmp_path):
+    """Wherever it is cut: its first pieces are no tokenizer."""
+    name, source = "tokenizer.model", directory("mistral")
+    content = (source / name).read_bytes()
+    shutil.copy(source / "tokenizer_config.json", tmp_path)
+    for end in range(0, len(content), 97):
+        (tmp_path / name).write_bytes(content[:end])
+        with pytest.raises(ValueError, match=f"cut short.*{name}'"):
+            Tokenizer.from_directory(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    assert Tokenizer.from_directory(tmp_path).encode("a b")
+
+
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_converted_merges_are_the_published_ones(name):
     """The merges derived from scores are those of `tokenizer.json`."""

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from keras_posttrain.models import presets
 from keras_posttrain.models.hf.config import from_config
 from keras_posttrain.models.hf.families import FAMILIES
 from keras_posttrain.models.hf.loading import load_causal_lm, repair
@@ -1045,6 +1046,42 @@ def test_missing_and_misshapen_tensors(tmp_path):
     (directory / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="model.safetensors"):
         load_causal_lm(directory)
+
+
+def damaged(content):
+    """Contents that a download or Git may leave in place of a file's."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    return content[: len(content) // 2], b"", pointer
+
+
+def test_a_damaged_file_of_weights_is_named(tmp_path):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    path = directory / "model.safetensors"
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        expected = f"complete safetensors file.*{path}' of {len(content):,} b"
+        with pytest.raises(ValueError, match=expected):
+            load_causal_lm(directory)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_damaged_weights_of_a_preset_are_named(tmp_path, is_ours):
+    directory, _ = make_checkpoint(tmp_path / "hf", "llama")
+    causal_lm, preset = load_causal_lm(directory), tmp_path / "preset"
+    if is_ours:
+        presets.save_to_preset(causal_lm, preset)
+    else:
+        causal_lm.save_to_preset(preset)
+    path = preset / "model.weights.h5"
+    for content in damaged(path.read_bytes()):
+        path.write_bytes(content)
+        expected = rf"complete HDF5 files.*{preset}'.*{len(content)}\}} bytes"
+        with pytest.raises(ValueError, match=expected):
+            presets.load_causal_lm(preset)
+    path.unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match="model.weights"):
+        presets.load_causal_lm(preset)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,11 @@ def _fields(data):
                 "A SentencePiece model must be a serialized protocol buffer. "
                 f"Received: data with wire_type={wire_type} at byte {at}."
             )
+        if at > len(data):
+            raise ValueError(
+                "A SentencePiece model must be complete. Received: data that "
+                f"ends at byte {len(data)} within a field up to byte {at}."
+            )
         yield number, value
 
 
@@ -87,7 +92,9 @@ def parse_model(data):
     model = SentencePieceModel(
         pieces=[], special_ids={"unk": 0, "bos": 1, "eos": 2, "pad": -1}
     )
+    found = set()
     for number, value in _fields(data):
+        found.add(number)
         if number == 1:
             piece = {1: b"", 2: 0.0, 3: NORMAL} | dict(_fields(value))
             model.pieces.append((piece[1].decode(), piece[2], piece[3]))
@@ -104,6 +111,14 @@ def parse_model(data):
             model.charsmap = normalizer.get(2, b"")
             model.add_dummy_prefix = bool(normalizer.get(3, 1))
             model.remove_extra_whitespaces = bool(normalizer.get(4, 1))
+    # They follow the pieces.
+    if not found >= {1, 2, 3}:
+        raise ValueError(
+            "A SentencePiece model must be complete: pieces and the "
+            "specifications of the trainer and of the normalizer. Received: "
+            f"data of {len(data)} bytes with {len(model.pieces)} pieces and "
+            f"fields {sorted(found)} of [1, 2, 3]."
+        )
     return model
 
 

@@ -1,5 +1,6 @@
 """Reads and writes the tokenizer files of a Hugging Face directory."""
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -41,9 +42,11 @@ def read(path):
     config = _read_json(path / "tokenizer_config.json")
     names = _special_tokens(path, config)
     if (path / "tokenizer.json").is_file():
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        with _naming(path / "tokenizer.json") as file:
+            backend = tokenizers.Tokenizer.from_file(str(file))
     elif (path / "tokenizer.model").is_file():
-        backend = conversion.from_sentencepiece_file(path, config, names)
+        with _naming(path / "tokenizer.model"):
+            backend = conversion.from_sentencepiece_file(path, config, names)
     else:
         raise ValueError(
             "A tokenizer's directory must hold `tokenizer.json` or "
@@ -148,7 +151,21 @@ def _as_list(value):
 def _read_json(path):
     if not path.is_file():
         return {}
-    return json.loads(path.read_text(encoding="utf-8"))
+    with _naming(path):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _naming(file):
+    """Makes an error about a file name it."""
+    try:
+        yield file
+    except Exception as error:  # noqa: BLE001 - `tokenizers` has no other
+        raise ValueError(
+            "A file of a tokenizer cannot be read. If its download was cut "
+            "short, or left a pointer of Git LFS, download it again. "
+            f"Received: {str(file)!r}, {type(error).__name__}: {error}"
+        ) from error
 
 
 def _special_tokens(path, config):

@@ -10,7 +10,7 @@ import shutil
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -101,9 +101,7 @@ class Reader:
                     f"directory={str(directory)!r}, missing {file!r}"
                 )
             path = directory / file
-            # Safetensors checks the file.
-            with safe_open(path, framework="np") as opened:
-                names = opened.keys()
+            names = _checked_names(path)
             header, start = _read_header(path)
             for name in names:
                 stored = header[name]
@@ -149,6 +147,20 @@ class Reader:
             return raw.view(jnp.float8_e4m3fn).reshape(shape)
         with safe_open(path, framework="np") as opened:
             return opened.get_tensor(name)
+
+
+def _checked_names(path):
+    """Returns the names in a file of which safetensors has read the header."""
+    try:
+        with safe_open(path, framework="np") as opened:
+            return opened.keys()
+    except SafetensorError as error:
+        raise ValueError(
+            "A file of weights must be a complete safetensors file. If its "
+            "download was cut short, or left a pointer of Git LFS, download "
+            f"it again. Received: {str(path)!r} of "
+            f"{path.stat().st_size:,} bytes, {error}"
+        ) from error
 
 
 def _read_header(path):

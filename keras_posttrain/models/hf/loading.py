@@ -188,13 +188,38 @@ def keeps_dtype(preset):
 
 
 def _from_keras_hub(preset, dtype, load_weights):
-    with device_transfer.host_as_default(), _without_drafts():
+    with (
+        device_transfer.host_as_default(),
+        _without_drafts(),
+        _names_damaged(preset),
+    ):
         return keras_hub.models.CausalLM.from_preset(
             str(preset),
             dtype=dtype,
             load_weights=load_weights,
             preprocessor=None,
         )
+
+
+@contextlib.contextmanager
+def _names_damaged(preset):
+    """Makes errors about HDF5 files of weights name a preset's folder."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        folder = pathlib.Path(str(preset))
+        # Else a download has failed.
+        if not folder.is_dir():
+            raise
+        sizes = {f.name: f.stat().st_size for f in folder.glob("*.h5")}
+        raise ValueError(
+            "The weights of a preset must be complete HDF5 files. If copying "
+            "or downloading them was cut short, or left pointers of Git LFS, "
+            f"do it again. Received: {str(folder)!r} with files of {sizes} "
+            f"bytes, {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -345,7 +370,13 @@ def load_saved(
         files = sorted(path.glob("model.weights*"))
         # The weights of a large model are in several files with a JSON index.
         index = [f for f in files if f.name == "model.weights.json"]
-        with device_transfer.host_as_default():
+        if not files:
+            raise ValueError(
+                "A preset must hold `model.weights.h5`, or several such files "
+                f"and `model.weights.json`. Received: {str(path)!r}, with "
+                f"{sorted(p.name for p in path.iterdir())}"
+            )
+        with device_transfer.host_as_default(), _names_damaged(path):
             causal_lm.backbone.load_weights(str((index or files)[0]))
         causal_lm.compile()
     _remember(causal_lm, {"path": str(path), "config": config}, notes)
