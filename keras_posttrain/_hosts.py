@@ -3,7 +3,9 @@
 They are sent by one device of each process, the first of Keras's distribution
 in this thread. Threads whose distributions share no device can therefore
 exchange arrays at the same time, as a trainer and a sampler do. A thread
-without devices of its own uses a `Channel`.
+without devices of its own uses a `Channel`, and so do processes with several
+CPU devices each: JAX does not order a program on one of them after those on
+all, and what both send over a pair of devices would get mixed up.
 """
 
 import contextlib
@@ -30,8 +32,9 @@ _of_thread = threading.local()
 class Channel:
     """Exchanges arrays without devices, through JAX's coordination service.
 
-    The process that hosts the service passes all of them on: samples and
-    rewards, not weights. One thread of each process uses a channel at a time.
+    The process that hosts the service passes all of them on, so that they
+    should be small: samples and rewards. One thread of each process uses a
+    channel at a time.
 
     Args:
         name: str, the same in all processes, and another for each channel.
@@ -53,34 +56,67 @@ class Channel:
 
     def gather(self, x):
         """As the function `gather` below."""
-        client, data = global_state.client, x.tobytes()
-        starts = range(0, len(data), PART)
+        every = self._exchange(x, range(jax.process_count()))
+        return np.stack([every[i] for i in sorted(every)])
+
+    def broadcast(self, x, source):
+        """As the function `broadcast` below."""
+        return self._exchange(x, [source])[source]
+
+    def _exchange(self, x, sources):
+        """Returns the arrays of some processes, by their indices.
+
+        The others send one byte each, to say that they have read all before.
+        """
+        if not x.nbytes:
+            return dict.fromkeys(sources, x)
+        client, own = global_state.client, jax.process_index()
+        data = x.tobytes() if own in sources else b"-"
         self._count += 1
 
         def keys(process):
             name = f"{self._name}/{self._count}/{process}"
-            return [f"{name}/{start}" for start in starts]
+            size = x.nbytes if process in sources else 1
+            return [f"{name}/{start}" for start in range(0, size, PART)]
 
-        sent = keys(jax.process_index())
-        for key, start in zip(sent, starts):
-            client.key_value_set_bytes(key, data[start : start + PART])
-        found = []
+        sent = keys(own)
+        for i, key in enumerate(sent):
+            part = data[i * PART : (i + 1) * PART]
+            client.key_value_set_bytes(key, part)
+        found = {}
         for process in range(jax.process_count()):
-            parts = (
+            parts = [
                 client.blocking_key_value_get_bytes(key, TIMEOUT)
                 for key in keys(process)
-            )
-            array = np.frombuffer(b"".join(parts), x.dtype)
-            found.append(array.reshape(x.shape))
+            ]
+            if process in sources:
+                array = np.frombuffer(b"".join(parts), x.dtype)
+                found[process] = array.reshape(x.shape)
         # All have read what this process sent before, as they have sent more.
         for key in self._sent:
             client.key_value_delete(key)
         self._sent = sent
-        return np.stack(found)
+        return found
 
 
 def _channel():
     return getattr(_of_thread, "channel", None)
+
+
+def _channel_over(mesh):
+    """Returns the `Channel` to use in place of a mesh, or `None`."""
+    if (channel := _channel()) is not None:
+        return channel
+    devices = tuple(mesh.devices.flat)
+    has_several = jax.device_count() > jax.process_count()
+    if devices[0].platform == "cpu" and has_several:
+        return _channel_of(devices)
+    return None
+
+
+@functools.cache
+def _channel_of(devices):
+    return Channel("exchange/" + "-".join(str(d.id) for d in devices))
 
 
 def gather(x):
@@ -88,9 +124,10 @@ def gather(x):
 
     `x` is a NumPy array of the same shape and dtype in all of them.
     """
-    if (channel := _channel()) is not None:
+    mesh = _mesh()
+    if (channel := _channel_over(mesh)) is not None:
         return channel.gather(np.asarray(x))
-    return _run(_mesh(), "gather", x)
+    return _run(mesh, "gather", x)
 
 
 def broadcast(x, source):
@@ -100,11 +137,12 @@ def broadcast(x, source):
     dtype is one of ints: the others are replaced by zeros, and -0.0 + 0.0 is
     0.0.
     """
-    if (channel := _channel()) is not None:
-        return channel.gather(np.asarray(x))[source]
+    mesh = _mesh()
+    if (channel := _channel_over(mesh)) is not None:
+        return channel.broadcast(np.asarray(x), source)
     if jax.process_index() != source:
         x = np.zeros_like(x)
-    return _run(_mesh(), "sum", x)
+    return _run(mesh, "sum", x)
 
 
 def _mesh():

@@ -224,9 +224,10 @@ def test_two_processes_are_one(tmp_path):
 def test_what_one_process_raises_all_raise(tmp_path):
     """Also of processes that differ, and of the work of the first one.
 
-    Then their machines lose local checkpoints.
+    Then they exchange small arrays while their devices are busy, and their
+    machines lose local checkpoints.
     """
-    run(tmp_path, "refused", "vllm", "led", "lost")
+    run(tmp_path, "refused", "vllm", "led", "busy", "lost")
 
 
 def test_the_message_of_a_process_names_local_checkpoints(tmp_path):

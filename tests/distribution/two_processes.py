@@ -501,6 +501,42 @@ def led(directory):
     return {}
 
 
+def busy(directory):
+    """Small arrays are exchanged while programs of all devices run."""
+    axis = jax.sharding.PartitionSpec("process", "device")
+    shape = 2, jax.local_device_count()
+    devices = np.array(jax.devices()).reshape(shape)
+    layout = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(devices, ("process", "device")), axis
+    )
+
+    def gathers(x):
+        # Between the same pairs of devices as an exchange.
+        def turn(i, x):
+            return jax.lax.all_gather(x, "process").mean(axis=0) + 1
+
+        return jax.lax.fori_loop(0, 50, turn, x)
+
+    program = jax.jit(
+        jax.shard_map(
+            gathers,
+            mesh=layout.mesh,
+            in_specs=axis,
+            out_specs=axis,
+            check_vma=False,
+        )
+    )
+    x = jax.make_array_from_callback(
+        shape, layout, lambda index: np.zeros(shape, "float32")[index]
+    )
+    for k in range(30):
+        x = program(x)
+        assert processes.exchange(["x" * k]) == 2 * [["x" * k]], k
+    found = processes.fetch(x)
+    assert (found == 30 * 50).all(), found
+    return {}
+
+
 def over_all(array):
     """An array whose rows are split over the devices of all processes."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "data")
@@ -576,7 +612,8 @@ def files(directory):
 KINDS = {
     f.__name__: f
     for f in (
-        use, resume, split, refused, files, led, lost, shares, streams, vllm,
+        use, resume, split, refused, files, led, busy, lost, shares, streams,
+        vllm,
     )
 }  # fmt: skip
 
