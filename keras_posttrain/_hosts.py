@@ -32,9 +32,9 @@ _of_thread = threading.local()
 class Channel:
     """Exchanges arrays without devices, through JAX's coordination service.
 
-    The process that hosts the service passes all of them on, so that they
-    should be small: samples and rewards. One thread of each process uses a
-    channel at a time.
+    The process that hosts the service passes all of them on, in parts. This
+    suits samples and rewards, and takes long for the weights of large models.
+    One thread of each process uses a channel at a time.
 
     Args:
         name: str, the same in all processes, and another for each channel.
@@ -57,7 +57,7 @@ class Channel:
     def gather(self, x):
         """As the function `gather` below."""
         every = self._exchange(x, range(jax.process_count()))
-        return np.stack([every[i] for i in sorted(every)])
+        return np.stack(list(every.values()))
 
     def broadcast(self, x, source):
         """As the function `broadcast` below."""
@@ -103,14 +103,13 @@ def _channel():
     return getattr(_of_thread, "channel", None)
 
 
-def _channel_over(mesh):
-    """Returns the `Channel` to use in place of a mesh, or `None`."""
+def _channel_to_use():
+    """Returns this thread's `Channel`, or that of its CPUs, or `None`."""
     if (channel := _channel()) is not None:
         return channel
-    devices = tuple(mesh.devices.flat)
     has_several = jax.device_count() > jax.process_count()
-    if devices[0].platform == "cpu" and has_several:
-        return _channel_of(devices)
+    if has_several and jax.local_devices()[0].platform == "cpu":
+        return _channel_of(tuple(_mesh().devices.flat))
     return None
 
 
@@ -124,10 +123,9 @@ def gather(x):
 
     `x` is a NumPy array of the same shape and dtype in all of them.
     """
-    mesh = _mesh()
-    if (channel := _channel_over(mesh)) is not None:
+    if (channel := _channel_to_use()) is not None:
         return channel.gather(np.asarray(x))
-    return _run(mesh, "gather", x)
+    return _run(_mesh(), "gather", x)
 
 
 def broadcast(x, source):
@@ -137,12 +135,11 @@ def broadcast(x, source):
     dtype is one of ints: the others are replaced by zeros, and -0.0 + 0.0 is
     0.0.
     """
-    mesh = _mesh()
-    if (channel := _channel_over(mesh)) is not None:
+    if (channel := _channel_to_use()) is not None:
         return channel.broadcast(np.asarray(x), source)
     if jax.process_index() != source:
         x = np.zeros_like(x)
-    return _run(mesh, "sum", x)
+    return _run(_mesh(), "sum", x)
 
 
 def _mesh():

@@ -529,6 +529,13 @@ def busy(directory):
     x = jax.make_array_from_callback(
         shape, layout, lambda index: np.zeros(shape, "float32")[index]
     )
+    # As accelerators do it, whose programs are in order, while all are idle.
+    with mock.patch.object(_hosts, "_channel_to_use", lambda: None):
+        own = np.arange(5, dtype="int32") + processes.index()
+        both = [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]
+        assert _hosts.gather(own).tolist() == both
+        for process in range(2):
+            assert _hosts.broadcast(own, process).tolist() == both[process]
     for k in range(30):
         x = program(x)
         assert processes.exchange(["x" * k]) == 2 * [["x" * k]], k

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -846,11 +847,13 @@ def test_later_runs_use_the_programs_of_earlier_ones():
     """Of sampling, of log-probabilities and of the step."""
     loss = kpt.losses.GRPOLoss(beta=0.1)
     task = make(lora(), loss=loss, old_log_probs="trainer")
+    # The count does not hang on what other tests have compiled.
+    jax.clear_caches()
     with lowered() as first:
         fit(task)
     with lowered() as second:
         fit(task, seed=1)
-    assert first and not second
+    assert len(first) > 10 and not second
     # Another learning rate: a step of its own, the same samples.
     engine, programs = task.rollout, task.rollout.programs
     optimizer = keras.optimizers.SGD(0.5)

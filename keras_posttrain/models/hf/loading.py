@@ -206,12 +206,11 @@ def _names_damaged(preset):
     """Makes errors about HDF5 files of weights name a preset's folder."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         folder = pathlib.Path(str(preset))
-        # Else a download has failed.
-        if not folder.is_dir():
+        # Others are that a file is missing or may not be read, or that a
+        # download has failed.
+        if type(error) is not OSError or not folder.is_dir():
             raise
         sizes = {f.name: f.stat().st_size for f in folder.glob("*.h5")}
         raise ValueError(
