@@ -65,6 +65,7 @@ class RewardTask(PreferenceTask):
         self._scores = None
 
     @classmethod
+    @keras_words.explained
     def from_preset(cls, preset, *, load_weights=True, **kwargs):
         task = super().from_preset(preset, load_weights=load_weights, **kwargs)
         directory = directories.resolve(preset)

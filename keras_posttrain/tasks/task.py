@@ -152,6 +152,7 @@ class Task(keras.Model):
     # Whether the step reads layers by their number: a plan then compiles all.
     needs_all_layers = False
 
+    @keras_words.explained
     def __init__(
         self,
         causal_lm,
@@ -225,6 +226,7 @@ class Task(keras.Model):
         self.built = True
 
     @classmethod
+    @keras_words.explained
     def from_preset(
         cls,
         preset,
@@ -311,6 +313,7 @@ class Task(keras.Model):
         return task
 
     @classmethod
+    @keras_words.explained
     def from_task(cls, task, *, adapter="auto", lora=None, **kwargs):
         """Creates a task for the next stage, on the model of another task.
 
@@ -677,9 +680,7 @@ class Task(keras.Model):
         checks.placed(self.causal_lm)
         checks.own_adapter(self.policy)
         # `fit` calls with Keras's own arguments.
-        names = ("dataset", "batch_size", "num_samples", "max_tokens")
-        names += ("metrics",)
-        of_keras = keras_words.of_evaluation(kwargs, names)
+        of_keras = keras_words.of_evaluation(self, kwargs)
         dataset = kwargs.pop("x", dataset)
         checks.not_negative("num_samples", num_samples)
         checks.positive_int("max_tokens", max_tokens)
@@ -976,6 +977,7 @@ class Task(keras.Model):
         }
         return RowSettings(**settings | overrides)
 
+    @keras_words.explained
     def log_probs(self, rows, batch_size=8):
         """Computes the log-probability of every token given those before it.
 
@@ -1028,6 +1030,7 @@ class Task(keras.Model):
         found = run_rows(lambda batch: program(*weights, batch), batches)
         return zip(examples, found, strict=True)
 
+    @keras_words.explained
     def generate(
         self,
         prompts,
@@ -1148,6 +1151,7 @@ class Task(keras.Model):
         checks.memory(memory)
         return suggestion.of_rows(self, dataset, memory)
 
+    @keras_words.explained
     def plan(
         self,
         topology,

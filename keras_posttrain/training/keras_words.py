@@ -1,8 +1,9 @@
-"""Arguments and methods of Keras that tasks lack: what to use instead."""
+"""Arguments and methods that tasks lack: what to use instead."""
 
 import difflib
 import functools
 import inspect
+import itertools
 import reprlib
 
 import keras
@@ -18,8 +19,22 @@ _METRICS = (
 )
 _FEWER = "An epoch is every row once: pass fewer rows, and more `epochs`."
 
-# By method, arguments of `keras.Model`, and what to do.
+_LENGTH = "Use `max_tokens`, the maximum number of new tokens."
+_FOUR_BITS = 'Use quantize="int4", "nf4" or "int8".'
+
+# By method, arguments of Keras and of other libraries, and what to do.
 ARGUMENTS = {
+    "from_preset": {
+        "torch_dtype": "Use `dtype`.",
+        "max_length": "Use `sequence_length`.",
+        "max_seq_length": "Use `sequence_length`.",
+        "peft_config": "Use lora=kpt.LoRA(rank=16).",
+        "lora_rank": "Use lora=kpt.LoRA(rank=16).",
+        "load_in_4bit": _FOUR_BITS,
+        "load_in_8bit": _FOUR_BITS,
+        "quantization_config": _FOUR_BITS,
+        "gradient_checkpointing": 'Use remat="full".',
+    },
     "compile": {
         "metrics": _METRICS,
         "weighted_metrics": _METRICS,
@@ -51,13 +66,38 @@ ARGUMENTS = {
         " a run resumes where it stopped.",
         "num_train_epochs": "Use `epochs`.",
         "learning_rate": "Use `compile(optimizer=...)`.",
+        "max_steps": _FEWER,
+        "eval_dataset": "Use `validation_data`.",
     },
     "evaluate": {
         "y": _ROWS,
         "sample_weight": _WEIGHTS,
         "steps": "Pass fewer rows as `dataset`.",
     },
+    "generate": {
+        "max_length": _LENGTH,
+        "max_new_tokens": _LENGTH,
+        "max_completion_length": _LENGTH,
+        "do_sample": "Use `temperature`; 0 is greedy decoding.",
+        "num_return_sequences": "Use `num_generations`.",
+        "n": "Use `num_generations`.",
+        "stop": "Use `stop_token_ids`.",
+        "strip_prompt": "Completions never contain their prompts.",
+    },
 }
+
+# Where a misplaced argument is looked for.
+PLACES = (
+    "from_preset",
+    "compile",
+    "fit",
+    "evaluate",
+    "generate",
+    "log_probs",
+    "plan",
+)
+# What `**kwargs` of a method are passed on to.
+_PASSED_ON = {"from_preset": "__init__", "from_task": "__init__"}
 
 _SAVING = (
     "Use `save_adapter` for an adapter, `export` or `save_to_preset` for a "
@@ -105,46 +145,92 @@ UNUSED = {
 
 
 def explained(method):
-    """Makes a method name what to use for arguments that it lacks."""
-    taken = inspect.signature(method).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    instead = ARGUMENTS[method.__name__]
+    """Makes a method name what to use for arguments that it lacks.
+
+    `method` is a function of a `keras.Model`, or of its class.
+    """
+    name = method.__name__
 
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
-        for name, value in kwargs.items():
-            if name in taken or value is None:
+        cls = self if isinstance(self, type) else type(self)
+        # A subclass may take other arguments than it passes on.
+        bases = itertools.dropwhile(
+            lambda base: _own(base, name) is not checked, cls.__mro__
+        )
+        taken, takes_others = _arguments(cls, name, bases)
+        for key, value in kwargs.items():
+            if key in taken or value is None:
                 continue
-            where = f"`{type(self).__name__}.{method.__name__}`"
-            if name in instead:
+            if key in (instead := ARGUMENTS.get(name, {})):
                 raise ValueError(
-                    f"{where} has no argument `{name}`. {instead[name]} "
-                    f"Received: {name}={reprlib.repr(value)}"
+                    f"{_title(cls, name)} has no argument `{key}`. "
+                    f"{instead[key]} Received: {key}={reprlib.repr(value)}"
                 )
-            if not takes_all:
-                raise _unknown(where, name, taken)
+            if not takes_others:
+                raise _unknown(cls, name, key, taken)
         return method(self, *args, **kwargs)
 
     return checked
 
 
-def of_evaluation(kwargs, names):
+def _own(cls, name):
+    """Returns a class's own function of a name, or `None`."""
+    own = vars(cls).get(name)
+    return getattr(own, "__func__", own)
+
+
+def _arguments(cls, name, bases):
+    """Finds the arguments of a method, with those that it passes on.
+
+    `bases` are the classes to look at, in order. Returns a set of names, and
+    whether others are passed on to Keras.
+    """
+    found, others = set(), True
+    for base in itertools.takewhile(lambda c: c is not keras.Model, bases):
+        if others and (method := _own(base, name)) is not None:
+            given = inspect.signature(method).parameters.values()
+            others = any(p.kind is p.VAR_KEYWORD for p in given)
+            found.update(p.name for p in given if p.kind is not p.VAR_KEYWORD)
+    if others and name in _PASSED_ON:
+        more, others = _arguments(cls, _PASSED_ON[name], cls.__mro__)
+        found |= more
+    return found - {"self", "cls"}, others
+
+
+def of_evaluation(task, kwargs):
     """Returns the arguments of Keras's own `evaluate`, or raises an error.
 
-    `names` are the arguments of a task's `evaluate`, for the message.
+    `kwargs` are those that the `evaluate` of a `task` does not name.
     """
     passed_on = ("_use_cached_eval_dataset", "steps", "callbacks")
     ignored = ("x", "y", "sample_weight", "return_dict")
     for name in kwargs:
         if name not in (*passed_on, *ignored):
-            raise _unknown("`evaluate`", name, names)
+            given = inspect.signature(task.evaluate).parameters
+            raise _unknown(type(task), "evaluate", name, given)
     return {k: v for k, v in kwargs.items() if k in passed_on}
 
 
-def _unknown(where, name, names):
-    near = difflib.get_close_matches(name, names, 1)
+def _title(cls, method):
+    name = cls.__name__
+    return f"`{name}`" if method == "__init__" else f"`{name}.{method}`"
+
+
+def _unknown(cls, method, name, taken):
+    """Returns a `TypeError` with the methods that take an argument `name`."""
+    places = [
+        f"`{place}`"
+        for place in PLACES
+        if name in _arguments(cls, place, cls.__mro__)[0]
+    ]
+    near = difflib.get_close_matches(name, taken, 1)
     hint = f" Did you mean `{near[0]}`?" if near else ""
-    return TypeError(f"{where} has no argument `{name}`.{hint}")
+    if places:
+        *rest, last = places
+        listed = f"{', '.join(rest)} and {last}" if rest else last
+        hint = f" It is an argument of {listed}."
+    return TypeError(f"{_title(cls, method)} has no argument `{name}`.{hint}")
 
 
 def without_methods(cls):

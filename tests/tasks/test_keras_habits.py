@@ -1,5 +1,7 @@
 """What a Keras user tries: it works, or a line says what to use instead."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -309,12 +311,61 @@ def test_a_step_that_returns_logs_alone_is_refused():
 
 def test_every_word_says_what_to_use():
     task = make()
+    given = {"from_preset": ["no such preset"], "generate": ["a"]}
     for method, words in keras_words.ARGUMENTS.items():
         for word in words:
-            call = getattr(task, method)
+            call = functools.partial(
+                getattr(task, method), *given.get(method, [])
+            )
             refused(lambda c=call, w=word: c(**{w: 1}), f"`{word}`")
     for name in keras_words.METHODS:
         refused(getattr(task, name), f"`{name}`")
+
+
+@pytest.mark.parametrize(
+    "method, argument, places",
+    [
+        ("from_preset", "micro_batch_size", "`compile` and `plan`."),
+        ("from_preset", "batch_size", "`fit`, `evaluate`, `log_probs` and"),
+        ("from_preset", "teacher_column", "`compile`."),
+        ("from_task", "max_tokens", "`generate`."),
+        ("compile", "epochs", "`fit`."),
+        ("compile", "lora", "`from_preset`."),
+        ("compile", "teacher", "`from_preset`."),
+        ("fit", "micro_batch_size", "`compile` and `plan`."),
+        ("fit", "num_generations", "`compile` and `generate`."),
+        ("evaluate", "temperature", "`compile` and `generate`."),
+        ("generate", "packing", "`fit` and `plan`."),
+        ("log_probs", "max_tokens", "`generate`."),
+        ("plan", "temperature", "`compile` and `generate`."),
+    ],
+)
+def test_a_misplaced_argument_is_shown_its_place(method, argument, places):
+    parts = [f"`DistillTask.{method}` has no", f"`{argument}`", places]
+    call = getattr(kpt.DistillTask, method)
+    # Before anything is loaded.
+    given = ["no such preset"]
+    if method not in ("from_preset", "from_task"):
+        given = [make(kpt.DistillTask)]
+        given[0].compile()
+    refused(lambda: call(*given, **{argument: 1}), *parts, error=TypeError)
+
+
+def test_a_subclass_has_arguments_of_its_own():
+    class Shorter(kpt.SFTTask):
+        def __init__(self, *args, factor=1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.factor = factor
+
+        def fit(self, rows):
+            return super().fit(rows, batch_size=4, packing=True, verbose=0)
+
+    task = make(Shorter, factor=2)
+    assert task.factor == 2
+    task.compile()
+    task.fit(ROWS)
+    refused(lambda: make(Shorter, facter=2), "`factor`", error=TypeError)
+    refused(lambda: task.fit(ROWS, epochs=2), "epochs", error=TypeError)
 
 
 def test_a_distribution_comes_before_the_model(eight_devices):
