@@ -196,7 +196,7 @@ def get(optimizer, *, learning_rate):
         return OptaxOptimizer(optimizer)
     try:
         found = keras.optimizers.get(optimizer)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         found = None
     if found is None:
         raise ValueError(

@@ -384,7 +384,7 @@ def test_names_and_objects_are_accepted():
     assert optimizers.get(optimizer, learning_rate=1) is optimizer
 
 
-@pytest.mark.parametrize("bad", ["no such", 3, None, object(), [1]])
+@pytest.mark.parametrize("bad", ["no such", 3, None, object(), [1], {"lr": 1}])
 def test_other_values_are_refused(bad):
     with pytest.raises(ValueError, match="an Optax transformation") as e:
         optimizers.get(bad, learning_rate=1e-3)

@@ -47,6 +47,34 @@ def _is_number(x):
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
+# Arguments of PEFT's `LoraConfig`, and those of `LoRA`.
+PEFT_NAMES = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "use_rslora": "rslora",
+}
+
+
+def _knows_peft(cls):
+    """Makes a class name its own arguments for those of PEFT."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self, *args, **kwargs):
+        for name in PEFT_NAMES.keys() & kwargs.keys():
+            raise TypeError(
+                f"`{cls.__name__}` has no argument `{name}`, PEFT's name; use "
+                f"`{PEFT_NAMES[name]}`. Received: {name}={kwargs[name]!r}"
+            )
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_knows_peft
 @dataclasses.dataclass(frozen=True)
 class LoRA:
     r"""Low-rank adaptation of the linear layers of a model.

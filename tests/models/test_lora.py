@@ -1,5 +1,7 @@
 """LoRA as published, its masks, and PEFT's files both ways."""
 
+import copy
+import dataclasses
 import gc
 import json
 import shutil
@@ -21,6 +23,7 @@ from keras_posttrain.models.hf.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from keras_posttrain.models.hf.tensors import model_tensors
 from keras_posttrain.models.linear import flatten_linear_layers
 from keras_posttrain.models.lora import (
+    PEFT_NAMES,
     Adapter,
     DropoutKeys,
     lora_from_config,
@@ -272,6 +275,17 @@ def test_a_rank_above_that_of_the_layers_is_refused():
 def test_bad_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         kpt.LoRA(**arguments)
+
+
+def test_pefts_names_are_answered_with_ours():
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert known >= set(PEFT_NAMES)
+    ours = {field.name for field in dataclasses.fields(kpt.LoRA)}
+    for name, own in PEFT_NAMES.items():
+        assert own in ours
+        with pytest.raises(TypeError, match=f"`{name}`.*use `{own}`"):
+            kpt.LoRA(**{name: 8})
+    assert copy.deepcopy(kpt.LoRA(rank=2)) == kpt.LoRA(2)
 
 
 def test_the_start_is_uniform_and_repeatable():
