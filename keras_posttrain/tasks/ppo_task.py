@@ -84,7 +84,7 @@ class PPOTask(RolloutTask):
         optimizer="auto",
         loss="auto",
         *,
-        rewards,
+        rewards=None,
         value_loss="auto",
         value_model=None,
         kl_coef=0.05,
@@ -103,7 +103,8 @@ class PPOTask(RolloutTask):
                 value model.
             loss: `"auto"` for `kpt.losses.PPOLoss()`, or another
                 `kpt.losses.PolicyLoss` of ratios of tokens.
-            rewards: list of functions, see `kpt.rewards.Reward`.
+            rewards: as in `kpt.RolloutTask.compile`; with an `episode` they
+                may be left out.
             value_loss: `"auto"` for `kpt.losses.ValueLoss()`, whose
                 `coefficient` is its weight.
             value_model: `None` for a head on the policy's backbone, or a

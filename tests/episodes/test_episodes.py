@@ -458,6 +458,16 @@ def test_rewards_score_the_messages(preset, kind):
     assert {"rewards/guess/mean", "rewards/polite/mean"} <= set(history)
 
 
+@pytest.mark.parametrize("kind", [kpt.GRPOTask, kpt.PPOTask])
+def test_an_episode_needs_no_other_rewards(preset, kind):
+    task = kind.from_preset(preset, sequence_length=128)
+    with pytest.raises(ValueError, match="`rewards`"):
+        task.compile(num_generations=2, max_completion_length=4)
+    task.compile(episode=guess, num_generations=2, max_completion_length=4)
+    names = {name for name in fit(task).history if "rewards/" in name}
+    assert names and all("/guess/" in name for name in names)
+
+
 def test_turn_advantages_in_the_batch(preset, tmp_path):
     task = make(preset, advantages=kpt.losses.TurnAdvantages())
     batches = Batches(task)
