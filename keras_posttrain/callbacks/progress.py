@@ -201,6 +201,8 @@ class Progress(keras.callbacks.Callback):
         # mean of rewards if a completion has one.
         if logs.get("episodes/failed") and "reward" not in logs:
             return "every episode failed"
+        if logs.get("episodes/turns") == 0:
+            return "no episode had room for a turn, or asked for one"
         if "frac_reward_zero_std" in logs and "reward" not in logs:
             return "no completion was given a reward"
         return self._model.skipped_because

@@ -3,12 +3,18 @@
 import numpy as np
 
 from keras_posttrain.data.batches.distillation import with_lookup
+from keras_posttrain.data.batches.layout import Group
 from keras_posttrain.distill.teacher_cache import (
     aligned,
     served_top_tokens,
     teacher_span,
 )
-from keras_posttrain.rl.collector import METRICS, Collection, Collector
+from keras_posttrain.rl.collector import (
+    METRICS,
+    Collection,
+    Collector,
+    with_empty,
+)
 from keras_posttrain.rl.trajectory import LENGTH_METRICS, length_metrics
 from keras_posttrain.training import keras_fit
 
@@ -73,22 +79,20 @@ class DistillCollector(Collector):
     def build(self, round):
         groups = round.groups
         _, given = self._split(round.prompts, round.step)
-        examples = [
-            example
+        # The segments of a trajectory are one unit.
+        units = [
+            self.prompts.examples(group.prompt, trajectory)
             for group in groups
             for trajectory in group.trajectories
-            for example in self.prompts.examples(group.prompt, trajectory)
         ]
-        examples += [self.prompts.stored[prompt.row] for prompt in given]
+        units += [[self.prompts.stored[prompt.row]] for prompt in given]
+        examples = [example for unit in units for example in unit]
         metrics = round.sampler.seconds | round.metrics
         if self.episodes:
             metrics |= round.sampler.results()
         if groups:
             metrics |= length_metrics(groups)
-        layout = self.layout
-        if self.engine is not None and not self.by_policy_loss:
-            layout = with_lookup(layout, self._served(examples))
-        batches = layout.minibatches(examples, equal_lengths=False)
+        batches = self._batches_of(units, examples)
         if self.by_policy_loss:
             trajectories = [t for g in groups for t in g.trajectories]
             self._put_logps(batches, trajectories)
@@ -98,6 +102,15 @@ class DistillCollector(Collector):
         # Without a policy loss sequences have no arrays of sampled tokens.
         laid_out = batches if self.by_policy_loss else []
         return Collection(arrays, metrics, table, groups, laid_out)
+
+    def _batches_of(self, units, examples):
+        """Returns the batches of a rollout, one for each optimizer step."""
+        layout = self.layout
+        if self.engine is not None and not self.by_policy_loss:
+            layout = with_lookup(layout, self._served(examples))
+        groups = [Group(unit, None, [0] * len(unit)) for unit in units if unit]
+        batches = layout.minibatches(groups, equal_lengths=False)
+        return with_empty(batches, layout, len(units))
 
     def _split(self, prompts, step):
         """Splits prompts into those to sample from and those used as given."""
@@ -118,7 +131,15 @@ class DistillCollector(Collector):
             self.kept_temperature,
         )
         found = {id(x): a for x, a in zip(examples, answers, strict=True)}
-        return lambda example: aligned(example, found[id(example)])
+        none = np.zeros((0, self.top_k))
+
+        def lookup(example):
+            if id(example) in found:
+                return aligned(example, found[id(example)])
+            # Of a batch without loss.
+            return {"ids": none, "logps": none}
+
+        return lookup
 
     # The policy gradient
 

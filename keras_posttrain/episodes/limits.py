@@ -21,7 +21,8 @@ class Limits:
         turns: int, the most sampled turns.
         tokens: int, the most sampled tokens.
         context: int, the most tokens of a segment; never more than the
-            task's `sequence_length`.
+            task's `sequence_length`. An episode that begins with more is an
+            error, or left out if the task has `truncation="drop"`.
         tool_calls: int, the most calls of tools (`Tools`).
         tool_seconds: float, the time limit of a tool's call.
         seconds: float, the time limit of an episode.

@@ -179,6 +179,8 @@ class Runner:
         except EpisodeError:
             raise
         except Ended as ended:
+            if str(ended) == "context":
+                self._check_begun(chats, row)
             return dict.fromkeys(self.trained), str(ended)
         except Exception as error:
             turns = {p: chat.num_turns for p, chat in chats.items()}
@@ -187,6 +189,27 @@ class Runner:
                 f"{generation}, after turns={turns}."
             )
             raise
+
+    def _check_begun(self, chats, row):
+        """Checks that the first turn of an episode had room."""
+        if not self.table.refuses_long:
+            return
+        if any(chat.num_turns for chat in chats.values()):
+            return
+        said = max(
+            len(chat.token_ids)
+            for chat in chats.values()
+            if isinstance(chat, Chat)
+        )
+        raise ValueError(
+            "The first turn of an episode must have room. Received: an "
+            f"episode {self.episode.name!r} of row {row.row} that begins with "
+            f"{said} tokens, those of the chat template and of tools "
+            f"included, of {self.table.context} in all. Use a "
+            "`sequence_length` (and `Limits.context`) of more, a shorter "
+            "prompt, fewer tools, or truncation='drop' to leave out such "
+            "episodes."
+        )
 
     def _rewards(self, result, chats):
         """Returns the reward of each trained player, or `None`."""

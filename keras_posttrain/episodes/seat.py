@@ -23,6 +23,8 @@ class Table:
         max_tokens: int, the most tokens of a turn.
         temperature: float.
         stop_token_ids: tuple of ints, which end a turn.
+        refuses_long: bool, whether an episode whose first turn has no room
+            in `context` is an error.
     """
 
     bridges: object
@@ -33,6 +35,7 @@ class Table:
     max_tokens: int
     temperature: float
     stop_token_ids: tuple
+    refuses_long: bool = True
 
     @functools.cached_property
     def reader(self):

@@ -223,7 +223,9 @@ def episode(given, tokenizer):
     return found
 
 
-def episodes(given, prompts, sampling, tokenizer, lengths, template_kwargs):
+def episodes(
+    given, prompts, sampling, tokenizer, lengths, template_kwargs, truncation
+):
     """Makes `Episodes`, and checks that its turns can be bridged.
 
     Args:
@@ -232,6 +234,7 @@ def episodes(given, prompts, sampling, tokenizer, lengths, template_kwargs):
         sampling: `Sampling`.
         lengths: list of ints, limits of a segment's tokens, or `None`s.
         template_kwargs: dict of variables for the chat template.
+        truncation: string, as of a task.
     """
     bridges = Bridges(tokenizer, template_kwargs)
     if given.history == "append":
@@ -246,6 +249,7 @@ def episodes(given, prompts, sampling, tokenizer, lengths, template_kwargs):
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature,
         stop_token_ids=sampling.stop_token_ids,
+        refuses_long=truncation == "error",
     )
     first = next(iter(prompts), None)
     columns = () if first is None else first.columns

@@ -298,19 +298,13 @@ class Collector:
     def _batches(self, groups):
         """Returns the batches of a rollout, one for each optimizer step.
 
-        Trajectories without tokens are left out. A step that has none gets a
-        sequence without loss, and is skipped.
+        Trajectories without tokens are left out.
         """
         found = [sequences(group) for group in groups]
         found = [group for group in found if group.sequences]
         batches = self.layout.minibatches(found) if found else []
         count = sum(len(g.trajectories) for g in groups)
-        steps = -(-count // self.layout.num_sequences)
-        nothing = Example(np.zeros(2, np.int32), np.zeros(2, np.float32), 0)
-        while len(batches) < steps:
-            batch = self.layout([nothing])
-            batches.append(dataclasses.replace(batch, parts={}, units={}))
-        return batches
+        return with_empty(batches, self.layout, count)
 
     def _fill(self, batches, trajectories, rewards):
         """Adds the other inputs of the loss and returns advantages."""
@@ -423,6 +417,18 @@ class Collector:
                 "error": [t.error for t in found],
             }
         return table
+
+
+def with_empty(batches, layout, count):
+    """Adds batches without loss, for steps that no trajectory has tokens for.
+
+    Such a step is skipped. `count` is the number of all trajectories.
+    """
+    steps = -(-count // layout.num_sequences)
+    nothing = Example(np.zeros(2, np.int32), np.zeros(2, np.float32), 0)
+    missing = [layout([nothing]) for _ in range(steps - len(batches))]
+    empty = [dataclasses.replace(x, parts={}, units={}) for x in missing]
+    return [*batches, *empty]
 
 
 def sequences(group):

@@ -481,21 +481,22 @@ class DistillTask(Task):
                 row of `sequence_length` tokens, or an int, the tokens of
                 such a row. It changes no result.
             max_staleness: int, with `on_policy` as in `kpt.GRPOTask.fit`.
-            epochs, **kwargs: see `kpt.SFTTask.fit`, with `on_policy` those of
-                `kpt.GRPOTask.fit`. `validation_data` has completions in
-                either case.
+            epochs, **kwargs: see `kpt.SFTTask.fit`; `compile_ahead` is for
+                given rows alone. `validation_data` has completions in either
+                case.
 
         Returns:
             A Keras `History` of the means over each epoch.
         """
         self._assert_compile_called("fit")
-        if kwargs.get("share_prefix"):
-            raise ValueError(
-                "`share_prefix` is for groups of many completions a prompt; "
-                "here use packing=True."
-            )
-        kwargs.pop("share_prefix", None)
         if self.on_policy:
+            if "compile_ahead" in kwargs:
+                raise ValueError(
+                    "`compile_ahead` is for given rows. With `on_policy` use "
+                    "compile(rollout=kpt.rollout.NativeRollout("
+                    "compile_ahead=...)). Received: "
+                    f"compile_ahead={kwargs['compile_ahead']!r}"
+                )
             kwargs["max_staleness"] = max_staleness
         elif max_staleness:
             raise ValueError(
@@ -562,8 +563,12 @@ class DistillTask(Task):
                 self.tokenizer,
                 [self.sequence_length, self.max_length],
                 self.chat_template_kwargs,
+                self.truncation,
             )
-        layout = self._layout(sequences, packing, longest)
+        layout = dataclasses.replace(
+            self._layout(sequences, packing, longest),
+            by_sequence=self.objective.by_sequence,
+        )
         validate = None
         if validation_data is not None:
             held_out, report = self.prepare(validation_data, "validation_data")

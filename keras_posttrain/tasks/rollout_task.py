@@ -283,6 +283,7 @@ class RolloutTask(Task):
             self.tokenizer,
             [self.sequence_length, self.max_length],
             self.chat_template_kwargs,
+            self.truncation,
         )
 
     # Training

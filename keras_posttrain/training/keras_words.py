@@ -67,6 +67,8 @@ ARGUMENTS = {
         "num_train_epochs": "Use `epochs`.",
         "learning_rate": "Use `compile(optimizer=...)`.",
         "max_steps": _FEWER,
+        "share_prefix": "It is for the completions of one prompt; use "
+        "packing=True.",
         "eval_dataset": "Use `validation_data`.",
     },
     "evaluate": {

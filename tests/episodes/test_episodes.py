@@ -487,6 +487,81 @@ def test_evaluate_runs_episodes(preset):
     assert "rewards/guess/mean" in metrics
 
 
+@pytest.mark.parametrize("kind", [kpt.GRPOTask, kpt.PPOTask])
+def test_a_first_turn_without_room_is_refused(preset, kind, capfd):
+    rows = [{"secret": 1}, {"secret": 2}]
+
+    async def opening(chat, secret):
+        await chat("Guess a number. " * (50 if secret == 2 else 1))
+        await chat("Guess a number. " * 50)
+        return 1.0
+
+    settings = {"num_generations": 1} if kind is kpt.PPOTask else {}
+    task = make(preset, opening, kind, **settings)
+    with pytest.raises(ValueError) as caught:
+        fit(task, rows, shuffle=False)
+    for part in ("row 1 that", "of 128 in all", "`sequence_length`"):
+        assert part in str(caught.value), str(caught.value)
+    # A later turn without room ends its episode.
+    fit(task, rows[:1])
+    task.truncation = "drop"
+    fit(task, rows)
+    fit(task, rows[1:], verbose=2)
+    assert "no episode had room for a turn" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "loss, served",
+    [("auto", False), ("auto", True), (kpt.losses.ReinforceLoss(), True)],
+)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_distillation_makes_a_step_a_rollout(
+    preset, tmp_path, loss, served, staleness
+):
+    """Whatever segments its episodes have, and where they have none."""
+
+    async def episode(chat, secret):
+        if secret == 2:
+            raise kpt.episodes.EpisodeError("The server is down.")
+        await chat("Guess.")
+        chat.restart("So far nothing was guessed.")
+        await chat()
+
+    teacher, top_k = preset, None
+    if served:
+        model = kpt.SFTTask.from_preset(preset, sequence_length=128)
+        teacher, top_k = kpt.rollout.NativeRollout(), 8
+        teacher.set_model(model)
+    task = kpt.DistillTask.from_preset(
+        preset, teacher=teacher, sequence_length=128
+    )
+    task.compile(
+        keras.optimizers.SGD(0.05),
+        loss,
+        top_k=top_k,
+        on_policy=True,
+        episode=kpt.episodes.Episode(
+            episode, limits=kpt.episodes.Limits(after_cut="continue")
+        ),
+        num_generations=2,
+        max_completion_length=4,
+    )
+    fit(
+        task,
+        [{"secret": n} for n in (1, 2, 3)],
+        batch_size=1,
+        epochs=2,
+        shuffle=False,
+        max_staleness=staleness,
+        callbacks=[kpt.callbacks.MetricsLog(tmp_path)],
+    )
+    log = read_log(tmp_path)
+    assert [line["step"] for line in log] == list(range(1, 7))
+    assert [line["skipped"] for line in log] == [0, 1, 0, 0, 1, 0]
+    assert [line["episodes/turns"] for line in log] == [2, 0, 2, 2, 0, 2]
+    assert task.step == 6
+
+
 def test_a_student_is_taught_on_its_own_episodes(preset):
     async def two(chat, secret):
         await chat("Guess.")

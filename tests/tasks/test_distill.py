@@ -495,6 +495,8 @@ def test_what_cannot_be_fitted():
         task.evaluate(PAIRS)
     with pytest.raises(ValueError, match="packing=True"):
         task.fit(PROMPTS, share_prefix=True)
+    with pytest.raises(ValueError, match="NativeRollout\\(compile_ahead"):
+        task.fit(PROMPTS, compile_ahead=True)
     named = make(teacher={"a": None, "b": OTHER})
     compiled(named, teacher_column="who")
     wrong = [{**row, "who": who} for row, who in zip(ROWS, "abc")]
