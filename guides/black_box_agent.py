@@ -110,16 +110,17 @@ continuation, such as one with a summary of the past, begins another segment.
 
 
 def sort_ticket(base_url, api_key, text, answer):
-    client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages, found = [], []
-    for question in (text, HOW_URGENT):
-        messages.append({"role": "user", "content": question})
-        reply = client.chat.completions.create(
-            model="policy", messages=messages
-        )
-        message = reply.choices[0].message
-        messages.append({"role": "assistant", "content": message.content})
-        found.append(message.content)
+    # Thousands of agents would leave as many connections open.
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        for question in (text, HOW_URGENT):
+            messages.append({"role": "user", "content": question})
+            reply = client.chat.completions.create(
+                model="policy", messages=messages
+            )
+            message = reply.choices[0].message
+            messages.append({"role": "assistant", "content": message.content})
+            found.append(message.content)
     return sum(a == b for a, b in zip(found, answer)) / 2
 
 

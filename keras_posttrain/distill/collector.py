@@ -146,13 +146,16 @@ class DistillCollector(Collector):
     def _put_log_ratios(self, batches, examples):
         """Adds advantages, teacher minus student; returns metrics."""
         gaps, count = 0.0, 0.0
+        known = ["old_per_token_logps"]
+        if not self.episodes:
+            # Time decides which turns of episodes an engine computes
+            # together, and so how it rounds.
+            known.append("rollout_per_token_logps")
         for batch in batches:
-            known = ("old_per_token_logps", "rollout_per_token_logps")
             name = next((n for n in known if n in batch.arrays), None)
             if name:
                 old = batch.arrays[name]
             else:
-                # The engine reports no log-probabilities.
                 found = self.forward.policy(batch.arrays)
                 old = found["per_token_logps"]
             mask = batch.arrays["completion_mask"] != 0

@@ -54,9 +54,9 @@ class Endpoint:
 
     ```python
     def agent(base_url, api_key, question):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
         messages = [{"role": "user", "content": question}]
-        client.chat.completions.create(model="policy", messages=messages)
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=messages)
 
     task.compile(rewards=[correct], episode=kpt.episodes.Endpoint(agent))
     ```

@@ -172,24 +172,28 @@ def test_openais_client_calls_tools(preset):
         return done.choices[0].message, done.choices[0].finish_reason
 
     def agent(base_url, api_key, question, stream):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        assert [m.id for m in client.models.list()] == ["policy"]
-        messages = [user(question)]
-        turn, reason = create(client, messages, stream)
-        if not turn.tool_calls:
-            return 0.0
-        assert reason == "tool_calls"
-        [call] = turn.tool_calls
-        given = json.loads(call.function.arguments)
-        assert {"name": call.function.name, "arguments": given} == CALL
-        result = kpt.episodes.arithmetic(given["expression"])
-        messages += [
-            turn.model_dump(exclude_unset=True),
-            {"role": "tool", "tool_call_id": call.id, "content": str(result)},
-        ]
-        turn, reason = create(client, messages, stream)
-        seen.append((stream, turn.content, reason))
-        return float("12" in (turn.content or ""))
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            assert [m.id for m in client.models.list()] == ["policy"]
+            messages = [user(question)]
+            turn, reason = create(client, messages, stream)
+            if not turn.tool_calls:
+                return 0.0
+            assert reason == "tool_calls"
+            [call] = turn.tool_calls
+            given = json.loads(call.function.arguments)
+            assert {"name": call.function.name, "arguments": given} == CALL
+            result = kpt.episodes.arithmetic(given["expression"])
+            messages += [
+                turn.model_dump(exclude_unset=True),
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": str(result),
+                },
+            ]
+            turn, reason = create(client, messages, stream)
+            seen.append((stream, turn.content, reason))
+            return float("12" in (turn.content or ""))
 
     task = make(
         preset,
@@ -218,13 +222,13 @@ def test_an_async_agent_with_a_blocking_client(preset):
     """In the loop of the episodes it would wait for itself."""
 
     async def agent(base_url, api_key, question):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        for _ in range(2):
-            client.chat.completions.create(
-                model="policy", messages=[user(question)]
-            )
-            await asyncio.sleep(0)
-        return 1.0
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(2):
+                client.chat.completions.create(
+                    model="policy", messages=[user(question)]
+                )
+                await asyncio.sleep(0)
+            return 1.0
 
     assert play(preset, agent)["endpoint/requests"] == 2
 
@@ -332,11 +336,11 @@ def test_a_limit_is_said_to_the_agent(preset):
 
 def test_an_agent_that_fails_at_a_limit_has_ended(preset):
     def agent(base_url, api_key, question):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        while True:
-            client.chat.completions.create(
-                model="policy", messages=[user(question)]
-            )
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                client.chat.completions.create(
+                    model="policy", messages=[user(question)]
+                )
 
     found = conversations(preset, agent, limits=Limits(turns=3))
     assert found.ended == "turns" and found.error is None
@@ -357,10 +361,10 @@ def test_a_template_that_refuses_is_the_runs_error(preset, monkeypatch):
     """A client would hide it behind an error of its own."""
 
     def agent(base_url, api_key, question):
-        client = openai.OpenAI(base_url=base_url, api_key=api_key)
-        client.chat.completions.create(
-            model="policy", messages=[user(question), {"role": "tool"}]
-        )
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(
+                model="policy", messages=[user(question), {"role": "tool"}]
+            )
 
     task = make(preset, agent)
     template = (

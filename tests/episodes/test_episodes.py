@@ -1,6 +1,7 @@
 """Episodes: what is trained is what was sampled, and nothing else counts."""
 
 import asyncio
+import dataclasses
 import functools
 import random
 import re
@@ -11,6 +12,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.episodes import EpisodeError, Limits
+from keras_posttrain.episodes.chat import Draft
 from tests.episodes.support import Batches, compiled
 from tests.support import read_log, weights
 
@@ -511,10 +513,14 @@ def test_a_first_turn_without_room_is_refused(preset, kind, capfd):
 
 
 @pytest.mark.parametrize(
-    "loss, served",
-    [("auto", False), ("auto", True), (kpt.losses.ReinforceLoss(), True)],
+    "loss, served, staleness",
+    [
+        ("auto", False, 0),
+        ("auto", False, 1),
+        ("auto", True, 0),
+        (kpt.losses.ReinforceLoss(), True, 1),
+    ],
 )
-@pytest.mark.parametrize("staleness", [0, 1])
 def test_distillation_makes_a_step_a_rollout(
     preset, tmp_path, loss, served, staleness
 ):
@@ -560,6 +566,37 @@ def test_distillation_makes_a_step_a_rollout(
     assert [line["skipped"] for line in log] == [0, 1, 0, 0, 1, 0]
     assert [line["episodes/turns"] for line in log] == [2, 0, 2, 2, 0, 2]
     assert task.step == 6
+
+
+def test_a_students_advantages_are_the_trainers(preset, monkeypatch):
+    """Time decides how an engine rounds the log-probabilities of turns."""
+    add = Draft.add_sampled
+
+    def shifted(self, completion, turn):
+        logps = completion.per_token_logps + 1
+        completion = dataclasses.replace(completion, per_token_logps=logps)
+        add(self, completion, turn)
+
+    class Keep(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches = self.model.run.collection.batches
+
+    def advantages():
+        task = kpt.DistillTask.from_preset(
+            preset, teacher=preset, sequence_length=128
+        )
+        task.compile(
+            loss=kpt.losses.ReinforceLoss(),
+            on_policy=True,
+            episode=guess,
+            max_completion_length=4,
+        )
+        fit(task, ROWS[:2], callbacks=[keep := Keep()])
+        return [batch["advantages"] for batch in keep.batches]
+
+    ours = advantages()
+    monkeypatch.setattr(Draft, "add_sampled", shifted)
+    np.testing.assert_array_equal(advantages(), ours)
 
 
 def test_a_student_is_taught_on_its_own_episodes(preset):
