@@ -544,13 +544,7 @@ class DistillTask(Task):
         )
         prompts, self.data_report = self._student_prompts(dataset)
         settings.show(self.data_report)
-        sampling = self.sampling
-        sequences = rl_checks.minibatches(
-            batch_size, sampling.num_generations, sampling.num_minibatches
-        )
-        filled = self.filled_rows(sequences, packing)
-        settings.show(padding.describe(self.micro_batch_size, *filled))
-        huge_pages.advise(self.causal_lm, settings)
+        sampling, players = self.sampling, 1
         longest = int(summary_of(prompts.prompts)["tokens"].max())
         longest += sampling.max_completion_length
         episodes = None
@@ -565,6 +559,15 @@ class DistillTask(Task):
                 self.chat_template_kwargs,
                 self.truncation,
             )
+            players = len(episodes.trained)
+        sequences = rl_checks.minibatches(
+            batch_size,
+            sampling.num_generations * players,
+            sampling.num_minibatches,
+        )
+        filled = self.filled_rows(sequences, packing)
+        settings.show(padding.describe(self.micro_batch_size, *filled))
+        huge_pages.advise(self.causal_lm, settings)
         layout = dataclasses.replace(
             self._layout(sequences, packing, longest),
             by_sequence=self.objective.by_sequence,

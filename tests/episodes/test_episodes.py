@@ -526,12 +526,13 @@ def test_distillation_makes_a_step_a_rollout(
 ):
     """Whatever segments its episodes have, and where they have none."""
 
-    async def episode(chat, secret):
+    async def episode(x, o, secret):
         if secret == 2:
             raise kpt.episodes.EpisodeError("The server is down.")
-        await chat("Guess.")
-        chat.restart("So far nothing was guessed.")
-        await chat()
+        for chat in (x, o):
+            await chat("Guess.")
+            chat.restart("So far nothing was guessed.")
+            await chat()
 
     teacher, top_k = preset, None
     if served:
