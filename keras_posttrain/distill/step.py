@@ -70,7 +70,7 @@ class DistillTerms:
         if not differentiable:
             hidden = jax.lax.stop_gradient(hidden)
         teachers = self._teachers(state, rows, teacher_capture)
-        maps = iter(self.feature_maps)
+        maps, (_, source) = iter(self.feature_maps), teacher_view(rows)
         total, metrics = 0.0, {}
         for prefix, weight, loss in parts(self.loss):
             shares = {
@@ -87,7 +87,7 @@ class DistillTerms:
             else:
                 if isinstance(loss, FeatureLoss):
                     outputs = next(maps).features(
-                        student_capture, teacher_capture
+                        student_capture, teacher_capture, source
                     )
                 else:
                     outputs = self.policy.token_outputs(

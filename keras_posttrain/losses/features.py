@@ -153,6 +153,9 @@ class HiddenStateLoss(FeatureLoss):
     )
     ```
 
+    Where the teacher has a longer prompt, its states of the same tokens are
+    taken. It must have the student's tokenizer.
+
     Tunix 0.1.7 projects over all axes, batch and time included; here there is
     one linear map per pair of layers, shared by all tokens.
 
@@ -250,6 +253,9 @@ class AttentionLoss(FeatureLoss):
 
     `attention_loss`, averaged over the tokens that carry loss. Add it to
     another loss, like `HiddenStateLoss`.
+
+    Both models must read the same tokens: rows have no prompts of the
+    teacher's own.
 
     Zagoruyko and Komodakis compare activation maps of images. TinyBERT
     compares attention weights, with equal numbers of heads on both sides.

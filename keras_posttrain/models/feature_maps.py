@@ -60,8 +60,14 @@ class FeatureMap(keras.layers.Layer):
         """Returns the layers read of one side: 0 student, 1 teacher."""
         return tuple(dict.fromkeys(pair[side] for pair in self.pairs))
 
-    def features(self, student, teacher):
+    def features(self, student, teacher, source=None):
         """Maps the captured activations of both models to one shape.
+
+        Args:
+            student, teacher: `ActivationCapture`s.
+            source: int32 array of shape `(rows, length)`, the column of the
+                teacher's row that predicts each of the student's tokens; or
+                `None` where both read the same tokens.
 
         Returns:
             A dict of two float32 arrays of shape
@@ -70,6 +76,13 @@ class FeatureMap(keras.layers.Layer):
             `teacher_attentions`.
         """
         name = "attentions" if self.of_attention else "features"
+        if self.of_attention and source is not None:
+            raise ValueError(
+                "Attention weights are compared key by key, which takes a "
+                "teacher that reads the student's tokens and no others. Use "
+                "a `HiddenStateLoss`, or rows without a prompt of the "
+                "teacher's own."
+            )
         read = [self._attention, self._hidden][not self.of_attention]
         mine, theirs = zip(
             *(
@@ -77,11 +90,15 @@ class FeatureMap(keras.layers.Layer):
                 for i, pair in enumerate(self.pairs)
             )
         )
+        theirs = jax.lax.stop_gradient(jnp.stack(theirs, axis=2))
+        if source is not None:
+            # The same token is in the column after.
+            theirs = jnp.take_along_axis(
+                theirs, source[:, :, None, None] + 1, axis=1, mode="clip"
+            )
         return {
             f"student_{name}": jnp.stack(mine, axis=2),
-            f"teacher_{name}": jax.lax.stop_gradient(
-                jnp.stack(theirs, axis=2)
-            ),
+            f"teacher_{name}": theirs,
         }
 
     def _hidden(self, i, student, teacher, pair):

@@ -7,6 +7,7 @@ import pytest
 import safetensors.numpy
 
 import keras_posttrain as kpt
+from keras_posttrain.models.activation_capture import ActivationCapture
 from tests.support import (
     FAMILIES,
     REFERENCE,
@@ -198,6 +199,40 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_run(tmp_path):
     )
 
 
+def test_hidden_states_are_compared_at_the_same_tokens():
+    """Where the teacher has a longer prompt, its tokens come later."""
+    student, teacher = (
+        kpt.SFTTask.from_preset(path, sequence_length=64)
+        for path in (MODEL, OTHER)
+    )
+
+    def states(task, ids):
+        capture = ActivationCapture(hidden_layers=(0,))
+        batch = {
+            "token_ids": np.array([ids]),
+            "segment_ids": np.ones((1, len(ids)), "int32"),
+            "positions": np.arange(len(ids))[None],
+        }
+        task.policy.hidden_states(batch, capture=capture)
+        return np.asarray(capture.hidden[0])[0]
+
+    total = count = 0
+    for row in CONTEXT:
+        new, n = row["completion_ids"], len(row["completion_ids"])
+        ours = states(student, row["prompt_ids"] + new)[-n:]
+        theirs = states(teacher, row["teacher_prompt_ids"] + new)[-n:]
+        total += np.square(ours - theirs).mean(axis=-1).sum()
+        count += n
+    found = []
+    for packing in (False, True):
+        task = compiled(make(), losses.HiddenStateLoss(matching="none"))
+        found.append(step(task, CONTEXT, packing=packing))
+        np.testing.assert_allclose(
+            found[-1][0]["loss"], total / count, rtol=1e-5
+        )
+    same(*found)
+
+
 def test_the_student_as_it_was_teaches():
     task = compiled(make(teacher=None, lora=kpt.LoRA(rank=4)))
     first = task.evaluate(CONTEXT, 6)
@@ -230,6 +265,8 @@ def test_a_teacher_with_other_tokens():
         compiled(task)
     with pytest.raises(ValueError, match="needs rows of text"):
         task.fit(PAIRS, verbose=0)
+    with pytest.raises(ValueError, match="HiddenStateLoss compares"):
+        compiled(task, losses.SumLoss([loss, losses.HiddenStateLoss()]))
 
 
 # --- What is written down ----------------------------------------------------
@@ -497,6 +534,9 @@ def test_what_cannot_be_fitted():
         task.fit(PROMPTS, share_prefix=True)
     with pytest.raises(ValueError, match="NativeRollout\\(compile_ahead"):
         task.fit(PROMPTS, compile_ahead=True)
+    attention = compiled(make(), losses.AttentionLoss())
+    with pytest.raises(ValueError, match="key by key"):
+        attention.fit(CONTEXT, verbose=0)
     named = make(teacher={"a": None, "b": OTHER})
     compiled(named, teacher_column="who")
     wrong = [{**row, "who": who} for row, who in zip(ROWS, "abc")]
