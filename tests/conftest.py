@@ -61,14 +61,30 @@ LONGEST = (
 )
 
 
-def pytest_configure(config):
-    """Keeps compiled programs, small ones too, for all workers and runs.
+def share_cores():
+    """Gives a worker of pytest-xdist its share of the cores.
 
-    `JAX_COMPILATION_CACHE_DIR` names another folder than pytest's cache. JAX
-    neither locks the folder nor renames finished files into it, but an entry
-    that is read while it is written, or that a killed process left, fails to
-    decompress and is compiled again.
+    Programs this small take longer in threads that wait for each other, of two
+    workers on two cores by a tenth to a fifth.
     """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    number = int(worker.removeprefix("gw")) % count
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number::count] or cores)
+
+
+def pytest_configure(config):
+    """Shares the cores; keeps compiled programs for all workers and runs.
+
+    Small programs too. `JAX_COMPILATION_CACHE_DIR` names another folder than
+    pytest's cache. JAX neither locks the folder nor renames finished files
+    into it, but an entry that is read while it is written, or that a killed
+    process left, fails to decompress and is compiled again.
+    """
+    share_cores()
     folder = os.environ.setdefault(
         "JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax"))
     )

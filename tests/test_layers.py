@@ -19,6 +19,7 @@ LEVELS = {
     "_compiling": -1,
     "_cache": -2,
     "_console": -2,
+    "_cores": -2,
     "_hosts": -1,
     "_remote": -1,
     "_spans": -2,

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 
+from keras_posttrain._cores import num_cores
 from keras_posttrain.episodes.errors import EpisodeError
 from keras_posttrain.rewards.answers import check_seconds
 from keras_posttrain.rewards.lengths import check_count
@@ -27,7 +28,7 @@ START_SECONDS = 60
 GRACE = 2.0
 MAX_FILES = 256
 # More calls at once wait: their time limits would be of no meaning.
-_running = threading.BoundedSemaphore(4 * (os.cpu_count() or 1))
+_running = threading.BoundedSemaphore(4 * num_cores())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import os
 from concurrent import futures
 
 import jax
@@ -13,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_posttrain import _console
+from keras_posttrain._cores import num_cores
 from keras_posttrain.models import device_transfer, sharding
 from keras_posttrain.models.hf.families import has_experts
 from keras_posttrain.models.hf.tensors import linear_layers
@@ -550,7 +550,7 @@ def quantize(matrix, storage):
     else:
         step = rows * max(1, PART // (rows * out))
         parts = (matrix[i : i + step] for i in range(0, size, step))
-    with futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with futures.ThreadPoolExecutor(min(8, num_cores())) as pool:
         found = list(pool.map(lambda x: _quantize(x, storage, dtype), parts))
     axis = -1 if by_columns else 0
     return {

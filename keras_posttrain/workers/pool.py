@@ -14,11 +14,13 @@ import sys
 import time
 import weakref
 
+from keras_posttrain._cores import num_cores
+
 SCRIPT = pathlib.Path(__file__).with_name("child.py")
 # The most seconds in which a worker imports what its function needs.
 START_SECONDS = 300
 # Processes of a pool.
-COUNT = max(1, min(4, (os.cpu_count() or 1) - 1))
+COUNT = max(1, min(4, num_cores() - 1))
 
 
 @dataclasses.dataclass(frozen=True)

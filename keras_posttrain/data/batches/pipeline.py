@@ -2,12 +2,12 @@
 
 import array
 import bisect
-import os
 
 import grain
 import numpy as np
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
+from keras_posttrain._cores import num_cores
 from keras_posttrain.data import order
 from keras_posttrain.data.batches import packing as packing_lib
 from keras_posttrain.data.batches import streaming
@@ -413,7 +413,7 @@ class RandomAccess:
             rows = [self.rows[int(places[i])] for i in at]
             return self.build([[self.examples[i] for i in r] for r in rows])
 
-        threads = min(4, os.cpu_count() or 1)
+        threads = min(4, num_cores())
         ahead = (
             grain.MapDataset.range(first, self.num_batches)
             .map(build)

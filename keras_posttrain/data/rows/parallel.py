@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 
+from keras_posttrain._cores import num_cores
 from keras_posttrain.data.rows import reading
 from keras_posttrain.data.rows.preparation import prepare_part
 from keras_posttrain.data.rows.records import Part
@@ -33,9 +34,7 @@ def num_workers():
     """
     setting = os.environ.get(VARIABLE, "")
     if not setting:
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+        return num_cores()
     if not setting.isdecimal():
         raise ValueError(
             f"The environment variable `{VARIABLE}` must be a number of "

@@ -17,12 +17,12 @@ compressed with zlib. `worker.apply_difference` reads it.
 
 import concurrent.futures
 import json
-import os
 import pathlib
 import zlib
 
 import numpy as np
 
+from keras_posttrain._cores import num_cores
 from keras_posttrain.rollout.vllm.worker import DATA, INDEX
 
 # A tensor of which more has changed is stored whole.
@@ -95,7 +95,7 @@ def write(directory, base, version, pairs):
 
 def _encoded(pairs):
     """Yields `(name, encode(old, new))` in order, several at a time."""
-    count, waiting = min(MAX_THREADS, os.cpu_count() or 1), []
+    count, waiting = min(MAX_THREADS, num_cores()), []
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         for name, old, new in pairs:
             waiting.append((name, pool.submit(encode, old, new)))

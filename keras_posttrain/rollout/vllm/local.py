@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 
+from keras_posttrain._cores import num_cores
 from keras_posttrain.rollout.vllm import worker as vllm_worker
 from keras_posttrain.rollout.vllm.jobs import (
     EngineFailure,
@@ -35,8 +36,8 @@ FORCED = {
 
 
 def threads():
-    """Returns half of the CPU's cores, as JAX uses them too."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    """Returns half of this process's cores, as JAX uses them too."""
+    return max(1, num_cores() // 2)
 
 
 class LocalEngine:
