@@ -102,19 +102,28 @@ def last_number(text):
     Returns:
         Float, or `None` if there is no number or it is not finite.
     """
+    top, bottom = last_fraction(text)
+    if top is None or bottom == 0:
+        return None
+    number = top if bottom is None else top / bottom
+    return number if math.isfinite(number) else None
+
+
+def last_fraction(text):
+    """Parses the last number in a text as `last_number`, in its two parts.
+
+    Returns:
+        `(top, bottom)`, floats; `bottom` is `None` for a number without a
+        slash, and both are if there is no number.
+    """
     matches = list(_NUMBER.finditer(str(text).replace("\u2212", "-")))
     if not matches:
-        return None
+        return None, None
     match = matches[-1]
-    number = _read(match["plain"] or match["top"])
-    if match["bottom"]:
-        bottom = _read(match["bottom"])
-        if bottom == 0:
-            return None
-        number /= bottom
+    top = _read(match["plain"] or match["top"])
     if (match["sign"] or "").startswith("-"):
-        number = -number
-    return number if math.isfinite(number) else None
+        top = -top
+    return top, _read(match["bottom"]) if match["bottom"] else None
 
 
 def _read(digits):

@@ -190,7 +190,7 @@ class Loop:
                 "`kpt.losses.FunctionLoss(f)`, or None. "
                 f"Received: loss={loss!r}"
             )
-        batch = self._batch(data, loss)
+        batch = self._numbered(self._batch(data, loss))
         if self._calls:
             self._check_adds_up(batch, loss)
             if self._pending is not None:
@@ -403,11 +403,23 @@ class Loop:
         )
         return batches[0]
 
+    def _numbered(self, batch):
+        """Numbers the sequences after those of earlier calls of the step.
+
+        Dropout masks depend on the number: they are those of one batch.
+        """
+        if "sequence_ids" not in batch:
+            return batch
+        first, ids = self._num_sequences, batch["sequence_ids"]
+        self._num_sequences += int(np.max(ids)) + 1
+        return batch | {"sequence_ids": ids + np.int32(first)}
+
     # Steps
 
     def _begin_step(self):
         """Forgets gradients."""
         self._calls, self._loss = 0, None
+        self._num_sequences = 0
         # The sums of calls, and the last call as long as it was not run.
         self._sums = self._pending = None
 

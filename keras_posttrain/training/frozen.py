@@ -97,15 +97,8 @@ class FrozenPolicy:
 
     def update(self, mixup):
         """Replaces the weights by `mixup` policy + `1 - mixup` frozen."""
-
-        @jax.jit
-        def mix(old, new):
-            return [
-                (mixup * n.astype("float32") + (1 - mixup) * o).astype(o.dtype)
-                for o, n in zip(old, new)
-            ]
-
-        self.values = mix(self.values, [v.value for v in self.variables])
+        new = [v.value for v in self.variables]
+        self.values = _mixed(self.values, new, mixup)
 
     def state(self):
         """Returns the arrays that a checkpoint has to hold."""
@@ -155,6 +148,14 @@ class FrozenPolicy:
                 "no attention that keeps packed sequences apart. Use "
                 f"packing=False, or as the {self.role} {PACKABLE_MODELS}."
             )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _mixed(old, new, mixup):
+    return [
+        (mixup * n.astype("float32") + (1 - mixup) * o).astype(o.dtype)
+        for o, n in zip(old, new)
+    ]
 
 
 class Untracked:

@@ -306,6 +306,26 @@ def test_replies_without_a_grade_are_not_scored():
         score(wrong, ["a"])
 
 
+@pytest.mark.parametrize(
+    "reply, expected",
+    [
+        ("8/10", 0.8),
+        ("Good.\n**8** / 10.", 0.8),
+        ("I give it 8 out of 10 (very good).", 0.8),
+        ("7.5 of 10", 0.75),
+        ("10/10", 1.0),
+        ("Out of 10: 3", 0.3),
+        ("3/4 of it is right. 6", 0.6),
+        ("4/5", None),
+        ("It passes 2 of 3 tests", None),
+        ("12/10", None),
+    ],
+)
+def test_a_grade_may_name_the_best_one(reply, expected):
+    reward = kpt.rewards.JudgeReward(lambda text: reply)
+    assert score(reward, ["a"]) == [expected and pytest.approx(expected)]
+
+
 def test_a_judge_is_asked_a_few_questions_at_a_time():
     running, most = 0, 0
 

@@ -24,7 +24,7 @@ def make(cls=kpt.SFTTask, lora=True, optimizer=None, **settings):
     task = cls.from_preset(
         MODEL,
         sequence_length=64,
-        lora=kpt.LoRA(rank=4) if lora else None,
+        lora=kpt.LoRA(rank=4) if lora is True else lora or None,
     )
     if cls is kpt.GRPOTask:
         settings |= {"rewards": [lambda completions: [0.0] * len(completions)]}
@@ -132,6 +132,22 @@ def test_several_calls_add_up(settings):
         if name != "num_tokens" or not settings.get("share_prefix"):
             assert float(found[name]) == pytest.approx(log[name], rel=1e-5)
     assert losses[0] != losses[1]
+
+
+def test_dropout_of_several_calls_is_that_of_one():
+    one, several = (
+        make(
+            lora=kpt.LoRA(rank=4, dropout=0.5),
+            optimizer=keras.optimizers.SGD(1.0),
+        )
+        for _ in "ab"
+    )
+    loop_of(one, [ROWS[:6]])
+    with kpt.Loop(several) as loop:
+        for rows in (ROWS[:1], ROWS[1:4], ROWS[4:6]):
+            loop.forward_backward(rows)
+        loop.optim_step()
+    assert_equal(one, several, 1e-6)
 
 
 def test_metrics_can_be_read_before_the_step():
