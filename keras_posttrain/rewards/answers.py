@@ -34,7 +34,7 @@ class _AnswerReward(Reward):
         answers = columns[self.column]
         return [
             None
-            if answer is None
+            if _is_missing(answer)
             else self.compare(last_match(self.extract, text), answer)
             for text, answer in zip(
                 map(completion_text, completions), answers, strict=True
@@ -53,16 +53,18 @@ class ExactMatchReward(_AnswerReward):
 
     Args:
         column: string, the column of the answers: strings, numbers, or lists
-            of accepted answers.
+            of accepted answers. A float such as 42.0, to which tables with
+            missing values turn 42, accepts `"42"` as well.
         extract: string, a regular expression whose last match in the
             completion is its answer (its first group, if it has one), or
-            `None` for the whole text. Without a match the reward is 0.
+            `None` for the whole text. `.` also matches newlines. Without a
+            match the reward is 0.
         ignore_case: bool, whether to ignore upper and lower case.
 
     Example:
 
     ```python
-    reward = kpt.rewards.ExactMatchReward(extract=r"Answer: (.*)")
+    reward = kpt.rewards.ExactMatchReward(extract=r"Answer: (\\S+)")
     reward(["1 + 1?"], ["Let me see. Answer: 2"], answer=["2"])  # [1.0]
     ```
     """
@@ -71,7 +73,10 @@ class ExactMatchReward(_AnswerReward):
 
     def compare(self, text, answer):
         several = isinstance(answer, (list, tuple, set))
-        accepted = answer if several else [answer]
+        accepted = list(answer) if several else [answer]
+        accepted += [
+            int(a) for a in accepted if isinstance(a, float) and a.is_integer()
+        ]
         return float(
             text is not None
             and any(self._plain(text) == self._plain(a) for a in accepted)
@@ -90,6 +95,8 @@ _NUMBER = re.compile(
     rf"(?:[eE][-+]?\d+)?)(?:\s?/\s?(?P<bottom>{_DIGITS}))?"
     rf"|(?P<plain>(?:{_DIGITS})(?:[eE][-+]?\d+)?)"
 )
+# What begins an item of a list is no sign.
+_ITEM = re.compile(r"\n\s*[-+]\s+")
 
 
 def last_number(text):
@@ -97,7 +104,8 @@ def last_number(text):
 
     Args:
         text: string. `"1,234.5"`, `"-3"`, `"$5"`, `"2e-3"` and `"1/2"` are
-            numbers; the hyphen of `"17-25"` is not a minus sign.
+            numbers; the hyphen of `"17-25"` is not a minus sign, nor is that
+            of a line such as `"- 42"` in a list.
 
     Returns:
         Float, or `None` if there is no number or it is not finite.
@@ -116,7 +124,8 @@ def last_fraction(text):
         `(top, bottom)`, floats; `bottom` is `None` for a number without a
         slash, and both are if there is no number.
     """
-    matches = list(_NUMBER.finditer(str(text).replace("\u2212", "-")))
+    text = _ITEM.sub("\n", str(text).replace("\u2212", "-"))
+    matches = list(_NUMBER.finditer(text))
     if not matches:
         return None, None
     match = matches[-1]
@@ -144,7 +153,7 @@ class NumericReward(_AnswerReward):
             which the last number is used.
         extract: string, a regular expression whose last match contains the
             number (its first group, if it has one), or `None` for the whole
-            text. Without a match the reward is 0.
+            text. `.` also matches newlines. Without a match the reward is 0.
         tolerance: float, the largest absolute difference.
         relative_tolerance: float, the largest difference relative to the
             answer.
@@ -198,7 +207,7 @@ class MathReward(_AnswerReward):
             `"\\frac{1}{2}"`, with or without `$`, or numbers.
         extract: string, a regular expression whose last match holds the
             formula (its first group, if it has one), or `None` for the whole
-            text. Without a match the reward is 0.
+            text. `.` also matches newlines. Without a match the reward is 0.
         timeout: float, the seconds within which a completion must be
             compared.
 
@@ -232,7 +241,7 @@ class MathReward(_AnswerReward):
             for i, (completion, answer) in enumerate(
                 zip(completions, columns[self.column], strict=True)
             )
-            if answer is not None
+            if not _is_missing(answer)
         }
         results = _graders(self.timeout).map(calls.values())
         for i, result in zip(calls, results):
@@ -244,6 +253,11 @@ class MathReward(_AnswerReward):
 def _graders(timeout):
     """Returns the processes that compare formulas."""
     return Workers((formulas.__file__, "grader"), timeout, FORMULA_BYTES)
+
+
+def _is_missing(answer):
+    """Returns whether a row has no answer: NaN where a table has a gap."""
+    return answer is None or (isinstance(answer, float) and math.isnan(answer))
 
 
 def check_pattern(name, pattern):

@@ -135,8 +135,9 @@ def test_length():
 
 def test_exact_match():
     reward = kpt.rewards.ExactMatchReward()
-    answers = ["42", 42, ["a", " 42"], None, "43"]
-    assert score(reward, [" 42\n"] * 5, answer=answers) == [1, 1, 1, None, 0]
+    answers = ["42", 42, ["a", " 42"], None, "43", 42.0, 42.5, math.nan]
+    expected = [1, 1, 1, None, 0, 1, 0, None]
+    assert score(reward, [" 42\n"] * 8, answer=answers) == expected
     found = kpt.rewards.ExactMatchReward(
         column="gold", extract=r"<answer>(.*?)</answer>", ignore_case=True
     )
@@ -159,6 +160,9 @@ def test_exact_match():
         ("it is \u22127", -7),
         ("17-25", 25),
         ("5 - 8 = -3", -3),
+        ("x = - 3", -3),
+        ("Answer:\n- 42", 42),
+        ("So:\n  - 1\n  - -2", -2),
         ("$-3$", -3),
         ("-$5.50", -5.5),
         ("x=.5", 0.5),
