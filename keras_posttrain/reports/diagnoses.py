@@ -140,7 +140,8 @@ def not_finite(run, logs, is_first):
 
 def spikes(run, logs, is_first):
     norm, before = logs.get("grad_norm", 0.0), list(run._norms)
-    if not math.isfinite(norm):
+    # Steps that have nothing to learn are no measure of the others.
+    if not math.isfinite(norm) or norm == 0:
         return None
     run._norms.append(norm)
     usual = float(np.median(before)) if len(before) >= 10 else math.inf

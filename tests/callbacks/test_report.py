@@ -548,6 +548,12 @@ def test_a_diagnosis(name, lines):
     assert diagnose([well] * 40) == {}
 
 
+def test_a_step_after_some_without_gradients_is_no_spike():
+    assert diagnose([{**STEP, "grad_norm": 0.0}, STEP] * 20) == {}
+    lines = [{**STEP, "grad_norm": 0.0}] * 12 + [STEP]
+    assert diagnose(lines) == {}
+
+
 def test_secrets_are_not_shown():
     shown = command(
         ["train.py", "--hf-token", "abc", "--api_key=abc", "--max-tokens", "5"]
