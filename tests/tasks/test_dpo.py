@@ -6,6 +6,7 @@ import pytest
 
 import keras_posttrain as kpt
 from keras_posttrain.models.hf.loading import load_causal_lm
+from keras_posttrain.training import frozen
 from tests.support import REFERENCE, load_json, one_layer, read_log
 
 losses = kpt.losses
@@ -77,7 +78,9 @@ def test_a_reference_that_follows():
     task = make(kpt.LoRA(rank=4))
     task.compile(keras.optimizers.SGD(0.5))
     follow = kpt.callbacks.UpdateReference(every=1, mixup=1.0)
-    task.fit(PAIRS, batch_size=3, verbose=0, callbacks=[follow])
+    programs = frozen._mixed._cache_size()
+    task.fit(PAIRS, batch_size=3, epochs=2, verbose=0, callbacks=[follow])
+    assert task.step > 2 and frozen._mixed._cache_size() <= programs + 1
     # It has become the policy of the last step.
     assert abs(task.evaluate(PAIRS)["loss"] - np.log(2)) < 1e-6
 
