@@ -174,7 +174,9 @@ class Loop:
             data: list of `kpt.Datum`; or rows, as for `fit`, of a task that
                 trains on rows; or a batch, a dict of arrays as
                 `Task.train_step` gets.
-            loss: `kpt.losses.Loss`, or `None` for the task's.
+            loss: `kpt.losses.Loss`, or `None` for the task's. A step is
+                compiled for each loss that differs: make a `FunctionLoss`
+                of one function, not of a new `lambda` in each step.
 
         Returns:
             A `ForwardBackward`, whose `metrics` are those of these data.
