@@ -73,7 +73,8 @@ def share_cores():
     count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     number = int(worker.removeprefix("gw")) % count
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[number::count] or cores)
+    own = cores[number::count] or [cores[number % len(cores)]]
+    os.sched_setaffinity(0, own)
 
 
 def pytest_configure(config):
