@@ -6,8 +6,8 @@ import os
 def num_cores():
     """Returns how many cores this process may use.
 
-    A container, a job of a cluster or `taskset` may leave it fewer than the
-    machine has.
+    `taskset`, or the set of CPUs of a container or of a cluster's job, may
+    leave it fewer than the machine has.
     """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-# What starts threads or processes, in a process that has one core left.
+# What starts threads or processes, on a large machine, in a process that has
+# one core left.
 CODE = """
 import os
+os.cpu_count = lambda: 64
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from keras_posttrain._cores import num_cores
 from keras_posttrain.rollout.vllm.local import threads

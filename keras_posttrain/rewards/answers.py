@@ -91,12 +91,12 @@ class ExactMatchReward(_AnswerReward):
 # hyphen after a word, a digit or a bracket is not a minus sign.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
-    rf"(?<![\w).])(?P<sign>[-+]\s?)?[$€£]?(?P<top>(?:{_DIGITS})"
+    rf"(?<![\w).])(?P<sign>[-+][^\S\n]?)?[$€£]?(?P<top>(?:{_DIGITS})"
     rf"(?:[eE][-+]?\d+)?)(?:\s?/\s?(?P<bottom>{_DIGITS}))?"
     rf"|(?P<plain>(?:{_DIGITS})(?:[eE][-+]?\d+)?)"
 )
 # What begins an item of a list is no sign.
-_ITEM = re.compile(r"\n\s*[-+]\s+")
+_ITEM = re.compile(r"\n[^\S\n]*[-+][^\S\n]+")
 
 
 def last_number(text):

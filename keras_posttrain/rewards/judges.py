@@ -57,7 +57,7 @@ class JudgeReward(Reward):
         low, high: numbers, the ends of the scale.
         grade: string, a regular expression whose last match in the reply
             contains the grade (its first group, if it has one), or `None`
-            for the whole reply.
+            for the whole reply. `.` also matches newlines.
         max_concurrency: int, the largest number of concurrent questions.
 
     Example:

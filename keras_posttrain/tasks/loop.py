@@ -192,11 +192,12 @@ class Loop:
                 "`kpt.losses.FunctionLoss(f)`, or None. "
                 f"Received: loss={loss!r}"
             )
-        batch = self._numbered(self._batch(data, loss))
+        batch = self._batch(data, loss)
         if self._calls:
             self._check_adds_up(batch, loss)
             if self._pending is not None:
                 self._add_up()
+        batch = self._numbered(batch)
         self._calls, self._loss = self._calls + 1, loss
         found = ForwardBackward(self._add_up)
         self._pending = (batch, loss, found)
@@ -414,7 +415,7 @@ class Loop:
             return batch
         first, ids = self._num_sequences, batch["sequence_ids"]
         self._num_sequences += int(np.max(ids)) + 1
-        return batch | {"sequence_ids": ids + np.int32(first)}
+        return batch | {"sequence_ids": ids + first} if first else batch
 
     # Steps
 

@@ -163,6 +163,8 @@ def test_exact_match():
         ("x = - 3", -3),
         ("Answer:\n- 42", 42),
         ("So:\n  - 1\n  - -2", -2),
+        ("So:\n-\n- 42", 42),
+        ("So:\n-42", -42),
         ("$-3$", -3),
         ("-$5.50", -5.5),
         ("x=.5", 0.5),
@@ -209,6 +211,7 @@ def test_math(in_thread):
         ("41", 42, 0),
         ("no formula", "42", 0),
         ("$1$", None, None),
+        ("$1$", math.nan, None),
         ("$1$", "nothing to read", None),
     ]
     completions, answers, expected = zip(*pairs)

@@ -146,6 +146,9 @@ def test_dropout_of_several_calls_is_that_of_one():
     with kpt.Loop(several) as loop:
         for rows in (ROWS[:1], ROWS[1:4], ROWS[4:6]):
             loop.forward_backward(rows)
+            with pytest.raises(ValueError, match="couples"):
+                other = kpt.losses.FunctionLoss(negative_mean)
+                loop.forward_backward(ROWS[6:], loss=other)
         loop.optim_step()
     assert_equal(one, several, 1e-6)
 
@@ -392,10 +395,13 @@ def test_a_loss_of_ones_own():
         result = loop.forward_backward(ROWS[:4], loss=loss)
         loop.optim_step()
         assert float(result.metrics["lowest"]) < 0
+        # Another object of the same function is the same program.
+        loss = kpt.losses.FunctionLoss(negative_mean)
         loop.forward_backward(ROWS[:4], loss=loss)
         with pytest.raises(ValueError, match="FunctionLoss couples"):
             loop.forward_backward(ROWS[4:8], loss=loss)
         loop.optim_step()
+        assert len(loop._programs) == 1
     loop_of(plain, [ROWS[:4]])
     assert_equal(plain, own, 1e-6)
 
