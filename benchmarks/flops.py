@@ -9,6 +9,7 @@ are recomputed.
 """
 
 FLOAT = 4  # bytes
+PARTS = ("layers", "attention", "head")
 
 
 def layer_weights(model):
@@ -32,8 +33,8 @@ def attended(length, prefix=0):
     return length * prefix + length * (length + 1) // 2
 
 
-def forward(model, tokens, keys, targets):
-    """Returns the operations of a forward pass.
+def forward_parts(model, tokens, keys, targets):
+    """Returns the operations of a forward pass in a dict of `PARTS`.
 
     Args:
         model: `workloads.Model`.
@@ -41,40 +42,56 @@ def forward(model, tokens, keys, targets):
         keys: int, the keys that they see.
         targets: int, the tokens whose logits are needed.
     """
-    weights = model.layers * layer_weights(model) * tokens
-    weights += head_weights(model) * targets
-    return 2 * weights + 4 * model.layers * model.hidden * keys
+    return {
+        "layers": 2 * model.layers * layer_weights(model) * tokens,
+        "attention": 4 * model.layers * model.hidden * keys,
+        "head": 2 * head_weights(model) * targets,
+    }
 
 
-def training(model, tokens, keys, targets, rank=None):
-    """Returns the operations of a forward and a backward pass.
+def forward(model, tokens, keys, targets):
+    """Returns the operations of a forward pass; for `forward_parts`' work."""
+    return sum(forward_parts(model, tokens, keys, targets).values())
+
+
+def training_parts(model, tokens, keys, targets, rank=None):
+    """Returns the operations of a forward and a backward pass, by part.
 
     Args:
-        model, tokens, keys, targets: those of `forward`.
+        model, tokens, keys, targets: those of `forward_parts`.
         rank: int, of adapters, or `None` where all weights are trained.
     """
+    parts = forward_parts(model, tokens, keys, targets)
     if rank is None:
-        return 3 * forward(model, tokens, keys, targets)
+        return {name: 3 * part for name, part in parts.items()}
     d, kv = model.hidden, model.kv_heads * model.head_dim
     adapters = 6 * model.layers * adapter_weights(model, rank) * tokens
     # What the first layer's queries, keys and values are computed from has no
     # gradient.
     first = 2 * d * (d + 2 * kv) * tokens
-    attention = 4 * model.layers * d * keys
-    return (
-        2 * forward(model, tokens, keys, targets)
-        + attention
-        + adapters
-        - first
-    )
+    return {
+        "layers": 2 * parts["layers"] + adapters - first,
+        "attention": 3 * parts["attention"],
+        "head": 2 * parts["head"],
+    }
+
+
+def training(model, tokens, keys, targets, rank=None):
+    """Returns the operations of both passes; for `training_parts`' work."""
+    return sum(training_parts(model, tokens, keys, targets, rank).values())
+
+
+def sft_parts(model, rows, rank=None):
+    """Returns `training_parts` of rows `(token ids, prompt length)`."""
+    lengths = [len(ids) for ids, _ in rows]
+    targets = sum(len(ids) - prompt for ids, prompt in rows)
+    keys = sum(map(attended, lengths))
+    return training_parts(model, sum(lengths), keys, targets, rank)
 
 
 def sft(model, rows, rank=None):
     """Returns the operations of rows `(token ids, prompt length)`."""
-    lengths = [len(ids) for ids, _ in rows]
-    targets = sum(len(ids) - prompt for ids, prompt in rows)
-    keys = sum(map(attended, lengths))
-    return training(model, sum(lengths), keys, targets, rank)
+    return sum(sft_parts(model, rows, rank).values())
 
 
 def distill(student, teacher, rows):

@@ -15,7 +15,10 @@ import workloads
 from keras_posttrain import SFTTask
 
 
-def train(shape, rows, passes, *, lora=False, quantize=None, packing=False):
+def train(
+    shape, rows, passes, *, lora=False, quantize=None, packing=False,
+    callbacks=(),
+):  # fmt: skip
     """Trains, and returns the task and the clock.
 
     Args:
@@ -24,6 +27,7 @@ def train(shape, rows, passes, *, lora=False, quantize=None, packing=False):
         passes: int, epochs after the first one, which is a warm-up.
         lora: bool, whether adapters are trained.
         quantize, packing: those of `SFTTask`.
+        callbacks: further ones.
     """
     adapters = kpt.LoRA(rank=workloads.LORA_RANK, alpha=workloads.LORA_ALPHA)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +57,7 @@ def train(shape, rows, passes, *, lora=False, quantize=None, packing=False):
         epochs=1 + passes,
         packing=packing,
         shuffle=False,
-        callbacks=[clock],
+        callbacks=[clock, *callbacks],
         verbose=0,
     )
     return task, clock

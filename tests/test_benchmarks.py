@@ -690,3 +690,86 @@ def test_peaks_of_gpus(folder):
         "cpu": None,
     }
     assert {name: gpu.peak(name) for name in names} == names
+
+
+@pytest.fixture(scope="module")
+def step_parts(folder):
+    return load("step_parts")
+
+
+@pytest.mark.parametrize(
+    "origin, part",
+    [
+        ("jit(run)/jvp(head)/while/body/dot_general", "head: products"),
+        ("jit(run)/jvp(head)/while/body/exp", "head: rest"),
+        (
+            "jit(run)/jvp(jit(decoder_layer))/layer_0/self_attention/exp",
+            "attention: rest",
+        ),
+        (
+            "jit(run)/transpose(jvp(jit(decoder_layer)))/layer_0"
+            "/self_attention/dot_general",
+            "attention: products",
+        ),
+        (
+            "jit(run)/jvp(jit(decoder_layer))/layer_0/self_attention/query"
+            "/dot_general",
+            "layers: products",
+        ),
+        (
+            "jit(run)/jvp(jit(decoder_layer))/layer_0/self_attention"
+            "/llama_rotary_embedding/mul",
+            "layers: rest",
+        ),
+        ("jit(run)/adam_w/sqrt", "optimizer and others"),
+    ],
+)
+def test_parts_of_a_step(step_parts, origin, part):
+    text = f'f32[2,3] fusion(%a), metadata={{op_name="{origin}"}}'
+    assert step_parts.part_of(text) == part
+
+
+def test_shares_of_threads_that_compute_at_once(step_parts):
+    """From 0 to 10: 4 of one part alone, then 4 in two threads, in one of
+    them 1 of another part; then 1 of none, and 1 of the other part."""
+    threads = [
+        [(0, 8, "a"), (5, 6, "inside"), (0, 10, "not an instruction")],
+        [(4, 8, "b"), (9, 10, "b"), (11, 11, "b")],
+        [],
+    ]
+    parts = {"a": "layers", "b": "head", "inside": "head"}
+    shares = step_parts.shares(threads, parts)
+    assert shares == pytest.approx({"layers": 0.55, "head": 0.35})
+
+
+def test_instructions_are_those_of_the_largest_program(step_parts, tmp_path):
+    origin = 'metadata={op_name="jit(run)/jvp(head)/exp"}'
+    big = f"ENTRY %main {{\n  %x.1 = f32[2] add(%a, %b), {origin}\n"
+    big += "  ROOT %y-2 = f32[] copy(%x.1)\n}\n"
+    name = "module_{}.jit_run.cpu_after_optimizations.txt"
+    (tmp_path / name.format(1)).write_text(big)
+    (tmp_path / name.format(2)).write_text("  %z = f32[] copy(%a)\n")
+    assert step_parts.instructions(tmp_path) == {
+        "x.1": "head: rest",
+        "y-2": "optimizer and others",
+    }
+
+
+def test_the_table_of_a_step(step_parts):
+    runs = [
+        {
+            "case": case,
+            "cores": 2,
+            "step_s": 2.0,
+            "traced_s": 2.5,
+            "shares": {part: 0.1 for part in step_parts.PARTS},
+            "least": {"layers": 1e9, "attention": 2e9, "head": 3e9},
+        }
+        for case in step_parts.CASES
+    ]
+    rows = step_parts.medians(runs[:1], 10e9)
+    assert rows[0] == pytest.approx(("layers: products", 0.1, 0.2, 0.1))
+    assert rows[-1] == pytest.approx(("no operation", 0.3, 0.6, 0))
+    text = step_parts.table(runs, [{"operations_per_s": 10e9}])
+    assert "at the fastest product 0.60 s: 30%" in text
+    assert "| head: products | 10% | 0.20 | 0.30 |" in text

@@ -89,7 +89,7 @@ class Head:
 
         If `keep` is false, logits exist for one tile at a time.
         """
-        columns = vocabulary_size if keep else self._tile_size(vocabulary_size)
+        columns = vocabulary_size if keep else self.tile_size(vocabulary_size)
         return min(self.chunk_size or _default_chunk(columns), tokens)
 
     def logits(self, hidden, kernel):
@@ -178,7 +178,8 @@ class Head:
     def _vocabulary_axis(self):
         return 0 if self.transposed else 1
 
-    def _tile_size(self, columns):
+    def tile_size(self, columns):
+        """Returns the columns of a tile where there are so many."""
         return min(self.tile or _default_tile(columns), columns)
 
     def over_chunks(self, kernel, size, count, function, carry):
@@ -189,7 +190,7 @@ class Head:
         columns, unused rows cost less than a second loop to compile.
         """
         columns = self.vocabulary_size(kernel)
-        if self._tile_size(columns) == columns or size % 2:
+        if self.tile_size(columns) == columns or size % 2:
             chunks, small = (count + size - 1) // size, 0
         else:
             small = size // 2
@@ -212,26 +213,32 @@ class Head:
     def over_tiles(self, kernel, function, carry):
         """Loops `carry = function(tile, carry)` over the vocabulary."""
         columns = self.vocabulary_size(kernel)
-        size = self._tile_size(columns)
+        size = self.tile_size(columns)
         if size == columns:
-            return function(Tile(0, 0, columns), carry)
+            return function(Tile(0, 0, 0, columns), carry)
 
         def body(i, carry):
             # All tiles have one size: the last begins within the one before.
             start = jnp.minimum(i * size, columns - size)
             first = i * size if columns % size else start
-            return function(Tile(start, first, size), carry)
+            return function(Tile(i, start, first, size), carry)
 
-        return jax.lax.fori_loop(0, -(-columns // size), body, carry)
+        return jax.lax.fori_loop(0, self.tiles(columns), body, carry)
+
+    def tiles(self, columns):
+        """Returns the number of tiles of so many columns."""
+        return -(-columns // self.tile_size(columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """Successive columns of logits: `size` of them, from column `start` on.
 
-    Columns before the column `first` belong to another tile too.
+    Columns before the column `first` belong to another tile too. `number`
+    counts tiles from 0.
     """
 
+    number: jax.Array | int
     start: jax.Array | int
     first: jax.Array | int
     size: int
@@ -332,47 +339,100 @@ def select_tokens(token_ids, mask, predicted_by=None):
     )
 
 
-def _measure(head, hidden, kernel, targets, extras, keep):
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What a chunk keeps of its tokens' distributions for their gradients.
+
+    Attributes:
+        logits: float32 array of shape `(tiles, slots, tile.size)` or `None`;
+            a chunk has the first of the slots. With `tops` it has
+            `exp(logits - top)`, which need not be computed again.
+        tops: float32 array of shape `(tiles, slots)` or `None`, for each
+            tile the largest logit of the tiles up to it.
+    """
+
+    logits: jax.Array | None
+    tops: jax.Array | None
+
+    @classmethod
+    def of(cls, head, kernel, size, is_relative):
+        """Makes the arrays for chunks of at most `size` tokens."""
+        columns = head.vocabulary_size(kernel)
+        tiles = head.tiles(columns)
+        logits = jnp.zeros((tiles, size, head.tile_size(columns)), "float32")
+        tops = jnp.zeros((tiles, size), "float32") if is_relative else None
+        return cls(logits, tops)
+
+    def put(self, tile, logits, weights, top):
+        """Keeps a tile of a chunk's logits, or of their exponentials."""
+
+        def put(x, part):
+            start = (tile.number,) + (0,) * part.ndim
+            return jax.lax.dynamic_update_slice(x, part[None], start)
+
+        if self.logits is None:
+            return self
+        if self.tops is None:
+            return Kept(put(self.logits, logits), None)
+        return Kept(put(self.logits, weights), put(self.tops, top))
+
+    def of_tile(self, tile, tokens):
+        """Returns what is kept of a tile for so many tokens of a chunk."""
+        return self.logits[tile.number, :tokens]
+
+    def probabilities(self, tile, top, log_total):
+        """Returns a tile's probabilities, and their logarithms or `None`.
+
+        `top` and `log_total` are those of the chunk's tokens, `(tokens,)`.
+        """
+        size = top.shape[0]
+        part = self.of_tile(tile, size)
+        if self.tops is None:
+            logps = (part - top[:, None]) - log_total[:, None]
+            return jnp.exp(logps), logps
+        scale = jnp.exp((self.tops[tile.number, :size] - top) - log_total)
+        return part * scale[:, None], None
+
+
+jax.tree_util.register_dataclass(Kept, ["logits", "tops"], [])
+
+
+def _measure(head, hidden, kernel, targets, extras, kept):
     """Computes the values of one chunk, and the state of its gradient.
 
-    Logits are kept for the gradient if `keep` is true.
+    `kept` is a `Kept` of an earlier chunk; its arrays are used again.
     """
     size = hidden.shape[0]
     targets = head.columns(kernel, targets)
     zeros = jnp.zeros(size, "float32")
     sums = {name: zeros for name in ("weights", *extras)}
-    logits = None
-    if keep:
-        shape = (size, head.vocabulary_size(kernel))
-        logits = jnp.zeros(shape, "float32")
 
     def add(tile, carry):
-        top, sums, at_target, logits = carry
+        top, sums, at_target, kept = carry
         part = head.tile_logits(tile, hidden, kernel)
-        if keep:
-            logits = tile.put(logits, part, axis=1)
         column = targets - tile.start
         is_here = (column >= 0) & (column < tile.size)
         here = jnp.take_along_axis(part, column[:, None], 1, mode="clip")
         at_target = jnp.where(is_here, here[:, 0], at_target)
-        part = tile.without_others(part, LOWEST)
+        # Columns of another tile are no larger than the largest of all.
         new_top = jnp.maximum(top, jnp.max(part, axis=-1))
         sums = _relative_to(new_top, top, sums)
         # Logits are taken relative to the largest: for a nearly certain
         # token the difference of two large logits would be mostly rounding
         # error.
         below = part - new_top[:, None]
-        weights = jnp.exp(below)
+        weights = tile.without_others(jnp.exp(below))
         terms = {
             "weights": weights,
             "entropies": weights * below,
             "collision_entropies": weights * weights,
         }
         sums = {k: x + jnp.sum(terms[k], axis=-1) for k, x in sums.items()}
-        return new_top, sums, at_target, logits
+        kept = kept.put(tile, part, weights, new_top)
+        return new_top, sums, at_target, kept
 
-    first = (jnp.full(size, LOWEST), sums, zeros, logits)
-    top, sums, at_target, logits = head.over_tiles(kernel, add, first)
+    first = (jnp.full(size, LOWEST), sums, zeros, kept)
+    top, sums, at_target, kept = head.over_tiles(kernel, add, first)
     if head.axis is not None:
         highest = jax.lax.pmax(top, head.axis)
         sums = head.summed(_relative_to(highest, top, sums))
@@ -387,7 +447,7 @@ def _measure(head, hidden, kernel, targets, extras, keep):
     if "collision_entropies" in extras:
         squares = jnp.log(sums["collision_entropies"])
         values["collision_entropies"] = 2 * log_total - squares
-    return values, (logits, top, log_total)
+    return values, (kept, top, log_total)
 
 
 def _relative_to(new_top, top, sums):
@@ -411,18 +471,18 @@ def _logits_gradient(head, state, targets, cotangent, by_entropy, tile):
     sum of entropies times their cotangent is added: dH / d(logit) is
     `-p * (log p + H)`.
     """
-    logits, top, log_total = state
-    logits = tile.take(logits, axis=1)
-    logps = (logits - top[:, None]) - log_total[:, None]
+    kept, top, log_total = state
+    weights, logps = kept.probabilities(tile, top, log_total)
     hit = (tile.columns[None] == targets[:, None]).astype("float32")
-    gradient = hit - jnp.exp(logps)
+    gradient = hit - weights
     gradient = gradient * (cotangent / head.temperature)[:, None]
     if by_entropy is not None:
         entropies, cotangent = by_entropy
-        surplus = jnp.exp(logps) * (logps + entropies[:, None])
+        surplus = weights * (logps + entropies[:, None])
         scale = (cotangent / head.temperature)[:, None]
         gradient = gradient - surplus * scale
     if head.soft_cap is not None:
+        logits = kept.of_tile(tile, targets.shape[0])
         bounded = logits * (head.temperature / head.soft_cap)
         gradient = gradient * (1 - bounded**2)
     return gradient
@@ -465,6 +525,17 @@ def _sweep(
     names = ["per_token_logps", "correct", *extras]
     # Unused slots write to one more element at the end, removed below.
     carry = {name: jnp.zeros(slots + 1, "float32") for name in names}
+    # With tiles all chunks use the same arrays, which are then cleared once.
+    is_tiled = head.tiles(head.vocabulary_size(kernel)) > 1
+    is_relative = is_tiled and head.soft_cap is None and by_entropy is None
+
+    def keep_of(size):
+        if not keep:
+            return Kept(None, None)
+        return Kept.of(head, kernel, size, is_relative)
+
+    if is_tiled:
+        carry["kept"] = keep_of(size)
     if keep:
         carry["d_hidden"] = jnp.zeros(hidden.shape, "float32")
     if cotangent == "one":
@@ -483,8 +554,11 @@ def _sweep(
         # which may be NaN, has no effect.
         h = jnp.where(used[:, None], hidden[cut(source)], 0)
         y = cut(targets)
-        values, state = _measure(head, h, kernel, y, extras, keep)
+        kept = carry["kept"] if is_tiled else keep_of(size)
+        values, state = _measure(head, h, kernel, y, extras, kept)
         new = {name: carry[name].at[out].set(values[name]) for name in names}
+        if is_tiled:
+            new["kept"] = state[0]
         if not keep:
             return new
         if cotangent == "one":
@@ -514,6 +588,7 @@ def _sweep(
 
     with jax.named_scope("head"):
         carry = head.over_chunks(kernel, size, tokens.count, body, carry)
+    carry.pop("kept", None)
     values = {name: carry.pop(name)[:slots] for name in names}
     return values, carry
 

@@ -165,6 +165,23 @@ def sublayers(layer):
     return layer._flatten_layers()
 
 
+@contextlib.contextmanager
+def replaced_calls(calls):
+    """Replaces the `call` of layers inside.
+
+    `calls` is an iterable of pairs of a layer and what replaces its `call`.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer, call in calls:
+            own = vars(layer)
+            if "call" in own:
+                stack.callback(own.__setitem__, "call", own["call"])
+            else:
+                stack.callback(own.pop, "call")
+            own["call"] = call
+        yield
+
+
 def multiply(equation, x, kernel):
     """Computes an einsum of tokens and a kernel as one matrix product.
 

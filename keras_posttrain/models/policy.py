@@ -17,6 +17,7 @@ from keras_posttrain.models import (
     gemma3n,
     gemma4,
     gpu_attention,
+    norms,
     qwen3_5,
     recurrence,
     rematerialisation,
@@ -348,18 +349,19 @@ class Policy:
             rows = x.reshape(*batch["token_ids"].shape, -1)
             rows = vision.put_images(self.backbone, rows, batch)
             x = rows.reshape(x.shape)
-        if type(self.backbone) is keras_hub.models.Gemma4Backbone:
-            inputs = self._inputs_by_layer(ids, is_padding, x, remat)
+        norm = self.backbone.layer_norm
+        with norms.without_axes_of_one([*self.layers, norm]):
+            if type(self.backbone) is keras_hub.models.Gemma4Backbone:
+                inputs = self._inputs_by_layer(ids, is_padding, x, remat)
+                with scope:
+                    x = gemma4.run_layers(self.layers, x, inputs, run)
+                if gemma3n.joins_states(norm):
+                    return self._layer(norm, x, remat)
+                return norm(x)
             with scope:
-                x = gemma4.run_layers(self.layers, x, inputs, run)
-            norm = self.backbone.layer_norm
-            if gemma3n.joins_states(norm):
-                return self._layer(norm, x, remat)
+                for layer in self.layers:
+                    x = run(layer, x)
             return norm(x)
-        with scope:
-            for layer in self.layers:
-                x = run(layer, x)
-        return self.backbone.layer_norm(x)
 
     def _inputs_by_layer(self, ids, is_padding, x, remat):
         """Returns the result of `gemma4.PerLayerInputs`, or `None`."""

@@ -10,7 +10,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from keras_posttrain.models import gpu_attention, sharding
-from keras_posttrain.models.linear import is_linear, sublayers
+from keras_posttrain.models.linear import (
+    is_linear,
+    replaced_calls,
+    sublayers,
+)
 
 # The outputs of attention and, where a kernel has them, its statistics; those
 # of the delta rule.
@@ -71,14 +75,11 @@ def named_outputs(layer, choice):
     pairs = [(part, sharding.SUMMED) for part in summed]
     if KEPT.get(choice):
         pairs += linear_layers(layer)
+    # One after the other: an output may have two names.
     with contextlib.ExitStack() as stack:
         for part, name in pairs:
-            own = vars(part)
-            if "call" in own:
-                stack.callback(own.__setitem__, "call", own["call"])
-            else:
-                stack.callback(own.pop, "call")
-            own["call"] = _named(part.call, name)
+            call = _named(part.call, name)
+            stack.enter_context(replaced_calls([(part, call)]))
         yield
 
 

@@ -1,0 +1,62 @@
+"""Norms on a CPU compute without the axis of size 1 of hidden states."""
+
+import re
+
+import numpy as np
+import pytest
+
+from keras_posttrain.models import norms
+from keras_posttrain.models.linear import sublayers
+from keras_posttrain.models.policy import Policy
+from tests.models.test_equal_layers import BATCH, MODELS, step_of
+from tests.support import in_ci
+
+# Llama's norms, those of queries and keys too, and Gemma's.
+by_model = pytest.mark.parametrize(
+    "name", in_ci("llama3", "qwen3", "gemma3_text", of=MODELS)
+)
+
+
+@pytest.fixture
+def as_kerashub(monkeypatch):
+    """`as_kerashub()` turns off what is tested here."""
+    return lambda: monkeypatch.setattr(norms, "_is_norm", lambda _: False)
+
+
+@by_model
+def test_no_sum_has_an_axis_of_size_one(name, as_kerashub):
+    causal_lm = MODELS[name][0]()
+    tokens = BATCH["token_ids"].size
+    slow = re.compile(rf"applies stablehlo\.add .*\(tensor<{tokens}x1x\d+")
+
+    def count():
+        step, values = step_of(causal_lm, "none")
+        return len(slow.findall(step.lower(values, BATCH).as_text()))
+
+    assert count() == 0
+    as_kerashub()
+    assert count() > 0, "the inspection sees sums"
+
+
+@by_model
+def test_gradients_are_those_of_kerashubs_call(name, as_kerashub):
+    causal_lm = MODELS[name][0]()
+    step, values = step_of(causal_lm, "none")
+    loss, gradients = step(values, BATCH)
+    as_kerashub()
+    step, values = step_of(causal_lm, "none")
+    expected, wanted = step(values, BATCH)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for found, value in zip(gradients, wanted, strict=True):
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found, value, atol=1e-5 * scale)
+
+
+def test_layers_are_what_they_were_after_a_forward_pass():
+    backbone = (causal_lm := MODELS["llama3"][0]()).backbone
+    layers = [*backbone.transformer_layers, backbone.layer_norm]
+    parts = [part for layer in layers for part in sublayers(layer)]
+    found = [part for part in parts if norms._is_norm(part)]
+    assert len(found) == 2 * len(backbone.transformer_layers) + 1
+    Policy(causal_lm).hidden_states(BATCH)
+    assert not any("call" in vars(part) for part in found)
