@@ -59,6 +59,19 @@ def step_of(causal_lm, remat):
     return jax.jit(jax.value_and_grad(loss)), [v.value for v in variables]
 
 
+def assert_same_steps(causal_lm, remat, change):
+    """Compares steps before and after `change` is called."""
+    step, values = step_of(causal_lm, remat)
+    loss, gradients = step(values, BATCH)
+    change()
+    step, values = step_of(causal_lm, remat)
+    expected, wanted = step(values, BATCH)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for found, value in zip(gradients, wanted, strict=True):
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found, value, atol=1e-5 * scale)
+
+
 def programs_of_layers(step, *arguments):
     """The programs of decoder layers, and how often they are called."""
     found = []
@@ -98,16 +111,7 @@ def test_equal_layers_have_one_program(name):
 def test_steps_are_those_of_layers_traced_one_by_one(
     name, remat, each_layer_traced
 ):
-    causal_lm = MODELS[name][0]()
-    step, values = step_of(causal_lm, remat)
-    loss, gradients = step(values, BATCH)
-    each_layer_traced()
-    step, values = step_of(causal_lm, remat)
-    expected, wanted = step(values, BATCH)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for found, value in zip(gradients, wanted, strict=True):
-        scale = np.abs(value).max()
-        np.testing.assert_allclose(found, value, atol=1e-5 * scale)
+    assert_same_steps(MODELS[name][0](), remat, each_layer_traced)
 
 
 def test_layers_have_their_own_weights_and_adapters():
