@@ -400,7 +400,7 @@ jax.tree_util.register_dataclass(Kept, ["logits", "tops"], [])
 def _measure(head, hidden, kernel, targets, extras, kept):
     """Computes the values of one chunk, and the state of its gradient.
 
-    `kept` is a `Kept` of an earlier chunk; its arrays are used again.
+    `kept` is a `Kept`; what an earlier chunk has put there is replaced.
     """
     size = hidden.shape[0]
     targets = head.columns(kernel, targets)

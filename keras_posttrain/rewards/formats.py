@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 from keras_posttrain.rewards.answers import check_pattern
 from keras_posttrain.rewards.reward import Reward, completion_text
@@ -54,7 +55,8 @@ class ThinkFormatReward(Reward):
         answer: bool, whether the rest must be one `<answer>…</answer>`, with
             only whitespace around it.
         opened: bool, whether the chat template adds `<think>` to the end of
-            the prompt, so that the completion starts inside it.
+            the prompt, so that the completion starts inside it. A warning
+            says so if completions look like that and it is false.
 
     Example:
 
@@ -68,7 +70,17 @@ class ThinkFormatReward(Reward):
     opened: bool = False
 
     def __call__(self, prompts=None, completions=None, **columns):
-        return [float(self._fits(completion_text(c))) for c in completions]
+        texts = [completion_text(c) for c in completions]
+        if not self.opened and _start_inside(texts):
+            warnings.warn(
+                "ThinkFormatReward: completions end their reasoning with "
+                "`</think>` and none begins it, as with a chat template that "
+                "adds `<think>` to the prompt. All get a reward of 0. Use "
+                "ThinkFormatReward(opened=True). Received, for example: "
+                f"{texts[0][:80]!r}",
+                stacklevel=2,
+            )
+        return [float(self._fits(text)) for text in texts]
 
     def _fits(self, text):
         text = "<think>" + text if self.opened else text
@@ -85,3 +97,10 @@ class ThinkFormatReward(Reward):
             and text.count("<answer>") == text.count("</answer>") == 1
             and text.count("</think>") == 1
         )
+
+
+def _start_inside(texts):
+    """Returns whether most of several texts end thoughts that none begins."""
+    ends = sum("</think>" in text for text in texts)
+    begins = any("<think>" in text for text in texts)
+    return len(texts) > 1 and 2 * ends > len(texts) and not begins

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import math
 import threading
+import warnings
 
 import keras
 import keras_hub
@@ -93,6 +94,32 @@ def test_think_and_answer():
     ) == [1, 0, 0, 0, 0, 0, 0]
     opened = kpt.rewards.ThinkFormatReward(opened=True)
     assert score(opened, ["a</think>b", "<think>a</think>b"]) == [1, 0]
+
+
+INSIDE = ["a</think>b", "a</think>", "no end"]
+
+
+def test_a_template_that_opens_the_thoughts_is_suspected():
+    reward = kpt.rewards.ThinkFormatReward()
+    with pytest.warns(UserWarning, match=r"opened=True.*'a</think>b'"):
+        assert score(reward, INSIDE) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "completions, opened",
+    [
+        (INSIDE, True),
+        ([*INSIDE, "<think>a</think>b"], False),
+        (["a</think>b", "a", "b"], False),
+        (["a</think>b"], False),
+        ([], False),
+    ],
+)
+def test_nothing_is_suspected(completions, opened):
+    reward = kpt.rewards.ThinkFormatReward(opened=opened)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        score(reward, completions)
 
 
 def test_cosine_length_by_hand():
