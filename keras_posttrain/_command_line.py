@@ -350,7 +350,7 @@ def _callbacks(command, given):
         Code(_call("kpt.callbacks.Checkpoint", [folder], kwargs)),
         Code(_call("kpt.callbacks.MetricsLog", [folder])),
     ]
-    if command.samples:
+    if command.samples or "on-policy" in given:
         found.append(Code(_call("kpt.callbacks.CompletionsLog", [folder])))
     wanted = given.get("report", "yes")
     if wanted not in ("yes", "no"):

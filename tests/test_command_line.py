@@ -143,6 +143,14 @@ def test_an_episode_is_scored_by_a_reward_model_on_quantized_weights(folder):
     assert adapter(folder / "run")
 
 
+def test_the_samples_of_distillation_are_logged(folder):
+    arguments = ["distill", *command("sft")[1:-5], "--data", "prompts.jsonl"]
+    assert main([*arguments, "--on-policy", *SAMPLED[:2]]) == 0
+    lines = (folder / "run" / "completions.jsonl").read_text().splitlines()
+    prompts = {row["prompt"] for row in ROWS["prompts.jsonl"]}
+    assert {json.loads(line)["prompt"] for line in lines} == prompts
+
+
 def test_a_distribution_is_set(folder, eight_devices):
     rows = ["--batch-size", "8", "--distribution", "fsdp"]
     assert main([*command("sft"), *rows]) == 0
