@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a CPU, by part of the model.
+"""What the time of a training step on a CPU is spent on, by part of the model.
 
 Steps of the benchmark of fine-tuning are traced (`kpt.callbacks.Trace`), and
 the time of each operation of the compiled step counts for the part of the
@@ -199,8 +199,8 @@ def table(runs, limits):
     """Returns the medians as Markdown."""
     rate = max(x["operations_per_s"] for x in limits)
     lines = [
-        f"Fastest product: {rate / 1e9:.0f} GFLOP/s. {runs[0]['cores']} CPUs,"
-        f" {len(limits)} processes of each work.",
+        f"Fastest product: {rate / 1e9:.0f} GFLOP/s. {runs[0]['cores']} CPUs."
+        f" Processes of each work: {len(limits)}.",
     ]
     for case in CASES:
         own = [r for r in runs if r["case"] == case]

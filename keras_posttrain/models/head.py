@@ -260,11 +260,11 @@ class Tile:
             return part
         return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, axis)
 
-    def without_others(self, part, value=0.0):
-        """Replaces columns of another tile in `part`, `(tokens, size)`."""
+    def without_others(self, part):
+        """Sets columns of another tile in `part`, `(tokens, size)`, to 0."""
         if self.start is self.first:
             return part
-        return jnp.where(self.columns >= self.first, part, value)
+        return jnp.where(self.columns >= self.first, part, 0.0)
 
 
 def _default_tile(columns):
