@@ -104,8 +104,10 @@ print(first.token_ids, first.per_token_logps, first.finish_reason)
 
 """
 The 800 samples went through 64 slots. Each prompt was computed once for its
-eight samples, and when a sample ended, the next one took its slot. These
-programs were compiled for it:
+eight samples, and when a sample ended, the next one took its slot. On a CPU
+samples that decode at once also read the keys and values of their prompt
+together, if it is long enough for that to pay. These programs were compiled
+for it:
 """
 
 print("\n".join(engine.programs))

@@ -33,6 +33,7 @@ from keras_posttrain.models import (
 )
 from keras_posttrain.models.context import Pieces
 from keras_posttrain.models.key_values import KeyValues, joined_keys
+from keras_posttrain.models.prefix_key_values import PrefixKeyValues
 from keras_posttrain.models.rematerialisation import ATTENDED
 
 # Queries are processed in blocks of this many tokens. The scores of a block
@@ -591,7 +592,8 @@ def _masked_scores(
 
 def _with_keys(caches):
     """Returns the numbers of the caches of keys and values."""
-    return [i for i, x in enumerate(caches) if isinstance(x, KeyValues)]
+    kinds = KeyValues, PrefixKeyValues
+    return [i for i, x in enumerate(caches) if isinstance(x, kinds)]
 
 
 @contextlib.contextmanager
@@ -733,8 +735,8 @@ def decoding_scope(lengths, step, past, recent):
         lengths: int array of shape `(slots,)`, the tokens of `past` that
             belong to each sequence.
         step: int scalar, the number of tokens in `recent`.
-        past: list of caches, one for each layer; not changed. Those of
-            recurrent layers are left out.
+        past: list of caches or `PrefixKeyValues`, one for each layer; not
+            changed. Those of recurrent layers are left out.
         recent: list of caches, one for each layer, of the tokens after
             those of `past`. A token is written to the same column in all
             slots, which is cheap, and not to the end of each sequence. The
@@ -748,23 +750,29 @@ def decoding_scope(lengths, step, past, recent):
     ):  # fmt: skip
         slots = lengths.shape[0]
         layer = next(layers) if donor is None else donor
-        old = past[layer]
-        dtype = old.keys.dtype
+        old, new = past[layer], recent[layer]
         if donor is None:
             shape = (slots, num_kv_heads, head_dim)
-            pair = (x.reshape(shape).astype(dtype) for x in (k, v))
-            recent[layer] = recent[layer].write(step, *pair)
-        new = recent[layer]
+            pair = (x.reshape(shape).astype(new.keys.dtype) for x in (k, v))
+            new = recent[layer] = new.write(step, *pair)
         query = q.reshape(slots, num_kv_heads, -1, head_dim)
-        held = old.positions(lengths)
         since = jnp.arange(new.num_columns)
         at = (lengths + step)[:, None]
-        visible = held >= 0
-        visible_since = jnp.broadcast_to(since <= step, (slots, since.size))
+        visible = jnp.broadcast_to(since <= step, (slots, since.size))
         if sliding_window is not None:
-            visible &= at - held < sliding_window
-            visible_since &= step - since < sliding_window
-        parts = [(old, visible), (new, visible_since)]
+            visible &= step - since < sliding_window
+        parts, of_prefix = [(new, visible)], None
+        if isinstance(old, PrefixKeyValues):
+            of_prefix = _of_prefix(
+                query, old, at, float(scale), soft_cap, sliding_window
+            )
+        held = old if of_prefix is None else old.own
+        if held is not None:
+            where = old.positions(lengths)
+            visible = where >= 0
+            if sliding_window is not None:
+                visible &= at - where < sliding_window
+            parts.insert(0, (held, visible))
         scores = [
             _scores(
                 query, part.keys, seen[:, None, None], float(scale), soft_cap
@@ -773,7 +781,8 @@ def decoding_scope(lengths, step, past, recent):
         ]
         if sinks is not None:
             sinks = _by_group(sinks, num_kv_heads)[..., 0]
-        out = _weigh(scores, [part.values for part, _ in parts], sinks)
+        values = [part.values for part, _ in parts]
+        out = _weigh(scores, values, sinks, of_prefix)
         return cache, out.astype(v.dtype).reshape(slots, -1)
 
     with vllm_context_scope(
@@ -871,12 +880,54 @@ def _scores(query, keys, visible, scale, soft_cap):
     return jnp.where(visible, scores, -1e30)
 
 
-def _weigh(scores, values, sinks=None):
+def _of_prefix(query, past, at, scale, soft_cap, window):
+    """Attends to the tokens that slots share with their groups.
+
+    Args:
+        query: as of `_scores`.
+        past: `PrefixKeyValues`.
+        at: int array of shape `(slots, 1)`, the positions of queries.
+        window: int or `None`, the tokens that a token sees.
+
+    Returns:
+        Tuple `(top, total, sum)` as of `_weigh`.
+    """
+    groups, prefixes = past.groups, past.prefixes
+    columns = jnp.arange(prefixes.num_columns)
+    seen = columns < groups.shared[:, None]
+    if window is not None:
+        seen &= at - columns < window
+    seen = jnp.repeat(seen[:, None, None], query.shape[2], axis=2)
+    scores = _scores(
+        groups.of_groups(query),
+        prefixes.keys,
+        groups.of_groups(seen),
+        scale,
+        soft_cap,
+    )
+    top = jnp.max(scores, axis=3)
+    weights = jnp.exp(scores - top[..., None])
+    total = jnp.sum(weights, axis=3)
+    out = _products(weights.astype(prefixes.values.dtype), prefixes.values)
+    top, total, out = (groups.of_slots(x) for x in (top, total, out))
+    # Without a group a slot has got what is another one's.
+    is_alone = (groups.shared == 0)[:, None, None]
+    return jnp.where(is_alone, -1e30, top), total, out
+
+
+def _weigh(scores, values, sinks=None, before=None):
     """Averages values by the softmax of scores that come in parts.
 
-    Scores are those of `_scores`, values `(slots, kv_heads, tokens,
-    head_dim)`, and `sinks` `(kv_heads, queries, 1)`. The result has the shape
-    `(slots, kv_heads, queries, head_dim)`.
+    Args:
+        scores: list of those of `_scores`.
+        values: list of arrays of shape `(slots, kv_heads, tokens, head_dim)`.
+        sinks: array of shape `(kv_heads, queries, 1)`, or `None`.
+        before: tuple of arrays, or `None`: of more tokens the largest score,
+            the sum of the exponentials of scores less that one, both of shape
+            `(slots, kv_heads, queries)`, and the sum of values by them.
+
+    Returns:
+        An array of shape `(slots, kv_heads, queries, head_dim)`.
     """
 
     def of_tokens(s):
@@ -886,12 +937,18 @@ def _weigh(scores, values, sinks=None):
     if sinks is not None:
         sinks = sinks[..., 0]
         tops.append(sinks)
+    if before is not None:
+        tops.append(before[0])
     top = functools.reduce(jnp.maximum, tops)
     weights = [jnp.exp(s - jnp.expand_dims(top, of_tokens(s))) for s in scores]
     total = sum(jnp.sum(w, axis=of_tokens(w)) for w in weights)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     out = 0
+    if before is not None:
+        share = jnp.exp(before[0] - top)
+        total = total + share * before[1]
+        out = share[..., None] * before[2]
     for w, v in zip(weights, values):
         w = w.astype(v.dtype)
         if w.ndim == 5:

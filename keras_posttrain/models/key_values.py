@@ -130,6 +130,25 @@ class KeyValues:
         """Returns the keys and values of some slots."""
         return self.with_arrays(self.keys[slots], self.values[slots])
 
+    def window(self, begins, columns):
+        """Returns so many columns of each slot, keys not in blocks.
+
+        `begins` is the first of them, an int or an int array of shape
+        `(slots,)`.
+        """
+        if isinstance(begins, int):
+            last = begins + columns
+            keys = joined_keys(self.keys)[..., begins:last]
+            return self.with_arrays(keys, self.values[:, :, begins:last])
+        cut = jax.lax.dynamic_slice_in_dim
+
+        def slot(keys, values, at):
+            return _cut_keys(keys, at, columns), cut(values, at, columns, 1)
+
+        return self.with_arrays(
+            *jax.vmap(slot)(self.keys, self.values, begins)
+        )
+
     def extend(self, slots, lengths, counts, keys, values):
         """Writes tokens after the first ones of some slots.
 
@@ -270,15 +289,36 @@ def joined_keys(keys):
     return _joined(keys) if keys.ndim == 5 else keys
 
 
+def _blocks_of(keys, column, columns):
+    """Cuts the blocks of a slot's keys that some columns may be in.
+
+    Returns:
+        Tuple `(part, first)`: an array of shape `(kv_heads, head_dim,
+        tokens)`, and the number of its first block.
+    """
+    _, blocks, _, block = keys.shape
+    count = min(blocks, 1 - (-columns // block))
+    first = jnp.minimum(column // block, blocks - count)
+    part = jax.lax.dynamic_slice_in_dim(keys, first, count, 1)
+    return _joined(part), first
+
+
 def _update_keys(keys, more, column):
     """Writes `more`, `(kv_heads, head_dim, tokens)`, to a slot's keys."""
     update = jax.lax.dynamic_update_slice_in_dim
     if keys.ndim == 3:
         return update(keys, more, column, 2)
-    _, blocks, _, block = keys.shape
-    # Those that the tokens may be in.
-    count = min(blocks, 1 - (-more.shape[2] // block))
-    first = jnp.minimum(column // block, blocks - count)
-    part = jax.lax.dynamic_slice_in_dim(keys, first, count, 1)
-    part = update(_joined(part), more, column - first * block, 2)
+    part, first = _blocks_of(keys, column, more.shape[2])
+    block = keys.shape[3]
+    part = update(part, more, column - first * block, 2)
     return update(keys, _in_blocks(part, block), first, 1)
+
+
+def _cut_keys(keys, column, columns):
+    """Cuts columns of a slot's keys: `(kv_heads, head_dim, columns)`."""
+    first = 0
+    if keys.ndim == 4:
+        block = keys.shape[3]
+        keys, first = _blocks_of(keys, column, columns)
+        first = first * block
+    return jax.lax.dynamic_slice_in_dim(keys, column - first, columns, 2)

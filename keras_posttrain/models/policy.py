@@ -21,6 +21,7 @@ from keras_posttrain.models import (
     qwen3_5,
     recurrence,
     rematerialisation,
+    rotary,
     sharding,
     tensor_parallel,
     vision,
@@ -350,7 +351,10 @@ class Policy:
             rows = vision.put_images(self.backbone, rows, batch)
             x = rows.reshape(x.shape)
         norm = self.backbone.layer_norm
-        with norms.without_axes_of_one([*self.layers, norm]):
+        with (
+            norms.without_axes_of_one([*self.layers, norm]),
+            rotary.with_tables(self.layers),
+        ):
             if type(self.backbone) is keras_hub.models.Gemma4Backbone:
                 inputs = self._inputs_by_layer(ids, is_padding, x, remat)
                 with scope:

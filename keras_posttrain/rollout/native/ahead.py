@@ -11,6 +11,11 @@ import numpy as np
 
 from keras_posttrain.rollout.native import decoding
 from keras_posttrain.rollout.native.drafts import no_sources
+from keras_posttrain.rollout.native.prefix_groups import (
+    GroupSizes,
+    can_group,
+    own_columns,
+)
 from keras_posttrain.rollout.native.samples import power_of_two
 from keras_posttrain.rollout.native.schedule import (
     decoder_state,
@@ -31,6 +36,8 @@ class Sizes:
         routes: bool, whether experts are recorded.
         widths: tuple of ints, those of passes with drafts, of each of
             `slots`; 1 without.
+        completion: int, the most tokens of a completion.
+        groups: `GroupSizes`.
     """
 
     slots: tuple
@@ -41,6 +48,8 @@ class Sizes:
     truncated: bool
     routes: bool
     widths: tuple
+    completion: int
+    groups: GroupSizes
 
 
 def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
@@ -59,6 +68,10 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
     longest = max(longest, *(len(s.prompt) for s in samples))
     completion = max(r.max_tokens for r in settings)
     most = decoding.bucket(longest + completion + decoding.STEPS)
+    groups = GroupSizes()
+    if drafts is None and can_group(decoder.placement):
+        members = -(-expected.samples // expected.prompts)
+        groups = GroupSizes.of(expected.prompts, members, longest - 1)
     if overlaps:
         longest += completion
     tokens = [decoding.bucket(shortest + decoding.STEPS)]
@@ -89,6 +102,8 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
         samples.truncated,
         any(r.return_routed_experts for r in settings),
         tuple(1 if drafts is None else drafts.width(n) for n in slots),
+        completion,
+        groups,
     )
 
 
@@ -118,6 +133,14 @@ def lower(decoder, weights, sizes):
                 other.decode(
                     weights, more, 0, routes=sizes.routes, width=width
                 )
+            for own in own_columns(sizes.completion):
+                if sizes.groups.pays(slots, tokens, own):
+                    other.allocate(slots, tokens)
+                    grouping = sizes.groups.empty(slots, own)
+                    other.decode(
+                        weights, state, 0, routes=sizes.routes,
+                        grouping=grouping,
+                    )  # fmt: skip
             for fewer in sizes.slots:
                 if fewer < slots:
                     other.allocate(slots, tokens)

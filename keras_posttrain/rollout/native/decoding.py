@@ -23,6 +23,7 @@ from keras_posttrain.data.batches.assembly import (
 from keras_posttrain.data.batches.packing import pack
 from keras_posttrain.models import experts, sharding
 from keras_posttrain.models.key_values import KeyValues
+from keras_posttrain.models.prefix_key_values import PrefixKeyValues
 from keras_posttrain.models.recurrence import RecurrentState
 from keras_posttrain.models.window_key_values import with_window
 from keras_posttrain.rollout.native.drafts import accept, find
@@ -43,10 +44,12 @@ CHUNK = 1024
 FEWEST_FILLED = 1 / 8
 # The compiled programs of a `SlotDecoder`, and those that return two results.
 PROGRAMS = (
-    "_prefill", "_fill", "_copy", "_extend", "_decode", "_verify", "_resize",
-    "_zeros",
+    "_prefill", "_fill", "_copy", "_extend", "_decode", "_decode_groups",
+    "_verify", "_resize", "_divide", "_append", "_zeros",
 )  # fmt: skip
-PAIRS = {"_prefill", "_extend", "_decode", "_verify"}
+PAIRS = {"_prefill", "_extend", "_decode", "_decode_groups", "_verify"}
+# Those of one layer.
+OF_LAYERS = {"_resize", "_divide", "_append"}
 # What a call with drafts returns of what its last pass has left.
 STATE_AFTER = ("taken", "active", "stopped", "passes", "drafts")
 
@@ -240,6 +243,9 @@ class SlotDecoder:
         self._decode = jax.jit(
             self._decode, static_argnums=0, donate_argnums=2
         )
+        self._decode_groups = jax.jit(self._decode_groups, static_argnums=0)
+        self._divide = jax.jit(PrefixKeyValues.divided, static_argnums=(2, 3))
+        self._append = jax.jit(self._appended, donate_argnums=0)
         self._verify = jax.jit(
             self._verify, static_argnums=0, donate_argnums=2
         )
@@ -279,7 +285,7 @@ class SlotDecoder:
         if name in PAIRS:
             out, rest = out
             rest = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), rest)
-        if name == "_resize":
+        if name in OF_LAYERS:
             return self.placement.shapes(out)
         out = [self.placement.shapes(layer) for layer in out]
         return (out, rest) if name in PAIRS else out
@@ -620,8 +626,9 @@ class SlotDecoder:
     # Steps
 
     def decode(
-        self, weights, state, floor, steps=STEPS, routes=False, width=1
-    ):
+        self, weights, state, floor, steps=STEPS, routes=False, width=1,
+        grouping=None,
+    ):  # fmt: skip
         """Decodes until at most `floor` slots are active, or for `steps`.
 
         With drafts a pass computes `width` tokens of each slot, and a call
@@ -635,6 +642,7 @@ class SlotDecoder:
                 `samples.py:sampling_arrays`. With drafts also those of
                 `drafts.py:find`.
             width: int that divides `steps`; 1 is without drafts.
+            grouping: `Grouping` or `None`; without drafts.
 
         Returns:
             A dict of numpy arrays: `tokens` and `logps` of shape
@@ -650,8 +658,13 @@ class SlotDecoder:
             + (", truncated" if "top_k" in state else "")
             + (f", {state['stop'].shape[1]} stop ids")
             + (f", {width} tokens a pass" if width > 1 else "")
+            + ("" if grouping is None else f", {grouping.described()}")
         )
         limits = np.array([floor, min(steps, STEPS)], "int32")
+        if grouping is not None:
+            return self._decode_by_groups(
+                weights, state, limits, routes, grouping
+            )
         program, mode = self._decode, (weights.adapted, routes)
         if width > 1:
             program, mode = self._verify, (*mode, width)
@@ -664,7 +677,42 @@ class SlotDecoder:
         )
         return jax.tree.map(np.asarray, out)
 
+    def _decode_by_groups(self, weights, state, limits, routes, grouping):
+        """Decodes as `decode`; prompts are read once for several slots."""
+        sizes = grouping.columns, grouping.own
+        past = [
+            self._divide(layer, grouping.groups, *sizes)
+            if isinstance(layer, KeyValues) and not layer.wraps
+            else layer
+            for layer in self.cache
+        ]
+        recent, out = self._decode_groups(
+            (weights.adapted, routes), weights[:2], past, state, limits
+        )
+        counts = state["length"], out["taken"]
+        for i, layer in enumerate(self.cache):
+            self.cache[i] = self._append(layer, *counts, recent[i])
+        return jax.tree.map(np.asarray, out)
+
+    def _appended(self, layer, lengths, counts, recent):
+        return self.placement.layer(layer.append(lengths, counts, recent))
+
     def _decode(self, mode, weights, cache, state, limits):
+        recent, taken, out = self._new_tokens(
+            mode, weights, cache, state, limits
+        )
+        cache = [
+            self._appended(old, state["length"], taken, new)
+            for old, new in zip(cache, recent)
+        ]
+        return cache, out
+
+    def _decode_groups(self, mode, weights, past, state, limits):
+        recent, _, out = self._new_tokens(mode, weights, past, state, limits)
+        return recent, out
+
+    def _new_tokens(self, mode, weights, cache, state, limits):
+        """Returns the caches of new tokens, their numbers, and the result."""
         adapted, routes = mode
         state = self.placement.rows(state)
         cuts = {k: state[k] for k in ("top_k", "top_p", "min_p") if k in state}
@@ -727,15 +775,10 @@ class SlotDecoder:
 
         with using(self.policy, self._using_weights, adapted, weights):
             carry = jax.lax.while_loop(is_unfinished, body, carry)
-        cache = [
-            self.placement.layer(
-                old.append(state["length"], carry["taken"], new)
-            )
-            for old, new in zip(cache, carry["recent"])
-        ]
         names = ["tokens", "logps", "taken", "active", "stopped"]
         names += ["routes"] if routes else []
-        return cache, self.placement.replicated({n: carry[n] for n in names})
+        out = self.placement.replicated({n: carry[n] for n in names})
+        return carry["recent"], carry["taken"], out
 
     # Drafts
 
@@ -766,9 +809,7 @@ class SlotDecoder:
             jnp.where(placed < 0, INT_MAX, placed), axis=1, stable=True
         )
         cache = [
-            self.placement.layer(
-                old.append(lengths, carry["taken"], new.arranged(order))
-            )
+            self._appended(old, lengths, carry["taken"], new.arranged(order))
             for old, new in zip(cache, carry["recent"])
         ]
         names = ["tokens", "logps"] + (["routes"] if routes else [])

@@ -52,6 +52,12 @@ class NativeRollout(Rollout):
     way cannot copy a part of it later, only all of it. Prompts that get their
     slots at the same time still share what they begin with.
 
+    On a CPU that is one device, samples of the same prompt that decode at once
+    read its keys and values together, once for all of them, where at most
+    three quarters of the cache are left to read. What is read is copied for
+    that, within the memory of the cache. With `drafts` each sample reads its
+    own.
+
     Args:
         num_slots: int, the most samples at once.
         cache_bytes: int, the most bytes of the cache of keys and values on

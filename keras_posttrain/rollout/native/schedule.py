@@ -3,11 +3,18 @@
 import bisect
 import collections
 import dataclasses
+import math
 import time
 
 import numpy as np
 
 from keras_posttrain.rollout.native import decoding
+from keras_posttrain.rollout.native.prefix_groups import (
+    MOST_READ,
+    GroupSizes,
+    can_group,
+    find,
+)
 from keras_posttrain.rollout.native.samples import (
     check_finite,
     power_of_two,
@@ -197,6 +204,8 @@ class Schedule:
         self.records_routes = sizes.routes if sizes else False
         # The contents of slots that were overwritten, where they are counted.
         self._lost = Prefixes() if least_shared == 1 else None
+        # Those of samples with the same prompt.
+        self.groups = sizes.groups if sizes else GroupSizes()
         self._clock = 0
         self._begin()
 
@@ -216,6 +225,9 @@ class Schedule:
     def add(self, samples):
         """Adds samples that wait for a slot, a `Samples`."""
         self.queue += samples
+        if not self.sizes:
+            more = GroupSizes.of_samples(samples)
+            self.groups = self.groups.joined(more)
         longest = max((s.end for s in samples), default=0)
         tokens = decoding.bucket(longest + decoding.STEPS)
         self.most_tokens = max(self.most_tokens, tokens)
@@ -567,7 +579,10 @@ class Schedule:
         """Calls the decoder, with drafts where they pay."""
         settings, state = [floor, steps, self.records_routes], self._state()
         if self.drafts is None:
-            return self.decoder.decode(weights, state, *settings)
+            grouping = self._grouping(state["length"])
+            return self.decoder.decode(
+                weights, state, *settings, grouping=grouping
+            )
         plan = self.drafts.plan(self.occupants, self.decoder.tokens)
         start = time.perf_counter()
         out = self.decoder.decode(
@@ -577,6 +592,18 @@ class Schedule:
         sizes = self.decoder.slots, self.decoder.tokens
         self.drafts.learn(plan, sizes, out, seconds, steps)
         return out
+
+    def _grouping(self, lengths):
+        """Returns the `Grouping` of the next call, or `None`."""
+        if not can_group(self.decoder.placement):
+            return None
+        tokens, slots = self.decoder.tokens, len(self.occupants)
+        found = find(self.groups, self.occupants, lengths, tokens)
+        if found is None:
+            return None
+        # What is read exists twice.
+        fits = self.most_slots(tokens + math.ceil(MOST_READ * tokens))
+        return found if fits >= slots else None
 
     def _make_room(self):
         """Gives up what the decoder overwrites: it writes to idle slots too,

@@ -1,0 +1,174 @@
+"""Chooses the slots that share the keys and values of their prompts."""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from keras_posttrain.models import sharding
+from keras_posttrain.models.prefix_key_values import PrefixGroups
+from keras_posttrain.rollout.native.decoding import bucket
+from keras_posttrain.rollout.native.samples import power_of_two
+
+# A call of the decoder uses groups if at most this share of the columns of its
+# cache is left to read.
+MOST_READ = 3 / 4
+# Groups are at most so many times as many as full ones would be: those of the
+# first prompts lose members while the last ones get theirs.
+MOST_GROUPS = 4
+# The fewest columns of prompts, and of own tokens.
+LEAST_COLUMNS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSizes:
+    """The sizes of groups in a run or a call: few, as each has programs.
+
+    Attributes:
+        prompts: int, different ones.
+        members: int, the most samples of a prompt.
+        columns: int, at least the tokens of each prompt.
+    """
+
+    prompts: int = 1
+    members: int = 1
+    columns: int = 0
+
+    @classmethod
+    def of(cls, prompts, members, longest):
+        """Chooses the sizes for numbers of prompts, samples and tokens."""
+        columns = columns_for(longest)
+        return cls(power_of_two(prompts), power_of_two(members), columns)
+
+    @classmethod
+    def of_samples(cls, samples):
+        """Chooses the sizes for a list of `Sample`s."""
+        counts = collections.Counter(s.prompt_key for s in samples)
+        members = max(counts.values(), default=1)
+        longest = max((shared_tokens(s) for s in samples), default=0)
+        return cls.of(len(counts), members, longest)
+
+    def joined(self, other):
+        """Returns the larger ones of both."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return GroupSizes(*map(max, pairs))
+
+    def count(self, slots):
+        """Returns the number of groups of so many slots; 0 is none."""
+        if self.members == 1:
+            return 0
+        most = max(MOST_GROUPS * slots // self.members, 1)
+        return min(self.prompts, most, slots // 2)
+
+    def pays(self, slots, tokens, own):
+        """Returns whether groups leave few enough columns to read.
+
+        Args:
+            slots, tokens: ints, those of the cache.
+            own: int, the columns of each slot's own tokens.
+        """
+        count = self.count(slots)
+        read = count * self.columns + slots * own
+        is_held = max(self.columns, own) <= tokens
+        return is_held and 0 < count and read <= MOST_READ * slots * tokens
+
+    def empty(self, slots, own):
+        """Returns a `Grouping` of slots without a group."""
+        members = np.zeros((self.count(slots), self.members), "int32")
+        places, shared = np.zeros((2, slots), "int32")
+        groups = PrefixGroups(members, places, shared)
+        return Grouping(groups, self.columns, own)
+
+
+@dataclasses.dataclass
+class Grouping:
+    """The groups of a call of the decoder.
+
+    Attributes:
+        groups: `PrefixGroups`.
+        columns: int, at least the tokens that a group shares.
+        own: int, at least the tokens that a slot has of its own.
+    """
+
+    groups: PrefixGroups
+    columns: int
+    own: int
+
+    def described(self):
+        """Returns a text for the list of programs."""
+        count, members = self.groups.members.shape
+        return (
+            f"{count} prompts of {self.columns} tokens with {members} samples "
+            f"each, {self.own} tokens of a sample"
+        )
+
+
+def can_group(placement):
+    """Returns whether slots may share what they hold.
+
+    They do on one CPU: elsewhere it was not measured, and members of a group
+    may be on several devices.
+
+    Args:
+        placement: `Placement` of the cache.
+    """
+    return placement.mesh is None and sharding.platform() == "cpu"
+
+
+def columns_for(tokens):
+    """Rounds a number of tokens up to one of few numbers of columns."""
+    return bucket(tokens, LEAST_COLUMNS)
+
+
+def own_columns(tokens):
+    """Returns the columns that up to so many own tokens may need."""
+    found, size = [0], LEAST_COLUMNS
+    while found[-1] < tokens:
+        found.append(size)
+        size = columns_for(size + 1)
+    return found
+
+
+def shared_tokens(sample):
+    """Counts the tokens in the cache that all samples of a prompt have."""
+    return len(sample.prompt) - sample.settings.drawn - 1
+
+
+def find(sizes, occupants, lengths, tokens):
+    """Finds the groups of a call of the decoder.
+
+    Args:
+        sizes: `GroupSizes`.
+        occupants: list of the `Sample` of each slot, or `None`.
+        lengths: int array, the tokens in the cache of each slot.
+        tokens: int, the columns of the cache.
+
+    Returns:
+        A `Grouping`, or `None` where groups do not pay.
+    """
+    slots, found = len(occupants), collections.defaultdict(list)
+    active = [i for i, sample in enumerate(occupants) if sample is not None]
+    for slot in active:
+        found[occupants[slot].prompt_key].append(slot)
+    parts = [
+        group[i : i + sizes.members]
+        for group in found.values()
+        for i in range(0, len(group), sizes.members)
+    ]
+    parts = [part for part in parts if len(part) > 1]
+    if not 0 < len(parts) <= sizes.count(slots):
+        return None
+    shared = np.zeros(slots, "int32")
+    for part in parts:
+        shared[part] = shared_tokens(occupants[part[0]])
+    most = int((lengths - shared)[active].max())
+    own = columns_for(most) if most else 0
+    if not sizes.pays(slots, tokens, own):
+        return None
+    grouping = sizes.empty(slots, own)
+    groups = grouping.groups
+    groups.shared[:] = shared
+    for row, part in enumerate(parts):
+        groups.members[row, : len(part)] = part
+        groups.places[part] = row * sizes.members + np.arange(len(part))
+    return grouping
