@@ -181,6 +181,7 @@ def test_conversations(monkeypatch):
         return engine, found
 
     engine, found = turns()
+    assert "1 prompts of 64 tokens with 4 samples" in grouped(engine)[0]
     with monkeypatch.context() as patch:
         patch.setattr(schedule, "can_group", lambda placement: False)
         _, expected = turns()
@@ -210,6 +211,11 @@ def test_the_sizes_of_groups():
     assert GroupSizes.of(64, 8, 70).count(64) == 32
     both = sizes.joined(GroupSizes(2, 16, 64))
     assert both == GroupSizes(8, 16, 96)
+    alone = Request(tokens(200, 0), max_tokens=2, seed=0)
+    twice = Request(tokens(90, 1), 3, max_tokens=2, seed=0)
+    found = GroupSizes.of_samples(Samples([alone, twice]))
+    assert found == GroupSizes(prompts=1, members=4, columns=96)
+    assert GroupSizes.of_samples(Samples([alone])).count(128) == 0
     assert own_columns(0) == [0]
     assert own_columns(64) == [0, 64]
     assert own_columns(200) == [0, 64, 96, 128, 192, 256]

@@ -25,9 +25,9 @@ class GroupSizes:
     """The sizes of groups in a run or a call: few, as each has programs.
 
     Attributes:
-        prompts: int, different ones.
+        prompts: int, different ones with several samples.
         members: int, the most samples of a prompt.
-        columns: int, at least the tokens of each prompt.
+        columns: int, at least the tokens of each of these prompts.
     """
 
     prompts: int = 1
@@ -44,9 +44,11 @@ class GroupSizes:
     def of_samples(cls, samples):
         """Chooses the sizes for a list of `Sample`s."""
         counts = collections.Counter(s.prompt_key for s in samples)
-        members = max(counts.values(), default=1)
-        longest = max((shared_tokens(s) for s in samples), default=0)
-        return cls.of(len(counts), members, longest)
+        groups = {s.prompt_key: s for s in samples if counts[s.prompt_key] > 1}
+        if not groups:
+            return cls()
+        longest = max(shared_tokens(s) for s in groups.values())
+        return cls.of(len(groups), max(counts.values()), longest)
 
     def joined(self, other):
         """Returns the larger ones of both."""

@@ -226,7 +226,9 @@ class Schedule:
         """Adds samples that wait for a slot, a `Samples`."""
         self.queue += samples
         if not self.sizes:
-            more = GroupSizes.of_samples(samples)
+            # Conversations are added one by one.
+            active = [s for s in self.occupants if s is not None]
+            more = GroupSizes.of_samples([*self.queue, *active])
             self.groups = self.groups.joined(more)
         longest = max((s.end for s in samples), default=0)
         tokens = decoding.bucket(longest + decoding.STEPS)
