@@ -9,6 +9,7 @@ from keras_posttrain import _compiling, _spans
 from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import padded_rows
 from keras_posttrain.rollout import Request
+from keras_posttrain.rollout.native import prefix_groups
 from keras_posttrain.rollout.rollout import Expected
 from tests.support import REFERENCE
 
@@ -77,7 +78,8 @@ def later_programs(task, after=2, count=8, longest=LONG, callbacks=(), **fit):
     return reader.names
 
 
-def test_nothing_is_compiled_later():
+def test_nothing_is_compiled_later(monkeypatch):
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 0)
     needed = later_programs(make(compile_ahead=False), longest=95)
     # `divided` is of samples that read their prompt together.
     names = "_decode", "divided", "_resize", "run"

@@ -27,6 +27,12 @@ from tests.rollout.test_window_cache import check_trainers
 from tests.support import REFERENCE, in_ci
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Groups of few slots and short prompts are used too."""
+    monkeypatch.setattr(prefix_groups, "LEAST_SAVED", 0)
+
+
 @functools.cache
 def reference(model):
     return kpt.SFTTask.from_preset(
@@ -85,27 +91,27 @@ def check_task(monkeypatch, task, asked=None, **settings):
     "model",
     in_ci("llama3", "gemma2", of=["llama3", "gemma2", "gemma3_text", "qwen3"]),
 )
-def test_families(monkeypatch, model):
+def test_families(small, monkeypatch, model):
     engine, _ = check_task(monkeypatch, reference(model))
     assert len(grouped(engine)) > 1
 
 
-def test_sinks(monkeypatch, tmp_path):
+def test_sinks(small, monkeypatch, tmp_path):
     task = converted(tmp_path, "gpt_oss", num_hidden_layers=2)
     check_task(monkeypatch, task)
 
 
 @pytest.mark.full
-def test_layers_that_read_the_cache_of_others(monkeypatch, tmp_path):
+def test_layers_that_read_the_cache_of_others(small, monkeypatch, tmp_path):
     task = converted(tmp_path, "gemma4_text", **GEMMA4_E2B)
     check_task(monkeypatch, task)
 
 
-def test_recurrent_layers(monkeypatch, tmp_path):
+def test_recurrent_layers(small, monkeypatch, tmp_path):
     check_task(monkeypatch, converted(tmp_path, "qwen3_5_text"))
 
 
-def test_experts_are_recorded(monkeypatch, tmp_path):
+def test_experts_are_recorded(small, monkeypatch, tmp_path):
     task = converted(tmp_path, "mixtral", num_hidden_layers=2)
     asked = [
         Request(
@@ -123,12 +129,12 @@ def test_experts_are_recorded(monkeypatch, tmp_path):
         )
 
 
-def test_keys_in_blocks(monkeypatch):
+def test_keys_in_blocks(small, monkeypatch):
     monkeypatch.setattr(key_values, "LEAST_IN_BLOCKS", 1)
     check_task(monkeypatch, reference("gemma2"))
 
 
-def test_slots_that_samples_take_in_turn(monkeypatch):
+def test_slots_that_samples_take_in_turn(small, monkeypatch):
     """Groups lose members and get others while samples wait for slots."""
     rng = np.random.default_rng(1)
     stops = rng.choice(np.arange(3, 500), 20, replace=False).tolist()
@@ -143,7 +149,7 @@ def test_slots_that_samples_take_in_turn(monkeypatch):
     assert {x.split()[2] for x in grouped(engine)} == {"16"}
 
 
-def test_an_interrupted_sample_continues_in_its_group(monkeypatch):
+def test_an_interrupted_sample_continues_in_its_group(small, monkeypatch):
     """Tokens drawn before count as its own: the group has the prompt."""
     drawn = [tokens(n, 90 + n) for n in (3, 17, 30)]
     prompt = tokens(60, 5)
@@ -156,7 +162,7 @@ def test_an_interrupted_sample_continues_in_its_group(monkeypatch):
     check_task(monkeypatch, reference("llama3"), asked)
 
 
-def test_a_prompt_that_several_requests_have(monkeypatch):
+def test_a_prompt_that_several_requests_have(small, monkeypatch):
     """They are one group, or several if they are more than its members."""
     asked = [
         Request(tokens(60, 0), count, max_tokens=8, seed=seed)
@@ -166,7 +172,7 @@ def test_a_prompt_that_several_requests_have(monkeypatch):
     assert "1 prompts of 64 tokens with 8 samples" in grouped(engine)[0]
 
 
-def test_conversations(monkeypatch):
+def test_conversations(small, monkeypatch):
     """The first turns of several conversations are a group."""
     task = reference("llama3")
 
@@ -188,7 +194,7 @@ def test_conversations(monkeypatch):
     check_same(found, expected)
 
 
-def test_copies_keep_the_budget():
+def test_copies_keep_the_budget(small):
     """Without memory for the copies of what is read there are no groups."""
     task = reference("llama3")
     engine = engine_of(task)
@@ -201,6 +207,18 @@ def test_copies_keep_the_budget():
     engine = engine_of(task, cache_bytes=budget)
     engine.generate(requests(8))
     assert not grouped(engine)
+
+
+def test_groups_are_for_many_slots(monkeypatch):
+    """By default: a cache of 128 slots, and not one of 16."""
+    task = reference("llama3")
+    asked = [
+        Request(tokens(60, i), 8, max_tokens=2, seed=i) for i in range(16)
+    ]
+    engine = engine_of(task)
+    engine.generate(asked[:2])
+    assert not grouped(engine)
+    check_task(monkeypatch, task, asked)
 
 
 def test_the_sizes_of_groups():
@@ -216,23 +234,24 @@ def test_the_sizes_of_groups():
     found = GroupSizes.of_samples(Samples([alone, twice]))
     assert found == GroupSizes(prompts=1, members=4, columns=96)
     assert GroupSizes.of_samples(Samples([alone])).count(128) == 0
-    assert own_columns(0) == [0]
-    assert own_columns(64) == [0, 64]
-    assert own_columns(200) == [0, 64, 96, 128, 192, 256]
+    found = [own_columns(n) for n in (0, 1, 64, 65, 200)]
+    assert found == [0, 64, 64, 128, 256]
 
 
 def test_groups_pay_if_they_leave_less_to_read():
     sizes = GroupSizes(prompts=8, members=8, columns=96)
-    # 8 x 96 and 64 x 64 of 64 x 128 columns: 0.59 of them.
-    assert sizes.pays(64, 128, 64)
-    # 8 x 96 and 64 x 96: 0.84.
-    assert not sizes.pays(64, 128, 96)
+    # 8 x 96 and 64 x 128 of 64 x 256 columns: 0.55 of them.
+    assert sizes.pays(64, 256, 128)
+    # 8 x 96 and 64 x 64 of 64 x 128: 3,328 are saved.
+    assert not sizes.pays(64, 128, 64)
+    # 8 x 96 and 512 x 128 of 512 x 144: 0.9.
+    assert not sizes.pays(512, 144, 128)
     # More columns than the cache has.
-    assert not sizes.pays(64, 64, 0)
-    assert not sizes.pays(1, 256, 0)
+    assert not sizes.pays(512, 64, 0)
+    assert not sizes.pays(1, 10_000, 0)
 
 
-def test_slots_and_groups(monkeypatch):
+def test_slots_and_groups(monkeypatch, small):
     asked = [
         Request(tokens(60, i), count, max_tokens=8, seed=i)
         for i, count in enumerate([3, 2, 1])

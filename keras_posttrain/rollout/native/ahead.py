@@ -36,7 +36,6 @@ class Sizes:
         routes: bool, whether experts are recorded.
         widths: tuple of ints, those of passes with drafts, of each of
             `slots`; 1 without.
-        completion: int, the most tokens of a completion.
         groups: `GroupSizes`.
     """
 
@@ -48,7 +47,6 @@ class Sizes:
     truncated: bool
     routes: bool
     widths: tuple
-    completion: int
     groups: GroupSizes
 
 
@@ -102,7 +100,6 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
         samples.truncated,
         any(r.return_routed_experts for r in settings),
         tuple(1 if drafts is None else drafts.width(n) for n in slots),
-        completion,
         groups,
     )
 
@@ -133,14 +130,14 @@ def lower(decoder, weights, sizes):
                 other.decode(
                     weights, more, 0, routes=sizes.routes, width=width
                 )
-            for own in own_columns(sizes.completion):
-                if sizes.groups.pays(slots, tokens, own):
-                    other.allocate(slots, tokens)
-                    grouping = sizes.groups.empty(slots, own)
-                    other.decode(
-                        weights, state, 0, routes=sizes.routes,
-                        grouping=grouping,
-                    )  # fmt: skip
+            own = own_columns(0)
+            while sizes.groups.pays(slots, tokens, own):
+                other.allocate(slots, tokens)
+                grouping = sizes.groups.empty(slots, own)
+                other.decode(
+                    weights, state, 0, routes=sizes.routes, grouping=grouping
+                )
+                own = own_columns(own + 1)
             for fewer in sizes.slots:
                 if fewer < slots:
                     other.allocate(slots, tokens)

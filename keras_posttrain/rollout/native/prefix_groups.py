@@ -11,12 +11,16 @@ from keras_posttrain.rollout.native.decoding import bucket
 from keras_posttrain.rollout.native.samples import power_of_two
 
 # A call of the decoder uses groups if at most this share of the columns of its
-# cache is left to read.
-MOST_READ = 3 / 4
+# cache is left to read: copies of these columns take as long as two steps.
+MOST_READ = 7 / 8
+# They leave at least so many columns of the cache unread. With less, which is
+# with few slots, a step spends its time on the weights.
+LEAST_SAVED = 4096
 # Groups are at most so many times as many as full ones would be: those of the
 # first prompts lose members while the last ones get theirs.
 MOST_GROUPS = 4
-# The fewest columns of prompts, and of own tokens.
+# The fewest columns of prompts, and of own tokens, which have powers of two:
+# each number needs a program.
 LEAST_COLUMNS = 64
 
 
@@ -37,7 +41,7 @@ class GroupSizes:
     @classmethod
     def of(cls, prompts, members, longest):
         """Chooses the sizes for numbers of prompts, samples and tokens."""
-        columns = columns_for(longest)
+        columns = bucket(longest, LEAST_COLUMNS)
         return cls(power_of_two(prompts), power_of_two(members), columns)
 
     @classmethod
@@ -69,10 +73,10 @@ class GroupSizes:
             slots, tokens: ints, those of the cache.
             own: int, the columns of each slot's own tokens.
         """
-        count = self.count(slots)
+        count, held = self.count(slots), slots * tokens
         read = count * self.columns + slots * own
-        is_held = max(self.columns, own) <= tokens
-        return is_held and 0 < count and read <= MOST_READ * slots * tokens
+        most = min(MOST_READ * held, held - LEAST_SAVED)
+        return 0 < count and max(self.columns, own) <= tokens and read <= most
 
     def empty(self, slots, own):
         """Returns a `Grouping` of slots without a group."""
@@ -117,18 +121,9 @@ def can_group(placement):
     return placement.mesh is None and sharding.platform() == "cpu"
 
 
-def columns_for(tokens):
-    """Rounds a number of tokens up to one of few numbers of columns."""
-    return bucket(tokens, LEAST_COLUMNS)
-
-
 def own_columns(tokens):
-    """Returns the columns that up to so many own tokens may need."""
-    found, size = [0], LEAST_COLUMNS
-    while found[-1] < tokens:
-        found.append(size)
-        size = columns_for(size + 1)
-    return found
+    """Rounds a number of own tokens up to one of few numbers of columns."""
+    return power_of_two(tokens, LEAST_COLUMNS) if tokens else 0
 
 
 def shared_tokens(sample):
@@ -163,8 +158,7 @@ def find(sizes, occupants, lengths, tokens):
     shared = np.zeros(slots, "int32")
     for part in parts:
         shared[part] = shared_tokens(occupants[part[0]])
-    most = int((lengths - shared)[active].max())
-    own = columns_for(most) if most else 0
+    own = own_columns(int((lengths - shared)[active].max()))
     if not sizes.pays(slots, tokens, own):
         return None
     grouping = sizes.empty(slots, own)
