@@ -234,8 +234,8 @@ def test_the_sizes_of_groups():
     found = GroupSizes.of_samples(Samples([alone, twice]))
     assert found == GroupSizes(prompts=1, members=4, columns=96)
     assert GroupSizes.of_samples(Samples([alone])).count(128) == 0
-    found = [own_columns(n) for n in (0, 1, 64, 65, 200)]
-    assert found == [0, 64, 64, 128, 256]
+    found = [own_columns(n) for n in (0, 1, 64, 65, 100, 200)]
+    assert found == [0, 64, 64, 96, 128, 256]
 
 
 def test_groups_pay_if_they_leave_less_to_read():

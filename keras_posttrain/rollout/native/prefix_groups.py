@@ -19,8 +19,7 @@ LEAST_SAVED = 4096
 # Groups are at most so many times as many as full ones would be: those of the
 # first prompts lose members while the last ones get theirs.
 MOST_GROUPS = 4
-# The fewest columns of prompts, and of own tokens, which have powers of two:
-# each number needs a program.
+# The fewest columns of prompts, and of own tokens.
 LEAST_COLUMNS = 64
 
 
@@ -123,7 +122,7 @@ def can_group(placement):
 
 def own_columns(tokens):
     """Rounds a number of own tokens up to one of few numbers of columns."""
-    return power_of_two(tokens, LEAST_COLUMNS) if tokens else 0
+    return bucket(tokens, LEAST_COLUMNS) if tokens else 0
 
 
 def shared_tokens(sample):
