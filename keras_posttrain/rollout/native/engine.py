@@ -53,8 +53,8 @@ class NativeRollout(Rollout):
     slots at the same time still share what they begin with.
 
     On a CPU that is one device, samples of the same prompt that decode at once
-    read its keys and values together, once for all of them, where at most
-    three quarters of the cache are left to read. What is read is copied for
+    read its keys and values together, once for all of them, where slots are
+    many and prompts long enough for that to pay. What is read is copied for
     that, within the memory of the cache. With `drafts` each sample reads its
     own.
 
