@@ -314,8 +314,10 @@ def test_measuring_a_library(generation, workloads, capsys, monkeypatch):
     generation.measure(args, sample, (), ready_s=1.5, note=lambda: "late")
     line = capsys.readouterr().out.strip()
     found = json.loads(line.removeprefix(generation.report.MARK))
-    # The first, two passes, one and three for one token, and the greedy one.
-    assert [seed for *_, seed in calls] == [0, 1, 2, 0, 0, 1, 2, 0]
+    # Three calls before, two passes, one and three for one token, and the
+    # greedy one.
+    before = [0, 1001, 1002]
+    assert [seed for *_, seed in calls] == [*before, 1, 2, 0, 0, 1, 2, 0]
     assert calls[-1] == (4, 1, 32, 0.0, 0)
     assert found["new_tokens"] == [110, 110]
     assert found["pass_s"] == [13, 13]
@@ -325,7 +327,7 @@ def test_measuring_a_library(generation, workloads, capsys, monkeypatch):
     # No pass begins after 40 s, and three take 39 s.
     args.passes, calls[:] = 9, []
     generation.measure(args, sample, (), ready_s=1.5, prefill=False)
-    assert [seed for *_, seed in calls] == [0, 1, 2, 3, 4, 0]
+    assert [seed for *_, seed in calls] == [*before, 1, 2, 3, 4, 0]
     assert found["mean_logp"] == -1
     assert found["greedy"] == [[7] * 32] * 4
     assert (found["ready_s"], found["note"]) == (1.5, "late")
