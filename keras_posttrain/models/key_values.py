@@ -102,9 +102,9 @@ class KeyValues:
 
     def begun(self, lengths, columns):
         """Returns an empty cache of so many columns for the same slots."""
-        slots, heads, _, head_dim = self.values.shape
+        _, heads, _, head_dim = self.values.shape
         dtype = self.keys.dtype
-        return KeyValues.zeros(slots, columns, heads, head_dim, dtype)
+        return KeyValues.zeros(len(lengths), columns, heads, head_dim, dtype)
 
     def append(self, lengths, counts, other):
         """Writes tokens after each slot's first `lengths`.

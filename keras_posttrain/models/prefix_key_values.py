@@ -87,9 +87,7 @@ class PrefixKeyValues:
 
     def begun(self, lengths, columns):
         """Returns an empty cache of so many columns for the same slots."""
-        _, heads, _, head_dim = self.prefixes.values.shape
-        dtype = self.prefixes.keys.dtype
-        return KeyValues.zeros(len(lengths), columns, heads, head_dim, dtype)
+        return self.prefixes.begun(lengths, columns)
 
     def positions(self, lengths):
         """Returns which of a slot's tokens is in each column of `own`.

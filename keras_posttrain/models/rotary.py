@@ -1,8 +1,8 @@
 """Rotary embeddings of decoder layers, on a CPU.
 
 XLA computes the sines and cosines of positions where they are used, for each
-element of queries and keys, in each layer and in each pass. Those of a token
-are the same in all of these: here they are computed once a program.
+element of queries and keys. Those of a token are the same for all its heads:
+here a table has them once.
 """
 
 import contextlib
