@@ -26,9 +26,9 @@ class AltUp(keras.layers.Layer):
     Args:
         count: int, the hidden states of a token.
         active: int, the number of the one that decoder layers compute.
-        is_scaled: bool, whether what the layer makes of the features of its
-            own starts from a scaled hidden state.
-        norm: a norm that is not built.
+        is_scaled: bool, whether the active state is scaled where it gates
+            the features of a layer's own, see `gemma4.of_own_input`.
+        norm: norm layer, not built, of the router's inputs.
     """
 
     def __init__(self, count, active, is_scaled, norm, **kwargs):

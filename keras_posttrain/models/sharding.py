@@ -120,9 +120,9 @@ def _mesh_and_rows(distribution):
 def slices_of(rows, multiple=1):
     """Returns the number of slices that can run on their own rows.
 
-    It is 1 on a mesh without slices, and where the rows of a slice are not a
-    multiple of `multiple`, or some arrays have another number of them. `rows`
-    is a pytree of arrays with a leading `rows` axis.
+    It is 1 on a mesh without slices, where the rows of a slice are not a
+    multiple of `multiple`, and where arrays differ in their number of rows.
+    `rows` is a pytree of arrays with a leading `rows` axis.
     """
     distribution = keras.distribution.distribution()
     names = getattr(distribution, "row_axes", ())[:-1]

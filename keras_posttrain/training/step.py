@@ -370,15 +370,15 @@ def _apply_on_cpu(optimizer, variables, gradients, weights, keep):
 
 
 class _MomentScope(keras.StatelessScope):
-    """A scope of an update, whose weights read moments that are written.
+    """The scope of an optimizer's update, which computes new moments once.
 
-    XLA's CPU compiler would compute new moments twice, once for the weights:
-    from copies of the old moments, in whose place the new ones are written.
+    XLA's CPU compiler would compute them a second time to update the weights:
+    from copies of the old moments, whose memory the new ones take.
 
     Args:
         mapping: list of pairs of a variable and its value.
-        moments: dict of the old values of variables by their ids.
-        keep: bool scalar, whether new values replace them.
+        moments: dict of the old moments by the ids of their variables.
+        keep: bool scalar, whether new moments replace the old ones.
     """
 
     def __init__(self, mapping, moments, keep):
