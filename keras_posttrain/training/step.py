@@ -377,8 +377,9 @@ class _MomentScope(keras.StatelessScope):
 
     Args:
         mapping: list of pairs of a variable and its value.
-        moments: dict of the old moments by the ids of their variables.
-        keep: bool scalar, whether new moments replace the old ones.
+        moments: dict of the old values of the optimizer's variables, but
+            masters, by the variables' ids.
+        keep: bool scalar, whether new values replace the old ones.
     """
 
     def __init__(self, mapping, moments, keep):
