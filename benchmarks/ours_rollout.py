@@ -1,7 +1,9 @@
 """keras_posttrain: `NativeRollout`, from a Hugging Face directory.
 
 With `--context` it measures how the cost of a decoding step grows: `--slots`
-samples decode at once, each with that many tokens.
+samples decode at once, each with that many tokens. With `--compiled` the
+engine is used as `fit` uses it in a run of 200 rollouts and more: after its
+second call it compiles the programs of all lengths.
 """
 
 import pathlib
@@ -17,15 +19,16 @@ import report
 import workloads
 
 from keras_posttrain.rollout import NativeRollout, Request
+from keras_posttrain.rollout.rollout import Expected
 
 SAMPLES_A_PROMPT = 16  # largest number in the grid
 
 
-def build(model, num_slots, length):
+def build(model, num_slots, length, compile_ahead="auto"):
     with tempfile.TemporaryDirectory() as folder:
         preset.write(model, pathlib.Path(folder))
         task = kpt.SFTTask.from_preset(folder, sequence_length=length)
-    engine = NativeRollout(num_slots=num_slots)
+    engine = NativeRollout(num_slots=num_slots, compile_ahead=compile_ahead)
     engine.set_model(task)
     return engine
 
@@ -47,7 +50,14 @@ def requests(prompts, samples, max_tokens, stop, temperature, seed):
 def measure_case(args):
     work = args.work
     length = work.longest_prompt + work.max_tokens
-    ready_s, engine = generation.timed(build, work.model, args.slots, length)
+    ready_s, engine = generation.timed(
+        build, work.model, args.slots, length, args.compiled
+    )
+    if args.compiled:
+        lengths = [len(ids) for ids in work.prompt_ids()]
+        samples = work.prompts * work.samples
+        between = min(lengths), max(lengths)
+        engine.expect(Expected(None, work.prompts, samples, between))
 
     def sample(*what):
         return [
@@ -107,6 +117,7 @@ def main():
     parser = generation.parser()
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--context", type=int)
+    parser.add_argument("--compiled", action="store_true")
     args = generation.arguments(parser)
     if args.context:
         measure_cell(args)

@@ -42,6 +42,7 @@ def all_runs():
     ]
     for case in CASES:
         yield Run("ours", case)
+        yield Run("ours", case, compiled=True)
         for setting in dict.fromkeys(settings):
             yield Run("vllm", case, *setting)
         for peer in ("hf", "tunix", "keras_hub"):

@@ -21,6 +21,7 @@ KEYS = (
     "prefill_s",
     "decode_tokens_per_s",
     "first_call_s",
+    "warm_s",
     "ready_s",
     "peak_gb",
     "mean_logp",
@@ -45,12 +46,13 @@ class Run:
     case: str
     threads: int | None = None  # vLLM's OpenMP threads, and how it binds them
     bind: str = ""
-    compiled: bool = False  # vLLM's compiled mode
+    # vLLM's compiled mode; ours with all programs, as in a long run.
+    compiled: bool = False
 
     @property
     def setting(self):
         if self.threads is None:
-            return ""
+            return "in a long run" if self.compiled else ""
         s = "" if self.threads == 1 else "s"
         mode = ", compiled" if self.compiled else ""
         return f"{self.threads} thread{s}, {self.bind}{mode}"
@@ -225,6 +227,7 @@ def cells(run, row, ours, results, limits):
         summary.number(row["decode_tokens_per_s"], 0),
         summary.number(row["ready_s"], 1),
         summary.number(row["first_call_s"], 1),
+        summary.number(row["warm_s"], 1),
         summary.number(row["peak_gb"]),
         f"{sum(counts) / len(counts):.0f}",
         summary.number(row["mean_logp"], 3),
@@ -249,8 +252,8 @@ def markdown(results, options):
     columns = ["library", "tokens/s", "slowest to fastest", "ours"]
     columns += ["of limit"]
     columns += ["prefill s", "decode tokens/s", "ready s", "first call s"]
-    columns += ["peak GiB", "new tokens", "mean log-prob", "greedy equal"]
-    columns += ["log-prob gap", "other"]
+    columns += ["warm-up s", "peak GiB", "new tokens", "mean log-prob"]
+    columns += ["greedy equal", "log-prob gap", "other"]
     for case, what in CASES.items():
         mine = {run: row for run, row in rows.items() if run.case == case}
         if not mine:

@@ -338,6 +338,7 @@ def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
     run = rollout_summary.Run
     results = {
         run("ours", "a"): [rollout_figures(900, other_cpus=0.5)],
+        run("ours", "a", compiled=True): [rollout_figures(800, warm_s=66.5)],
         run("vllm", "a", 2, "auto"): [rollout_figures(300)],
         run("vllm", "a", 2, "nobind"): [
             rollout_figures(600, prefill_s=0.5, decode_tokens_per_s=700.0)
@@ -350,6 +351,8 @@ def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
     assert text.count("new tokens/s over") == 1
     assert "| the machine's limits | 1000 |" in text
     assert all(share in text for share in ("| 90% |", "| 30% |", "| 60% |"))
+    [row] = [x for x in text.splitlines() if "posttrain (in a long run)" in x]
+    assert "| 66.5 |" in row
     assert problems == ["b-hf: ValueError: no"]
 
 
