@@ -24,7 +24,7 @@ from keras_posttrain.rollout.rollout import Expected
 SAMPLES_A_PROMPT = 16  # largest number in the grid
 
 
-def build(model, num_slots, length, compile_ahead="auto"):
+def build(model, num_slots, length, compile_ahead=False):
     with tempfile.TemporaryDirectory() as folder:
         preset.write(model, pathlib.Path(folder))
         task = kpt.SFTTask.from_preset(folder, sequence_length=length)

@@ -204,8 +204,9 @@ def ratios(rows):
         for peer in NAMES:
             theirs = best(rows, peer, case)
             if peer != "ours" and ours and theirs:
+                way = f" {ours[0].setting}".rstrip()
                 yield (
-                    f"{case}: new tokens/s over {theirs[0].label}",
+                    f"{case}: new tokens/s{way} over {theirs[0].label}",
                     ours[1]["tokens_per_s"] / theirs[1]["tokens_per_s"],
                 )
 
@@ -245,8 +246,8 @@ def markdown(results, options):
         results,
         options,
         "Tokens are new ones, up to and with a sample's stop token. `ours` is "
-        "our tokens/s over that of the row. `of limit` is the share of the "
-        "tokens/s at which the least arithmetic of the work, or the least "
+        "our fastest tokens/s over that of the row. `of limit` is the share "
+        "of the tokens/s at which the least arithmetic of the work, or the least "
         "that it reads (`flops.py`), takes all of the machine's.",
     )
     columns = ["library", "tokens/s", "slowest to fastest", "ours"]

@@ -320,6 +320,7 @@ def test_measuring_a_library(generation, workloads, capsys, monkeypatch):
     assert [seed for *_, seed in calls] == [*before, 1, 2, 0, 0, 1, 2, 0]
     assert calls[-1] == (4, 1, 32, 0.0, 0)
     assert found["new_tokens"] == [110, 110]
+    assert (found["first_call_s"], found["warm_s"]) == (13, 39)
     assert found["pass_s"] == [13, 13]
     assert found["tokens_per_s"] == 110 / 13
     assert found["prefill_s"] == 3
@@ -354,6 +355,17 @@ def test_rollouts_are_compared_with_the_best_setting(rollout_summary):
     [row] = [x for x in text.splitlines() if "posttrain (in a long run)" in x]
     assert "| 66.5 |" in row
     assert problems == ["b-hf: ValueError: no"]
+
+
+def test_a_ratio_says_which_of_our_runs_it_is_of(rollout_summary):
+    run = rollout_summary.Run
+    rows = {
+        run("ours", "a"): rollout_figures(600),
+        run("ours", "a", compiled=True): rollout_figures(900),
+        run("vllm", "a", 1, "nobind"): rollout_figures(300),
+    }
+    said = "a: new tokens/s in a long run over vLLM (1 thread, nobind)"
+    assert list(rollout_summary.ratios(rows)) == [(said, 3.0)]
 
 
 # --- Conversations ---
