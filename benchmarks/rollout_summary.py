@@ -247,8 +247,8 @@ def markdown(results, options):
         options,
         "Tokens are new ones, up to and with a sample's stop token. `ours` is "
         "our fastest tokens/s over that of the row. `of limit` is the share "
-        "of the tokens/s at which the least arithmetic of the work, or the least "
-        "that it reads (`flops.py`), takes all of the machine's.",
+        "of the tokens/s at which the least arithmetic of the work, or the "
+        "least that it reads (`flops.py`), takes all of the machine's.",
     )
     columns = ["library", "tokens/s", "slowest to fastest", "ours"]
     columns += ["of limit"]
