@@ -3,7 +3,10 @@ PYTHON ?= python3
 # Each takes up to 5 GiB.
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check install -q -c constraints.txt
+# `make UV=uv` installs in a quarter of the time. uv reads no settings of pip.
+UV ?=
+PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,\
+$(BIN)/pip --disable-pip-version-check install) -q -c constraints.txt
 VLLM_ENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_ENV)/bin/pip --disable-pip-version-check
 SETUP := pyproject.toml constraints.txt
