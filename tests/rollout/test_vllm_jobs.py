@@ -5,12 +5,14 @@ import fcntl
 import http.server
 import json
 import os
+import re
 import socket
 import socketserver
 import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,6 +30,7 @@ from keras_posttrain.rollout.vllm import (
 )
 from keras_posttrain.rollout.vllm import http as vllm_http
 from keras_posttrain.rollout.vllm.engine import _TokenStream
+from keras_posttrain.rollout.vllm.local import THREAD_BINDING
 from keras_posttrain.rollout.vllm.server import ServerEngine, _flags
 from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import REFERENCE
@@ -250,6 +253,45 @@ def test_the_server_listens_where_no_other_user_can(tmp_path):
     for line, key in zip(lines, keys):
         assert line.count(key) == 1
         assert "--uds /" in line and "--port" not in line
+
+
+def started_with(tmp_path, arguments):
+    """The executor that a started server is told to use, or `None`."""
+    python, options = tmp_path / "python", tmp_path / "options"
+    python.write_text(f'#!/bin/sh\necho "$@" > {options}\n')
+    python.chmod(0o700)
+    own = folder.Folder(tmp_path)
+    engine = ServerEngine(arguments, 5, own.path, python, None, None)
+    try:
+        engine._launch()
+        engine.process.wait()
+    finally:
+        engine.stop()
+        own.remove()
+    found = re.findall(
+        r"--distributed-executor-backend (\S+)", options.read_text()
+    )
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def test_a_server_on_a_cpu_needs_no_process_for_its_model(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv(THREAD_BINDING, raising=False)
+    two_engines = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    for arguments in ({}, two_engines):
+        found = started_with(tmp_path, arguments)
+        assert found.endswith(".UniProcExecutor"), arguments
+    # Others have several workers, or are chosen by the user.
+    assert started_with(tmp_path, {"tensor_parallel_size": 2}) is None
+    chosen = {"distributed_executor_backend": "mp"}
+    assert started_with(tmp_path, chosen) == "mp"
+    monkeypatch.setenv(THREAD_BINDING, "0-1")
+    assert started_with(tmp_path, {}) is None
+    monkeypatch.delenv(THREAD_BINDING)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert started_with(tmp_path, {}) is None
 
 
 class Echo(http.server.BaseHTTPRequestHandler):

@@ -12,11 +12,16 @@ import weakref
 import jax
 
 from keras_posttrain.distribution import processes
-from keras_posttrain.rollout.vllm import http, job_threads, worker
+from keras_posttrain.rollout.vllm import http, job_threads, settings, worker
 from keras_posttrain.rollout.vllm import process as vllm_process
 from keras_posttrain.rollout.vllm.folder import Folder
 from keras_posttrain.rollout.vllm.jobs import EngineFailure, Result
-from keras_posttrain.rollout.vllm.local import ENVIRONMENT, FORCED, threads
+from keras_posttrain.rollout.vllm.local import (
+    ENVIRONMENT,
+    FORCED,
+    THREAD_BINDING,
+    threads,
+)
 from keras_posttrain.rollout.vllm.pushes import FullPush
 
 # The most seconds until a server answers; importing its libraries takes most
@@ -24,6 +29,9 @@ from keras_posttrain.rollout.vllm.pushes import FullPush
 START_SECONDS = 900
 # The longest path of a socket, in bytes, on Linux and macOS.
 MAX_SOCKET_PATH = 103
+# vLLM's executor of a model in the engine's process. On a CPU vLLM takes
+# another one if it is called "uni".
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # Samples that the server has at once; more wait in the trainer's processes.
 IN_FLIGHT = 256
 
@@ -87,7 +95,7 @@ class ServerEngine:
         command = [
             # This script ends the server when this process ends.
             str(self.python), "-I", vllm_process.__file__, str(os.getpid()),
-            worker.SERVER, *_flags(self.arguments), *worker.OPTIONS,
+            worker.SERVER, *_flags(self._server_arguments()), *worker.OPTIONS,
             "--uds", str(path), "--uvicorn-log-level", "error",
         ]  # fmt: skip
         with open(self.folder / "server.log", "ab") as log:
@@ -101,6 +109,22 @@ class ServerEngine:
                 start_new_session=True,
             )
         self._kill = weakref.finalize(self, vllm_process.end, self.process)
+
+    def _server_arguments(self):
+        """Returns vLLM's engine arguments.
+
+        On a CPU, vLLM would start a further process for the model, to set how
+        many threads it has; here the environment sets it.
+        """
+        sizes = settings.parallel_sizes(self.arguments)
+        if (
+            jax.default_backend() != "cpu"
+            or "distributed_executor_backend" in self.arguments
+            or sizes.keys() - {"data_parallel_size"}
+            or THREAD_BINDING in os.environ
+        ):
+            return self.arguments
+        return {**self.arguments, "distributed_executor_backend": IN_PROCESS}
 
     def _socket_path(self):
         path = self.folder / "socket"

@@ -225,14 +225,18 @@ def check_config(config):
         )
 
 
-def check_local(engine_args):
-    """Checks that vLLM can run in the trainer's process."""
-    parallel = {
+def parallel_sizes(engine_args):
+    """Returns those of vLLM's arguments that take more than one worker."""
+    return {
         name: value
         for name, value in engine_args.items()
         if name.endswith("_parallel_size") and value != 1
     }
-    if parallel:
+
+
+def check_local(engine_args):
+    """Checks that vLLM can run in the trainer's process."""
+    if parallel := parallel_sizes(engine_args):
         raise ValueError(
             "In the trainer's process vLLM has one worker. Use `python=`, "
             f"which starts a server. Received: engine_args={parallel}"
