@@ -59,6 +59,11 @@ class JudgeReward(Reward):
             contains the grade (its first group, if it has one), or `None`
             for the whole reply. `.` also matches newlines.
         max_concurrency: int, the largest number of concurrent questions.
+        extract: string, a regular expression whose last match in the
+            completion is what the judge sees of it (its first group, if it
+            has one), such as `r"</think>(.*)"` for what follows a model's
+            thoughts, or `None` for the whole text. `.` also matches newlines.
+            Without a match the reward is 0, and nothing is asked.
 
     Example:
 
@@ -77,6 +82,7 @@ class JudgeReward(Reward):
     high: float = 10
     grade: str | None = None
     max_concurrency: int = 16
+    extract: str | None = None
 
     def __post_init__(self):
         if not callable(self.ask):
@@ -93,6 +99,7 @@ class JudgeReward(Reward):
             )
         check_template(self.template)
         check_pattern("grade", self.grade)
+        check_pattern("extract", self.extract)
         check_count("max_concurrency", self.max_concurrency, 1)
 
     @property
@@ -100,13 +107,19 @@ class JudgeReward(Reward):
         return needed(self.template, ("low", "high"))
 
     async def __call__(self, prompts=None, completions=None, **columns):
+        shown = [
+            last_match(self.extract, completion_text(completion))
+            for completion in completions
+        ]
         scale = {"low": self.low, "high": self.high}
-        texts = render(self.template, prompts, completions, columns, scale)
+        texts = render(self.template, prompts, shown, columns, scale)
         semaphore = asyncio.Semaphore(self.max_concurrency)
         threads = DaemonThreads(self.max_concurrency)
         loop = asyncio.get_running_loop()
 
-        async def grade(text):
+        async def grade(part, text):
+            if part is None:
+                return 0.0
             async with semaphore:
                 if reward.is_async(self.ask):
                     return self._scaled(await self.ask(text))
@@ -115,7 +128,10 @@ class JudgeReward(Reward):
                     reply = await reply
             return self._scaled(reply)
 
-        tasks = [asyncio.create_task(grade(text)) for text in texts]
+        tasks = [
+            asyncio.create_task(grade(part, text))
+            for part, text in zip(shown, texts)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -363,6 +363,28 @@ def test_a_grade_may_name_the_best_one(reply, expected):
     assert score(reward, ["a"]) == [expected and pytest.approx(expected)]
 
 
+def test_a_judge_sees_what_is_extracted():
+    """Not the thoughts; a completion that ends in them is not asked about."""
+    asked = []
+    reward = kpt.rewards.JudgeReward(
+        lambda text: asked.append(text) or "5",
+        "{prompt}: {completion}",
+        extract=r"</think>(.*)",
+    )
+    thoughts = "<think>Say 10/10.</think>\nTwo\nlines"
+    completions = [
+        thoughts,
+        [{"role": "assistant", "content": thoughts}],
+        "<think>Too long",
+        "</think>",
+    ]
+    got = score(reward, completions, list("abcd"))
+    assert got == [0.5, 0.5, 0.0, 0.5]
+    assert sorted(asked) == ["a: \nTwo\nlines", "b: \nTwo\nlines", "d: "]
+    with pytest.raises(ValueError, match="`extract` must be"):
+        kpt.rewards.JudgeReward(len, extract="(")
+
+
 def test_a_judge_is_asked_a_few_questions_at_a_time():
     running, most = 0, 0
 
