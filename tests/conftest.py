@@ -38,9 +38,6 @@ DEFAULTS = {
 }
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
-# Of a process that keeps all of its programs.
-MOST_BYTES = 4 * 2**30
-
 REFERENCE = pathlib.Path(__file__).parent / "reference"
 
 # The layer of a test that names none, by the end of its file's name.
@@ -137,25 +134,12 @@ def pytest_collection_finish(session):
     gc.set_threshold(20_000, 20, 50)
 
 
-def resident_bytes():
-    """The memory that this process has; on Linux alone, else infinite."""
-    try:
-        pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return float("inf")
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def freed_programs():
-    """Frees the programs of the files before where they take much memory.
-
-    Files share many small ones, which would be traced and loaded again.
-    """
+    """Frees the programs of a file: a worker would grow to 6 GiB."""
     yield
-    if resident_bytes() > MOST_BYTES:
-        gc.collect()
-        jax.clear_caches()
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture
