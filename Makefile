@@ -1,6 +1,6 @@
 # Needs Python >= 3.11 and make, nothing else. Each target makes `.venv` itself.
 PYTHON ?= python3
-# Each takes up to 5 GiB.
+# Each takes up to 7 GiB.
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 BIN := .venv/bin
 # `make UV=uv` installs in a quarter of the time. uv reads no settings of pip.
