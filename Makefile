@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Each takes up to 7 GiB.
 WORKERS ?= $(shell nproc 2> /dev/null || echo 2)
 BIN := .venv/bin
-# `make UV=uv` installs in a quarter of the time. uv reads no settings of pip.
+# `make UV=uv` installs in less time. uv reads no settings of pip.
 UV ?=
 PIP := $(if $(UV),$(UV) pip install --python $(BIN)/python,\
 $(BIN)/pip --disable-pip-version-check install) -q -c constraints.txt

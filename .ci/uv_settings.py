@@ -30,7 +30,12 @@ for line in listed.splitlines():
     # The environment is listed first, and wins over files.
     settings.setdefault(key.rpartition(".")[2], ast.literal_eval(value))
 # The newest version of all indexes, and no file that stays on the disk.
-lines = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_CACHE": "1"}
+# Modules are compiled, once for all processes that tests start, as by pip.
+lines = {
+    "UV_INDEX_STRATEGY": "unsafe-best-match",
+    "UV_NO_CACHE": "1",
+    "UV_COMPILE_BYTECODE": "1",
+}
 for key, (name, separator) in NAMES.items():
     if values := settings.get(key, "").split():
         lines[name] = separator.join(values)
