@@ -30,7 +30,7 @@ from keras_posttrain.rollout.vllm import (
 )
 from keras_posttrain.rollout.vllm import http as vllm_http
 from keras_posttrain.rollout.vllm.engine import _TokenStream
-from keras_posttrain.rollout.vllm.local import THREAD_BINDING
+from keras_posttrain.rollout.vllm.local import THREAD_BINDING, UNBOUND
 from keras_posttrain.rollout.vllm.server import ServerEngine, _flags
 from tests.models.tiny_checkpoints import make_checkpoint
 from tests.support import REFERENCE
@@ -283,6 +283,9 @@ def test_a_server_on_a_cpu_needs_no_process_for_its_model(
     for arguments in ({}, two_engines):
         found = started_with(tmp_path, arguments)
         assert found.endswith(".UniProcExecutor"), arguments
+    # Set by an engine that this process has had.
+    monkeypatch.setenv(THREAD_BINDING, UNBOUND)
+    assert started_with(tmp_path, {}) == found
     # Others have several workers, or are chosen by the user.
     assert started_with(tmp_path, {"tensor_parallel_size": 2}) is None
     chosen = {"distributed_executor_backend": "mp"}

@@ -20,13 +20,13 @@ from keras_posttrain.rollout.vllm.jobs import (
 )
 
 EXTENSION = "keras_posttrain.rollout.vllm.worker.RolloutWorkerExtension"
-THREAD_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+THREAD_BINDING, UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 # Defaults of environment variables that vLLM reads when it is imported or an
 # engine is created.
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    THREAD_BINDING: "nobind",
+    THREAD_BINDING: UNBOUND,
 }
 # Environment variables that vLLM must have. The first allows one token more
 # than the model's context, for `score`.

@@ -20,6 +20,7 @@ from keras_posttrain.rollout.vllm.local import (
     ENVIRONMENT,
     FORCED,
     THREAD_BINDING,
+    UNBOUND,
     threads,
 )
 from keras_posttrain.rollout.vllm.pushes import FullPush
@@ -121,7 +122,7 @@ class ServerEngine:
             jax.default_backend() != "cpu"
             or "distributed_executor_backend" in self.arguments
             or sizes.keys() - {"data_parallel_size"}
-            or THREAD_BINDING in os.environ
+            or os.environ.get(THREAD_BINDING, UNBOUND) != UNBOUND
         ):
             return self.arguments
         return {**self.arguments, "distributed_executor_backend": IN_PROCESS}
