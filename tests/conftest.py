@@ -136,7 +136,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_programs():
-    """Frees the programs of a file: a worker would grow to 6 GiB."""
+    """Frees the programs of a file, so that a worker grows less."""
     yield
     gc.collect()
     jax.clear_caches()

@@ -256,7 +256,7 @@ def test_the_server_listens_where_no_other_user_can(tmp_path):
 
 
 def started_with(tmp_path, arguments):
-    """The executor that a started server is told to use, or `None`."""
+    """The executor that a started server is given, or `None`."""
     python, options = tmp_path / "python", tmp_path / "options"
     python.write_text(f'#!/bin/sh\necho "$@" > {options}\n')
     python.chmod(0o700)

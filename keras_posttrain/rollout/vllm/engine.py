@@ -131,6 +131,8 @@ class VLLMRollout(Rollout):
             https://docs.vllm.ai/en/latest/configuration/engine_args.html)
             of vLLM, such as `{"max_num_seqs": 64}`. Of a running server,
             pass its `data_parallel_size` here.
+            `{"distributed_executor_backend": "mp"}` gives the model of a
+            server on a CPU a process of its own, as vLLM does by default.
         push: `"full"` or `"delta"`: whether a sync that sends all weights to
             servers writes all values, or only those that have changed since
             the sync before. Servers have the same bits either way.
