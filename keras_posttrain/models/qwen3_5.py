@@ -70,12 +70,14 @@ def _call(
             hidden_states = hidden_states * mask
     x = hidden_states
     inputs, gate = layer.in_proj_qkv(x), layer.in_proj_z(x)
-    beta = jax.nn.sigmoid(layer.in_proj_b(x).astype("float32"))
-    step = layer.in_proj_a(x).astype("float32") + _float32(layer.dt_bias)
-    decay = -jnp.exp(_float32(layer.A_log)) * jax.nn.softplus(step)
-    inputs, decay, beta = (
-        y.reshape(-1, y.shape[-1]) for y in (inputs, decay, beta)
+    # Before they are added: on a CPU a sum over an axis of size 1 is slow.
+    inputs, beta, step = (
+        y.reshape(-1, y.shape[-1])
+        for y in (inputs, layer.in_proj_b(x), layer.in_proj_a(x))
     )
+    beta = jax.nn.sigmoid(beta.astype("float32"))
+    step = step.astype("float32") + _float32(layer.dt_bias)
+    decay = -jnp.exp(_float32(layer.A_log)) * jax.nn.softplus(step)
     out = rows(
         inputs,
         jnp.asarray(layer.conv1d_weight),

@@ -17,9 +17,7 @@ from tests.models.test_equal_layers import (
 from tests.support import in_ci
 
 # Llama's norms, those of queries and keys too, and Gemma's.
-by_model = pytest.mark.parametrize(
-    "name", in_ci("llama3", "qwen3", "gemma3_text", of=MODELS)
-)
+NAMES = "llama3", "qwen3", "gemma3_text"
 
 
 @pytest.fixture
@@ -28,7 +26,8 @@ def as_kerashub(monkeypatch):
     return lambda: monkeypatch.setattr(norms, "_is_norm", lambda _: False)
 
 
-@by_model
+# And sums in linear attention.
+@pytest.mark.parametrize("name", in_ci(*NAMES, "qwen3_5", of=MODELS))
 def test_no_sum_has_an_axis_of_size_one(name, as_kerashub):
     causal_lm = MODELS[name][0]()
     tokens = BATCH["token_ids"].size
@@ -43,7 +42,7 @@ def test_no_sum_has_an_axis_of_size_one(name, as_kerashub):
     assert count() > 0, "the inspection sees sums"
 
 
-@by_model
+@pytest.mark.parametrize("name", in_ci(*NAMES, of=MODELS))
 def test_gradients_are_those_of_kerashubs_call(name, as_kerashub):
     assert_same_steps(MODELS[name][0](), "none", as_kerashub)
 
