@@ -23,6 +23,7 @@ LEVELS = {
     "_hosts": -1,
     "_remote": -1,
     "_spans": -2,
+    "_tracing": -2,
     "_deferred_imports": 0,
     "_lazy_imports": -2,
     "_variables": 0,

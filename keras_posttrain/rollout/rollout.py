@@ -58,6 +58,12 @@ class Expected:
     samples: int
     prompt_lengths: tuple
 
+    def part(self, count):
+        """Returns what is asked of each of `count` parts of an engine."""
+        prompts = -(-self.prompts // count)
+        samples = prompts * -(-self.samples // self.prompts)
+        return dataclasses.replace(self, prompts=prompts, samples=samples)
+
 
 class Rollout(keras.callbacks.Callback):
     """A source of samples from the policy that a task trains.
@@ -146,7 +152,8 @@ class Rollout(keras.callbacks.Callback):
                 first two arguments are the index of the request and that of
                 the sample within it.
             progress: bool, whether to show a progress bar, or a function
-                that is called with numbers of samples that are done.
+                that is called with numbers of samples that are done, by one
+                thread at a time, which need not be the caller's.
 
         Returns:
             A list with, for each request, the list of its `Completion`s.

@@ -8,6 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 
+from keras_posttrain._tracing import TRACING
 from keras_posttrain.distribution import shapes_only
 from keras_posttrain.models import guards, presets
 from keras_posttrain.models.hf import directories
@@ -21,7 +22,6 @@ from keras_posttrain.models.policy import PACKABLE_MODELS, Policy
 from keras_posttrain.models.quantized import values_of
 from keras_posttrain.models.vision import sizes_of, tower_of
 from keras_posttrain.training.run_state import bound_as, weights_digest
-from keras_posttrain.training.weights import TRACING
 
 
 class FrozenPolicy:

@@ -1,13 +1,9 @@
 """The variables of a model and their values, as pure functions see them."""
 
 import contextlib
-import threading
 
+from keras_posttrain._tracing import TRACING
 from keras_posttrain.models.quantized import values_of
-
-# Held while a program of a model is traced: scopes such as
-# `adapter.disabled()` belong to the model, and several threads may trace.
-TRACING = threading.RLock()
 
 
 class ModelWeights:

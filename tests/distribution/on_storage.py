@@ -19,7 +19,9 @@ import numpy as np  # noqa: E402
 
 import keras_posttrain as kpt  # noqa: E402
 from keras_posttrain.distribution import processes  # noqa: E402
-from tests.support import REFERENCE, random_rows  # noqa: E402
+from tests.distribution.runs import directory as directory_of  # noqa: E402
+from tests.distribution.two_processes import write_programs  # noqa: E402
+from tests.support import random_rows  # noqa: E402
 
 
 class StopsAt(keras.callbacks.Callback):
@@ -36,7 +38,7 @@ def train(directory, stop=None):
     """Returns the weights at the end."""
     keras.utils.set_random_seed(0)
     task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/llama3",
+        directory_of("llama3-short"),
         sequence_length=64,
         lora=kpt.LoRA(rank=4, dropout=0.1),
     )
@@ -59,9 +61,8 @@ def train(directory, stop=None):
 
 def check_export(address):
     """The first process writes; where it cannot, no process waits for it."""
-    task = kpt.SFTTask.from_preset(
-        REFERENCE / "models/llama3", sequence_length=64
-    )
+    path = directory_of("llama3-short")
+    task = kpt.SFTTask.from_preset(path, sequence_length=64)
     task.export(f"{address}/model")
     try:
         task.export("gs://no-such-bucket/model")
@@ -83,4 +84,5 @@ def main():
 
 
 if __name__ == "__main__":
+    write_programs()
     main()

@@ -9,7 +9,7 @@ from keras_posttrain import _compiling, _spans
 from keras_posttrain.data.batches.layout import BatchLayout
 from keras_posttrain.data.batches.packing import padded_rows
 from keras_posttrain.rollout import Request
-from keras_posttrain.rollout.native import prefix_groups
+from keras_posttrain.rollout.native import parts, prefix_groups
 from keras_posttrain.rollout.rollout import Expected
 from tests.support import REFERENCE
 
@@ -87,9 +87,14 @@ def test_nothing_is_compiled_later(monkeypatch):
     assert later_programs(make(compile_ahead=True), longest=95) == []
 
 
-def test_samples_that_are_continued():
+def test_samples_that_are_continued(monkeypatch):
+    """In two threads too, with half of the 16 samples each."""
+    monkeypatch.setattr(parts, "num_cores", lambda: 2)
+    monkeypatch.setattr(parts, "LEAST_SLOTS", 8)
     task = make(compile_ahead=True)
     assert later_programs(task, 3, max_staleness=1) == []
+    slots = {x.split()[2] for x in task.rollout.programs if x[:6] == "decode"}
+    assert slots == {"4", "8"}
 
 
 def test_on_eight_devices(eight_devices):

@@ -217,8 +217,8 @@ def test_the_budget_counts_the_smaller_caches():
     assert decoder.slot_bytes(2048) == column * (2 * RING + 2048)
     # The largest layer exists twice while it is resized.
     most = column * (2 * RING + 2 * (2048 + decoding.STEPS))
-    assert engine._most_slots(10 * most, 2048) == 10
-    assert engine._most_slots(10 * most - 1, 2048) == 9
+    assert engine._fitting(10 * most, 2048) == 10
+    assert engine._fitting(10 * most - 1, 2048) == 9
     cache = jax.eval_shape(lambda: decoder._zeros(3, 2048))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert size == 3 * decoder.slot_bytes(2048)

@@ -28,7 +28,8 @@ class Sizes:
     """The sizes of programs.
 
     Attributes:
-        slots: tuple of ints, of the cache, decreasing.
+        num_parts: int, the decoders that run at the same time.
+        slots: tuple of ints, of the cache of each, decreasing.
         tokens: tuple of ints, of a slot, increasing.
         prompts: tuple of ints, the tokens of rows of prompts.
         longest_prompt: int, its tokens.
@@ -39,6 +40,7 @@ class Sizes:
         groups: `GroupSizes`.
     """
 
+    num_parts: int
     slots: tuple
     tokens: tuple
     prompts: tuple
@@ -54,13 +56,16 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
     """Chooses the `Sizes` of a run.
 
     Args:
-        expected: `Expected`.
+        expected: `Expected`, of all decoders that run at the same time.
         samples: `Samples` of one of its rollouts.
-        most_slots: function of the tokens of a slot to the most slots.
+        most_slots: function of the tokens of a slot to the most slots of the
+            decoder.
         overlaps: bool, whether samples continue after an interruption, as
             prompts.
         drafts: `Drafts` or `None`.
     """
+    parts = decoder.num_parts
+    expected = expected.part(parts)
     settings = [s.settings for s in samples]
     shortest, longest = expected.prompt_lengths
     longest = max(longest, *(len(s.prompt) for s in samples))
@@ -77,7 +82,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
         tokens.append(min(decoding.bucket(2 * tokens[-1]), most))
     shards = decoder.placement.shards
     least = least_slots(decoder, drafts is not None)
-    count = max(expected.samples, len(samples))
+    count = max(expected.samples, -(-len(samples) // parts))
     count = power_of_two(-(-count // shards)) * shards
     slots = [min(max(count, least), most_slots(most))]
     while slots[-1] > least:
@@ -92,6 +97,7 @@ def sizes_for(decoder, expected, samples, most_slots, overlaps, drafts=None):
         # They have more sizes: the prompts or the images of a row.
         prompts = []
     return Sizes(
+        parts,
         tuple(slots),
         tuple(tokens),
         tuple(prompts),

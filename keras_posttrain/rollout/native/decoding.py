@@ -234,6 +234,8 @@ class SlotDecoder:
         self.cache, self.slots, self.tokens = None, 0, 0
         # The tokens of the longest prompt of all calls, where it is known.
         self.longest_prompt = 0
+        # The decoders that run at the same time.
+        self.num_parts = 1
         self._prefill = jax.jit(self._prefill, static_argnums=(0, 3, 4))
         self._fill = jax.jit(self._fill, donate_argnums=0, static_argnums=6)
         self._copy = jax.jit(self._copy, donate_argnums=0, static_argnums=3)
@@ -251,6 +253,18 @@ class SlotDecoder:
         )
         self._resize = jax.jit(self._resize, static_argnums=2)
         self._zeros = jax.jit(self._zeros, static_argnums=(0, 1))
+
+    def divided(self, count):
+        """Returns a list of decoders that run at the same time.
+
+        They have the same programs, and caches of their own.
+        """
+        if count == 1:
+            return [self]
+        found = [copy.copy(self) for _ in range(count)]
+        for part in found:
+            part.num_parts = count
+        return found
 
     def lowering(self, found):
         """Returns a decoder that lowers its programs and runs none of them.

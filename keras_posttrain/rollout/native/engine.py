@@ -16,7 +16,7 @@ from keras_posttrain.distribution.plan_table import readable
 from keras_posttrain.models import placing
 from keras_posttrain.models.quantized import quantization_of
 from keras_posttrain.rollout.memory import free_bytes
-from keras_posttrain.rollout.native import ahead, decoding
+from keras_posttrain.rollout.native import ahead, decoding, parts
 from keras_posttrain.rollout.native.batch_decoder import BatchDecoder
 from keras_posttrain.rollout.native.drafts import Drafts
 from keras_posttrain.rollout.native.placed import PlacedWeights
@@ -57,6 +57,14 @@ class NativeRollout(Rollout):
     many and prompts long enough for that to pay. What is read is copied for
     that, within the memory of the cache. With `drafts` each sample reads its
     own.
+
+    There, too, a call divides its samples among threads, at most one for each
+    core that the process may use, so that small operations of one do not
+    leave the other cores idle. A thread has at least 16 slots and whole
+    requests. The samples are the same ones, up to rounding, and equal calls
+    on equally many cores are equal bit for bit. Samples of `on_tokens`, of
+    sessions, with `drafts`, and inside of `task.using_weights`, are not
+    divided.
 
     Args:
         num_slots: int, the most samples at once.
@@ -301,44 +309,64 @@ class NativeRollout(Rollout):
         drafts = self._drafts if self._takes_drafts else None
         if drafts is not None:
             drafts.begin()
+        count = self._count_parts(samples, on_tokens)
+        decoders = self._decoder.divided(count)
+        most_slots = self._slots_within_budget(count)
         if self._expected is not None and self._sizes is None:
             self._sizes = ahead.sizes_for(
-                self._decoder,
+                decoders[0],
                 self._expected,
                 samples,
-                self._slots_within_budget(),
+                most_slots,
                 self.overlaps,
                 drafts,
             )
-            self._decoder.longest_prompt = self._sizes.longest_prompt
-        schedule = self._schedule(
-            sizes=self._sizes,
-            least_shared=LEAST_SHARED,
-            drafts=drafts,
-            on_tokens=on_tokens,
-            progress=advance,
-        )
-        schedule.add(samples)
+        if count > 1:
+            advance = parts.one_at_a_time(advance)
+        schedules = []
+        for decoder, part in zip(decoders, parts.divide(samples, count)):
+            if self._sizes is not None:
+                decoder.longest_prompt = self._sizes.longest_prompt
+            schedule = Schedule(
+                decoder,
+                most_slots,
+                sizes=self._sizes,
+                least_shared=LEAST_SHARED,
+                drafts=drafts,
+                on_tokens=on_tokens,
+                progress=advance,
+            )
+            schedule.add(part)
+            schedules.append(schedule)
         weights = self._decoder_weights()
-        try:
-            while schedule.is_busy and not self.is_interrupted:
+
+        def advance_all(schedule, is_ended):
+            while schedule.is_busy and not is_ended():
                 schedule.advance(weights, self.weight_version)
+
+        try:
+            parts.run(
+                [functools.partial(advance_all, x) for x in schedules],
+                lambda: self.is_interrupted,
+            )
         finally:
-            self._decoder.free()
+            for decoder in decoders:
+                decoder.free()
         self._calls += 1
         if self._sizes is not None and _compiling.is_due(
             self.compile_ahead, self._expected.rollouts, self._calls
         ):
-            self._compile_ahead(weights)
+            self._compile_ahead(decoders[0], weights)
         return [
             [s.completion(self.weight_version) for s in of_request]
             for of_request in samples.by_request()
         ]
 
-    def _compile_ahead(self, weights):
+    def _compile_ahead(self, decoder, weights):
         """Compiles the programs that a long run may need."""
         sizes = self._sizes
-        purpose = f"{sizes.slots[0]} slots of {sizes.tokens[-1]} tokens"
+        slots = sizes.num_parts * sizes.slots[0]
+        purpose = f"{slots} slots of {sizes.tokens[-1]} tokens"
         is_first = processes.is_first()
         if is_first:
             _console.say(
@@ -346,9 +374,7 @@ class NativeRollout(Rollout):
                 "(`compile_ahead`) ..."
             )
         start = time.perf_counter()
-        count = _compiling.compile_all(
-            ahead.lower(self._decoder, weights, sizes)
-        )
+        count = _compiling.compile_all(ahead.lower(decoder, weights, sizes))
         if is_first:
             _console.say(
                 f"NativeRollout: compiled {count} programs for up to "
@@ -413,17 +439,39 @@ class NativeRollout(Rollout):
         self._refresh()
         return self._schedule()
 
-    def _schedule(self, **settings):
+    def _schedule(self):
         """Makes a `Schedule` within the memory that is free now."""
-        most_slots = self._slots_within_budget()
-        return Schedule(self._decoder, most_slots, **settings)
+        return Schedule(self._decoder, self._slots_within_budget())
 
-    def _slots_within_budget(self):
-        """Returns a function of the tokens of a slot to the most slots."""
-        budget = self.cache_bytes
-        if budget == "auto":
-            budget = free_bytes() // 2
-        return functools.partial(self._most_slots, budget)
+    def _count_parts(self, samples, on_tokens):
+        """Returns the number of decoders that a call's samples have.
+
+        It is the same in all calls of a run, which has programs for it.
+        """
+        if self.drafts or on_tokens is not None or not samples:
+            return 1
+        if self._sizes is not None:
+            return self._sizes.num_parts
+        requests, most = samples.num_requests, len(samples)
+        if self._expected is not None:
+            requests, most = self._expected.prompts, self._expected.samples
+        tokens = decoding.bucket(max(s.end for s in samples) + decoding.STEPS)
+        slots = min(most, self._fitting(self._cache_budget(), tokens))
+        return parts.count_parts(self._decoder.placement, requests, slots)
+
+    def _slots_within_budget(self, num_parts=1):
+        """Returns a function of the tokens of a slot to the most slots.
+
+        They are those of one of so many decoders with equal shares.
+        """
+        budget = self._cache_budget()
+        return functools.partial(self._most_slots, budget, num_parts)
+
+    def _cache_budget(self):
+        """Returns the bytes of the cache on each device."""
+        if self.cache_bytes == "auto":
+            return free_bytes() // 2
+        return self.cache_bytes
 
     def _decode_batches(self, requests, on_tokens, advance):
         if self._batch_decoder is None:
@@ -457,12 +505,12 @@ class NativeRollout(Rollout):
             return
         self._reset()
         self._created_for = key
-        parts = task.policy, task.using_weights
-        self._scorer = Scorer(*parts, self._note)
+        model = task.policy, task.using_weights
+        self._scorer = Scorer(*model, self._note)
         if task.policy.packable:
-            empty = decoding.empty_layers(*parts, self._task_weights())
+            empty = decoding.empty_layers(*model, self._task_weights())
             self._decoder = decoding.SlotDecoder(
-                *parts, empty, self._note, self.prefill_chunk
+                *model, empty, self._note, self.prefill_chunk
             )
 
     def _note(self, text):
@@ -519,13 +567,10 @@ class NativeRollout(Rollout):
 
     # Memory
 
-    def _most_slots(self, budget, tokens):
-        """Returns the most slots, of `tokens` each, of a budget in bytes."""
-        decoder = self._decoder
-        shards = decoder.placement.shards
-        layers = decoder.layer_bytes(tokens + decoding.STEPS)
-        # A layer exists twice while it is resized.
-        per_slot = sum(layers) + max(layers)
+    def _fitting(self, budget, tokens):
+        """Returns the slots of `tokens` each that a budget in bytes holds."""
+        shards = self._decoder.placement.shards
+        per_slot = self._bytes_while_resized(tokens)
         fits = budget // per_slot * shards
         if fits < shards:
             raise ValueError(
@@ -535,18 +580,30 @@ class NativeRollout(Rollout):
                 f"or raise the budget. Received: "
                 f"cache_bytes={self.cache_bytes!r}"
             )
-        slots = min(max(self.num_slots // shards, 1) * shards, fits)
+        return min(max(self.num_slots // shards, 1) * shards, fits)
+
+    def _bytes_while_resized(self, tokens):
+        """Returns the bytes of a slot; a layer exists twice for a while."""
+        layers = self._decoder.layer_bytes(tokens + decoding.STEPS)
+        return sum(layers) + max(layers)
+
+    def _most_slots(self, budget, num_parts, tokens):
+        """Returns the most slots of one of `num_parts` decoders."""
+        slots = max(self._fitting(budget, tokens) // num_parts, 1)
         if self._sizes is not None:
             # Those that have programs.
             known = [x for x in self._sizes.slots if x <= slots]
             slots = max(known, default=slots)
         if not self._reported_slots:
             self._reported_slots = True
+            all_slots = num_parts * slots
+            size = self._bytes_while_resized(tokens) * all_slots
             if processes.is_first():
                 _console.say(
-                    f"NativeRollout: up to {slots} slots of {tokens} tokens, "
-                    f"{readable(slots // shards * per_slot)} of cache a "
-                    f"device (budget {readable(budget)})"
+                    f"NativeRollout: up to {all_slots} slots of {tokens} "
+                    "tokens, "
+                    f"{readable(size // self._decoder.placement.shards)} of "
+                    f"cache a device (budget {readable(budget)})"
                 )
         return slots
 

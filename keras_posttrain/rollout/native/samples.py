@@ -1,5 +1,6 @@
 """The samples of a call of `generate`, and their sampling settings."""
 
+import copy
 import dataclasses
 import functools
 
@@ -124,6 +125,12 @@ class Samples(list):
             r.top_k or r.min_p or (r.top_p is not None and r.top_p < 1)
             for r in requests
         )
+
+    def of_requests(self, requests):
+        """Returns the `Samples` of some requests, a set of their indices."""
+        found = copy.copy(self)
+        found[:] = [s for s in self if s.request in requests]
+        return found
 
     def by_request(self):
         """Returns a list of the samples of each request."""

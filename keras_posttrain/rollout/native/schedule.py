@@ -69,8 +69,10 @@ def least_slots(decoder, drafts=False):
     """Returns the slots below which a `SlotDecoder` is not shrunk.
 
     With drafts each slot has several tokens of a pass, so that fewer matter.
+    Decoders that run at the same time have so few together.
     """
-    return max(decoder.placement.shards, 1 if drafts else LEAST_SLOTS)
+    least = 1 if drafts else max(LEAST_SLOTS // decoder.num_parts, 1)
+    return max(decoder.placement.shards, least)
 
 
 def decoder_state(samples, num_stop_ids, truncated):
@@ -542,8 +544,9 @@ class Schedule:
     def _add_routes(self, slot, start, routes):
         """Records the experts of a slot's tokens from `start` on."""
         if self.records_routes:
-            before = self.routes[slot][:start]
-            self.routes[slot] = np.concatenate([before, routes])
+            # Nothing was computed for a prompt of one token.
+            before = [self.routes[slot][:start]] if start else []
+            self.routes[slot] = np.concatenate([*before, routes])
 
     # Steps
 
