@@ -106,8 +106,9 @@ print(first.token_ids, first.per_token_logps, first.finish_reason)
 The 800 samples went through 64 slots. Each prompt was computed once for its
 eight samples, and when a sample ended, the next one took its slot. On a CPU
 samples that decode at once also read the keys and values of their prompt
-together, if it is long enough for that to pay. These programs were compiled
-for it:
+together, if it is long enough for that to pay, and if it has several cores, a
+thread on each takes a share of the slots and of the prompts. These programs
+were compiled for it:
 """
 
 print("\n".join(engine.programs))

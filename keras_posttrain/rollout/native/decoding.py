@@ -264,6 +264,7 @@ class SlotDecoder:
         found = [copy.copy(self) for _ in range(count)]
         for part in found:
             part.num_parts = count
+            part.free()
         return found
 
     def lowering(self, found):

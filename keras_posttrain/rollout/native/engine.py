@@ -306,6 +306,33 @@ class NativeRollout(Rollout):
         if not policy.packable:
             return self._decode_batches(requests, on_tokens, advance)
         samples = Samples(requests)
+        schedules = self._schedules(samples, on_tokens, advance)
+        weights = self._decoder_weights()
+
+        def advance_all(schedule, is_ended):
+            while schedule.is_busy and not is_ended():
+                schedule.advance(weights, self.weight_version)
+
+        try:
+            parts.run(
+                [functools.partial(advance_all, x) for x in schedules],
+                lambda: self.is_interrupted,
+            )
+        finally:
+            for schedule in schedules:
+                schedule.decoder.free()
+        self._calls += 1
+        if self._sizes is not None and _compiling.is_due(
+            self.compile_ahead, self._expected.rollouts, self._calls
+        ):
+            self._compile_ahead(schedules[0].decoder, weights)
+        return [
+            [s.completion(self.weight_version) for s in of_request]
+            for of_request in samples.by_request()
+        ]
+
+    def _schedules(self, samples, on_tokens, progress):
+        """Makes a `Schedule` of each part of a call's samples."""
         drafts = self._drafts if self._takes_drafts else None
         if drafts is not None:
             drafts.begin()
@@ -322,8 +349,8 @@ class NativeRollout(Rollout):
                 drafts,
             )
         if count > 1:
-            advance = parts.one_at_a_time(advance)
-        schedules = []
+            progress = parts.one_at_a_time(progress)
+        found = []
         for decoder, part in zip(decoders, parts.divide(samples, count)):
             if self._sizes is not None:
                 decoder.longest_prompt = self._sizes.longest_prompt
@@ -334,33 +361,11 @@ class NativeRollout(Rollout):
                 least_shared=LEAST_SHARED,
                 drafts=drafts,
                 on_tokens=on_tokens,
-                progress=advance,
+                progress=progress,
             )
             schedule.add(part)
-            schedules.append(schedule)
-        weights = self._decoder_weights()
-
-        def advance_all(schedule, is_ended):
-            while schedule.is_busy and not is_ended():
-                schedule.advance(weights, self.weight_version)
-
-        try:
-            parts.run(
-                [functools.partial(advance_all, x) for x in schedules],
-                lambda: self.is_interrupted,
-            )
-        finally:
-            for decoder in decoders:
-                decoder.free()
-        self._calls += 1
-        if self._sizes is not None and _compiling.is_due(
-            self.compile_ahead, self._expected.rollouts, self._calls
-        ):
-            self._compile_ahead(decoders[0], weights)
-        return [
-            [s.completion(self.weight_version) for s in of_request]
-            for of_request in samples.by_request()
-        ]
+            found.append(schedule)
+        return found
 
     def _compile_ahead(self, decoder, weights):
         """Compiles the programs that a long run may need."""
@@ -590,7 +595,7 @@ class NativeRollout(Rollout):
     def _most_slots(self, budget, num_parts, tokens):
         """Returns the most slots of one of `num_parts` decoders."""
         slots = max(self._fitting(budget, tokens) // num_parts, 1)
-        if self._sizes is not None:
+        if self._sizes is not None and self._sizes.num_parts == num_parts:
             # Those that have programs.
             known = [x for x in self._sizes.slots if x <= slots]
             slots = max(known, default=slots)
