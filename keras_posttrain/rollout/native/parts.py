@@ -1,9 +1,8 @@
 """Divides the samples of a call among decoders that run at the same time.
 
-On a CPU much of a step is small operations that use one core: with 128 slots
-of the model of `benchmarks/rollout.py`, two cores are 1.3 times as fast as
-one. With a thread for each half of the slots, each core has something to do:
-1.75 times.
+On a CPU much of a step is small operations that use one core. With a thread
+for each share of the slots, the other cores do those of the other threads
+meanwhile (`benchmarks/rollout.py`).
 """
 
 import threading
