@@ -62,6 +62,7 @@ class Expected:
         """Returns what is asked of each of `count` parts of an engine."""
         prompts = -(-self.prompts // count)
         samples = prompts * -(-self.samples // self.prompts)
+        samples = min(samples, self.samples)
         return dataclasses.replace(self, prompts=prompts, samples=samples)
 
 

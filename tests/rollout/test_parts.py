@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 
 import jax
 import keras
@@ -187,6 +188,7 @@ def test_progress_counts_every_sample_once(cores, threads):
 
     def count(number):
         assert inside.acquire(blocking=False)
+        time.sleep(0.02)
         counts.append(number)
         inside.release()
 
@@ -194,8 +196,17 @@ def test_progress_counts_every_sample_once(cores, threads):
     assert counts == 14 * [1] and len(threads) == 2
 
 
-def test_an_error_of_a_part_ends_the_others(cores, threads):
+def test_an_error_of_a_part_ends_the_others(cores, threads, monkeypatch):
     """It is raised, nothing is left, and the engine samples again."""
+    failed, ended, advance = threading.Event(), [], Schedule.advance
+
+    def advance_and_wait(self, *args, **kwargs):
+        found = advance(self, *args, **kwargs)
+        if threading.current_thread() is main:
+            failed.wait(60)
+        return found
+
+    monkeypatch.setattr(Schedule, "advance", advance_and_wait)
     engine, asked = engine_of(short()), requests(max_tokens=150)
     # One ends early; the other one's last sample would end much later.
     asked[1] = dataclasses.replace(asked[1], max_tokens=3)
@@ -203,11 +214,13 @@ def test_an_error_of_a_part_ends_the_others(cores, threads):
 
     def fail(number):
         if threading.current_thread() is not main:
+            failed.set()
             raise KeyError("of the other thread")
+        ended.append(number)
 
     with pytest.raises(KeyError, match="of the other thread"):
         engine.generate(asked, progress=fail)
-    assert len(threads) == 2
+    assert len(threads) == 2 and not ended
     assert not any(thread.is_alive() for thread in threads - {main})
     with pytest.raises(ZeroDivisionError):
         engine.generate(asked, progress=lambda number: 1 / 0)
@@ -275,3 +288,17 @@ def test_a_run_has_one_number_of_parts(cores, threads):
     cores(1)
     engine.generate(requests())
     assert engine.programs == names
+    # A session has all slots.
+    assert engine._schedule().most_slots(128) == 128
+
+
+def test_parts_have_caches_of_their_own():
+    engine = engine_of(short())
+    engine._refresh()
+    decoder = engine._decoder
+    assert decoder.divided(1) == [decoder]
+    decoder.allocate(2, 128)
+    first, second = decoder.divided(2)
+    assert first.cache is second.cache is None
+    first.allocate(1, 128)
+    assert second.cache is None and decoder.slots == 2

@@ -336,9 +336,10 @@ class NativeRollout(Rollout):
         drafts = self._drafts if self._takes_drafts else None
         if drafts is not None:
             drafts.begin()
-        count = self._count_parts(samples, on_tokens)
+        budget = self._cache_budget()
+        count = self._count_parts(samples, on_tokens, budget)
         decoders = self._decoder.divided(count)
-        most_slots = self._slots_within_budget(count)
+        most_slots = functools.partial(self._most_slots, budget, count)
         if self._expected is not None and self._sizes is None:
             self._sizes = ahead.sizes_for(
                 decoders[0],
@@ -446,9 +447,11 @@ class NativeRollout(Rollout):
 
     def _schedule(self):
         """Makes a `Schedule` within the memory that is free now."""
-        return Schedule(self._decoder, self._slots_within_budget())
+        budget = self._cache_budget()
+        most_slots = functools.partial(self._most_slots, budget, 1)
+        return Schedule(self._decoder, most_slots)
 
-    def _count_parts(self, samples, on_tokens):
+    def _count_parts(self, samples, on_tokens, budget):
         """Returns the number of decoders that a call's samples have.
 
         It is the same in all calls of a run, which has programs for it.
@@ -461,16 +464,8 @@ class NativeRollout(Rollout):
         if self._expected is not None:
             requests, most = self._expected.prompts, self._expected.samples
         tokens = decoding.bucket(max(s.end for s in samples) + decoding.STEPS)
-        slots = min(most, self._fitting(self._cache_budget(), tokens))
+        slots = min(most, self._fitting(budget, tokens))
         return parts.count_parts(self._decoder.placement, requests, slots)
-
-    def _slots_within_budget(self, num_parts=1):
-        """Returns a function of the tokens of a slot to the most slots.
-
-        They are those of one of so many decoders with equal shares.
-        """
-        budget = self._cache_budget()
-        return functools.partial(self._most_slots, budget, num_parts)
 
     def _cache_budget(self):
         """Returns the bytes of the cache on each device."""
