@@ -1,8 +1,9 @@
 """A user's script that samples with vLLM, for each process of a run.
 
 `two_trainers.py DIRECTORY PORT INDEX CASE...`: runs the cases one after the
-other, and the first process writes what came of each to `DIRECTORY/CASE.npz`.
-The tests call `outcomes` for the same in one process.
+other with the server of `DIRECTORY/server.json`, and the first process writes
+what came of each to `DIRECTORY/CASE.npz`. The tests call `outcomes` for the
+same in one process.
 """
 
 import contextlib
@@ -60,19 +61,18 @@ class Seen(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def server():
-    """A server that the first process starts; the arguments to use it."""
+    """A server that this process starts; the arguments to use it."""
     task = make("qwen3", True, kpt.SFTTask, sequence_length=256)
     engine = VLLMRollout(python=sys.executable, timeout=120)
     engine.set_model(task)
     engine.start()
     own = engine._engine
-    assert (own.process is not None) == processes.is_first()
     try:
         yield {"urls": [own.url], "api_key": own.api_key, "timeout": 120}
     finally:
         started = own.process
         engine.stop()
-    assert started is None or started.poll() is not None
+    assert started.poll() is not None
 
 
 def fitted(task, dataset, seen=None, **settings):
@@ -213,22 +213,34 @@ def failures(servers):
 
 
 def killed(servers):
-    """The server that a run has started is killed while it samples."""
+    """The server that two processes have started is killed as it samples.
+
+    One process has a server that is not: it trains in the same way.
+    """
     task = make("qwen3", True, sequence_length=256)
-    compile_grpo(task, VLLMRollout(python=sys.executable, timeout=60), 0.3)
-    run_job, left = ServerEngine.run_job, 3 * [False] + [True]
+    alone = processes.count() == 1
+    own = servers if alone else {"python": sys.executable, "timeout": 60}
+    compile_grpo(task, VLLMRollout(**own), 0.3)
+    run_job, left, pids = ServerEngine.run_job, [*3 * [False], True], set()
 
     def run(self, job, *args):
-        if "logprobs" in job.params and self.process and left.pop(0):
-            os.killpg(self.process.pid, signal.SIGKILL)
-            left.extend(100 * [False])
+        if "logprobs" in job.params and self.process:
+            pids.add(self.process.pid)
+            if left and left.pop(0):
+                os.killpg(self.process.pid, signal.SIGKILL)
         return run_job(self, job, *args)
 
     ServerEngine.run_job = run
     try:
-        return fitted(task, prompts(6), batch_size=3)
+        found = fitted(task, prompts(6), batch_size=3)
     finally:
         ServerEngine.run_job = run_job
+    # Another one took its place, for all. The first process starts both.
+    assert found.pop("vllm/restarts")[-1] == (0 if alone else 1)
+    assert len(pids) == (2 if processes.is_first() and not alone else 0)
+    # All weights are sent again.
+    del found["vllm/sync_bytes"]
+    return found
 
 
 CASES = {
@@ -237,20 +249,18 @@ CASES = {
 }
 
 
-def outcomes(cases):
+def outcomes(cases, servers):
     """Runs cases; yields a dict of what came of each."""
     if processes.count() > 1:
         keras.distribution.set_distribution(kpt.distribution.fsdp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # `killed` starts its own.
-    needs_one = set(cases) != {"killed"}
-    with server() if needs_one else contextlib.nullcontext() as servers:
-        for case in cases:
-            yield CASES[case](servers)
+    for case in cases:
+        yield CASES[case](servers)
 
 
 def main(directory, cases):
-    for case, found in zip(cases, outcomes(cases), strict=True):
+    servers = json.loads((directory / "server.json").read_text())
+    for case, found in zip(cases, outcomes(cases, servers), strict=True):
         if processes.is_first():
             np.savez(directory / f"{case}.npz", **found)
     print("done", flush=True)
