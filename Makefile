@@ -27,11 +27,17 @@ vllm: $(VLLM_ENV)/.installed
 
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=30
 
+# Compiles modules once for all processes that tests start, also where
+# PYTHONDONTWRITEBYTECODE is set.
+COMPILE := $(BIN)/python -m compileall -q keras_posttrain tests
+
 test: lint
+	$(COMPILE)
 	$(PYTEST)
 
 # Programs are compiled as users compile them, which `make test` does not do.
 test-full: lint
+	$(COMPILE)
 	XLA_FLAGS="$(XLA_FLAGS)" $(PYTEST) -m ""
 
 # With a real vLLM, in an environment of its own (some GB). vLLM keeps beside

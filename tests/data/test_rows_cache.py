@@ -11,6 +11,7 @@ import threading
 import time
 import tracemalloc
 
+import grain
 import numpy as np
 import pytest
 
@@ -787,13 +788,26 @@ def test_rows_stay_on_disk(folder, tmp_path, monkeypatch):
     assert size < 2**20 + 60 * count
 
 
-def test_the_order_at_once_is_that_of_each():
-    for size in (1, 2, 3, 257, 1000):
+def test_orders_are_grains():
+    for size in (1, 2, 3, 257, order.FEW, order.FEW + 1, 1000):
         for shuffle, seed, stream in [
             (True, 0, 0),
             (True, 5, 3),
             (False, 1, 1),
         ]:
-            each = order.shuffled(size, shuffle, seed, stream)
-            found = order.indices(size, shuffle, seed, stream)
-            assert found.tolist() == [int(each[i]) for i in range(size)]
+            want = grain.MapDataset.range(size)
+            if shuffle:
+                want = want.shuffle(seed=order._seed(seed, stream))
+            want = [int(want[i]) for i in range(size)]
+            settings = size, shuffle, seed, stream
+            # Twice: an order of few numbers is kept.
+            for _ in range(2):
+                each = order.shuffled(*settings)
+                assert [int(each[i]) for i in range(size)] == want
+                assert order.indices(*settings).tolist() == want
+
+
+def test_a_kept_order_is_not_changed():
+    found = order.indices(8, True, 0, 1)
+    with pytest.raises(ValueError, match="read-only"):
+        found.sort()

@@ -11,6 +11,7 @@ from keras_posttrain.rollout import Request, VLLMRollout
 from keras_posttrain.rollout.vllm.jobs import EngineFailure
 from keras_posttrain.rollout.vllm.local import LocalEngine
 from tests.rollout import contract
+from tests.support import cases_in_ci
 from tests.vllm.models import MERGED, MODELS, compile_grpo, make, prompts
 
 pytestmark = [
@@ -60,8 +61,18 @@ class Compared(keras.callbacks.Callback):
         self.compare()
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("model", MODELS)
+# Weights with a merged adapter are sent as others are, and an adapter does not
+# depend on whether embeddings are tied.
+SENT_ALIKE = {"gemma4_moe", "llama_tied"}
+CASES = [(model, lora) for model in MODELS for lora in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "model, lora",
+    cases_in_ci(
+        *[x for x in CASES if not (x[0] in SENT_ALIKE and x[1])], of=CASES
+    ),
+)
 def test_the_weights_are_the_trainers(model, lora):
     """At step 0 and after each of 5 steps of GRPO: 1e-4, measured 3e-5."""
     task, engine = make(model, lora), VLLMRollout(timeout=120)

@@ -269,7 +269,8 @@ class Schedule:
     def release(self, token_ids):
         """Lets other conversations take the slots of one."""
         length = len(token_ids)
-        ours = self._overlap(np.asarray(token_ids, np.int32)) == self.lengths
+        overlap = self._overlap(np.asarray(token_ids, np.int32), {})
+        ours = overlap == self.lengths
         self.kept[ours & (self.lengths <= length)] = False
 
     def clear(self):
@@ -293,7 +294,7 @@ class Schedule:
             return np.zeros(len(self.held), np.int64)
         return np.where(same.all(1), width, same.argmin(1))
 
-    def _overlap(self, tokens, admitted=()):
+    def _overlap(self, tokens, admitted):
         """Counts the tokens that each slot has of the first of `tokens`.
 
         `admitted` is a dict of the `Admission`s of the slots that are not
@@ -307,9 +308,9 @@ class Schedule:
         usable = (found == self.lengths) | (
             self.lengths <= self.decoder.rewindable
         )
-        for slot in admitted:
-            a = admitted[slot]
-            usable[slot] |= found[slot] >= max(LEAST_SHARED, a.least_stop)
+        for slot in np.flatnonzero(~usable):
+            if (a := admitted.get(slot)) is not None:
+                usable[slot] = found[slot] >= max(LEAST_SHARED, a.least_stop)
         return np.where(usable, found, 0)
 
     @property
@@ -363,31 +364,32 @@ class Schedule:
         if images is not None:
             # Behind other tokens only text is computed.
             overlap[overlap <= images.places.max()] = 0
-        free = sorted(free)
+        free = np.array(sorted(free))
+        lengths, shared = self.lengths[free], overlap[free]
         # A slot all of whose tokens these continue, such as those of the same
         # conversation.
-        whole = [i for i in free if overlap[i] == self.lengths[i] > 0]
-        whole = [i for i in whole if self._is_worth(overlap[i], tokens)]
-        if whole:
-            slot = max(whole, key=lambda i: overlap[i])
-            source = int(overlap.argmax())
+        whole = free[(shared == lengths) & self._is_worth(shared, tokens)]
+        source = int(overlap.argmax())
+        if len(whole):
+            slot = int(whole[overlap[whole].argmax()])
             if overlap[source] == overlap[slot]:
                 return slot, None, int(overlap[slot])
-        order = [self.lengths > 0, self.kept, self.used]
-        slot = min(free, key=lambda i: tuple(x[i] for x in order))
-        if not self._is_worth(overlap.max(), tokens):
+        # Empty ones first, then those used longest ago.
+        order = self.used[free], self.kept[free], lengths > 0
+        slot = int(free[np.lexsort(order)[0]])
+        if not self._is_worth(overlap[source], tokens):
             return slot, None, 0
-        source = int(overlap.argmax())
         own = overlap == overlap[source]
-        reusable = [i for i in free if own[i] and not self.kept[i]]
-        if own[slot] or reusable:
-            slot = slot if own[slot] else reusable[0]
+        reusable = free[own[free] & ~self.kept[free]]
+        if own[slot] or len(reusable):
+            slot = slot if own[slot] else int(reusable[0])
             return slot, None, int(overlap[slot])
         return slot, source, int(overlap[source])
 
     def _is_worth(self, shared, tokens):
-        return shared > 0 and (
-            shared >= self.least_shared or shared == len(tokens)
+        """Returns whether so many tokens, an int or an array, are reused."""
+        return (shared > 0) & (
+            (shared >= self.least_shared) | (shared == len(tokens))
         )
 
     def _count(self, slot, tokens, start, source):
