@@ -25,12 +25,12 @@ def shuffled(size, shuffle, seed, stream):
 def indices(size, shuffle, seed, stream):
     """Returns all numbers of `shuffled` as an int64 array, in less time.
 
-    It is read-only if they are few.
+    It is read-only if it is shuffled.
     """
     if not shuffle or size < 2:
         return np.arange(size)
-    permute = _few_permuted if size <= FEW else _permuted
-    return permute(size, _seed(seed, stream))
+    permuted = _few_permuted if size <= FEW else _permuted
+    return permuted(size, _seed(seed, stream))
 
 
 def _permuted(size, seed):
@@ -40,14 +40,12 @@ def _permuted(size, seed):
         seed=seed,
         rounds=4,
     )
-    return np.fromiter(map(place, range(size)), np.int64, size)
-
-
-@functools.lru_cache(maxsize=1024)
-def _few_permuted(size, seed):
-    found = _permuted(size, seed)
+    found = np.fromiter(map(place, range(size)), np.int64, size)
     found.flags.writeable = False
     return found
+
+
+_few_permuted = functools.lru_cache(maxsize=1024)(_permuted)
 
 
 def _seed(seed, stream):

@@ -136,6 +136,24 @@ def test_a_slot_that_is_copied_and_given_away_at_once():
         np.testing.assert_allclose(sample.logps, want, atol=2e-5)
 
 
+def test_which_slot_is_given_away():
+    """An empty one; else none that may continue; the one used longest ago."""
+    engine, rng = engine_of(make()), np.random.default_rng(0)
+    engine._refresh()
+    schedule, slots = engine._schedule(), 6
+    schedule.held = np.full((slots, 4), 9, np.int32)
+    for _ in range(50):
+        schedule.lengths = rng.integers(0, 3, slots)
+        schedule.kept = rng.integers(0, 2, slots) > 0
+        schedule.used = rng.permutation(slots)
+        free = rng.choice(slots, rng.integers(1, slots + 1), replace=False)
+        facts = [*zip(schedule.lengths > 0, schedule.kept, schedule.used)]
+        want = min(free.tolist(), key=lambda i: facts[i])
+        other = np.array([5, 6, 7], np.int32)
+        found = schedule._choose(set(free.tolist()), other, None, {})
+        assert found == (want, None, 0)
+
+
 def test_too_few_slots_compute_again_and_count_it():
     task = make()
     want, _ = converse_at_once(engine_of(task), 6)

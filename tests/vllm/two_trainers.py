@@ -215,7 +215,7 @@ def failures(servers):
 def killed(servers):
     """The server that two processes have started is killed as it samples.
 
-    One process has a server that is not: it trains in the same way.
+    One process trains in the same way, with a server that is not killed.
     """
     task = make("qwen3", True, sequence_length=256)
     alone = processes.count() == 1
